@@ -1,4 +1,4 @@
-"""Stops runs that cannot go on: values are not finite, or overflows do not end."""
+"""Stops runs that cannot go on: values are not finite, or skipped updates do not end."""
 
 from __future__ import annotations
 
@@ -151,7 +151,10 @@ def check_gradient(grad_norm: float, progress: Progress) -> None:
 
 
 class SkipWatch:
-    """Watches the updates that the engine skips because their gradients overflow."""
+    """Watches the updates that the engine skips because their gradients are not finite.
+
+    In fp16 they overflowed. DeepSpeed also skips them in bf16 and fp32, without a loss scale.
+    """
 
     MANY = 100  # consecutive skips that end a run at any loss scale
     A_TENTH = RECENT_UPDATES // 10  # recent skips up to this number need no warning
@@ -165,56 +168,60 @@ class SkipWatch:
         """Ends a run that does nothing but skip. Returns a warning to print, or None.
 
         A second consecutive skip ends the run if the loss scale is at its smallest and cannot fall
-        further, or if there is none: DeepSpeed skips gradients that are not finite in fp32 and bf16
-        as well. Otherwise the hundredth does.
+        further, or if there is none. Otherwise the hundredth does.
 
         Raises:
             SystemExit: saying what helps, on the main process.
         """
         smallest = self.smallest_loss_scale()
+        where = None
+        if loss_scale:
+            where = f"at loss scale {loss_scale:g}, the smallest being {smallest:g}"
         can_fall = bool(loss_scale) and loss_scale > smallest
         allowed = self.MANY if can_fall else 2
         if self.progress.consecutive_skips >= allowed:
-            self.end_run(loss_scale, smallest)
-        return self.warning(loss_scale, smallest)
+            self.end_run(where)
+        return self.warning(where)
 
-    def end_run(self, loss_scale: float | None, smallest: float) -> None:
-        """Ends the program, with the reason on the main process."""
+    def end_run(self, where: str | None) -> None:
+        """Ends the program, with the reason on the main process.
+
+        Args:
+            where: the loss scale in words; None without one.
+        """
         update = f"update {self.progress.global_step + 1}"
-        skips = f"{self.progress.consecutive_skips} times in a row"
-        if loss_scale:
-            message = (
-                f"{update} overflowed {skips}, the last time at loss scale {loss_scale:g}, the "
-                f"smallest being {smallest:g}. Use bf16, a lower --learning_rate if the loss had "
-                "grown; --debug_overflow names the module"
-            )
+        times = f"{self.progress.consecutive_skips} times in a row"
+        if where:
+            said = f"{update} overflowed {times}, the last time {where}. Use bf16, a lower"
         else:
-            message = (
-                f"{update} was skipped {skips}: its gradients are not finite, though its loss is. "
-                "Use a lower --learning_rate if the loss had grown; --debug_overflow names the "
-                "module"
-            )
+            said = f"{update} had gradients that are not finite {times}. Use a lower"
+        message = f"{said} --learning_rate if the loss had grown; --debug_overflow names the module"
         errors.tell_launcher(message)
         sys.exit(message if self.accelerator.is_main_process else 1)
 
-    def warning(self, loss_scale: float | None, smallest: float) -> str | None:
+    def warning(self, where: str | None) -> str | None:
         """Returns a warning if more than a tenth of the recent updates were skipped, else None.
 
         It is due again only after as many updates have passed. On the main process alone.
+
+        Args:
+            where: see `end_run`.
         """
         recent = len(self.progress.recent_skips)
         warned_recently = self.progress.updates_seen <= self.last_warning + RECENT_UPDATES
         if not self.accelerator.is_main_process or recent <= self.A_TENTH or warned_recently:
             return None
         self.last_warning = self.progress.updates_seen
-        updates = f"WARNING: {recent} of the last {RECENT_UPDATES} updates"
-        if not loss_scale:
-            return f"{updates} were skipped, because their gradients are not finite."
+        many = f"WARNING: {recent} of the last {RECENT_UPDATES} updates"
+        if not where:
+            return (
+                f"{many} were skipped: their gradients are not finite. Use a lower --learning_rate "
+                "if the loss had grown; --debug_overflow names the module."
+            )
         return (
-            f"{updates} overflowed, the last at loss scale {loss_scale:g}, the smallest being "
-            f"{smallest:g}. Raise loss_scale_window if the scale grows back into the overflow, "
-            "hysteresis if single updates drive it down; near min_loss_scale use bf16. "
-            "See docs/fp16.md."
+            f"{many} overflowed, the last {where}. "
+            "Raise loss_scale_window if the scale grows back into the overflow, hysteresis "
+            "if single updates drive it down; near min_loss_scale use bf16. See docs/fp16.md."
         )
 
     def smallest_loss_scale(self) -> float:

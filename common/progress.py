@@ -19,7 +19,7 @@ class Progress:
         train_batch_size, max_epochs, max_steps: those of the run.
         updates_per_epoch: by default `n_rows / train_batch_size`, rounded up.
         global_step: updates applied; the one x-axis.
-        skipped_steps: updates that the engine skipped because of an fp16 overflow.
+        skipped_steps: updates that the engine skipped because of gradients that are not finite.
         samples: trained on so far, in applied updates.
         tokens: real tokens of the samples (their `length`; in DPO and reward a pair's prompt counts
             twice), padding excluded, in applied updates.

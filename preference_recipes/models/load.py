@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import is_fsdp_enabled
+from transformers.utils import is_sentencepiece_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, hub, print_once, record, zero
@@ -413,13 +413,14 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
         refuse_own_code(name, error)
-        first_line = str(error).strip().splitlines()[0]
-        # transformers 5.23 then tries to read tokenizer.model as a file of tiktoken.
-        if "tiktoken" in first_line and importlib.util.find_spec("sentencepiece") is None:
-            first_line = (
-                "its tokenizer.model is probably one of sentencepiece: `pip install sentencepiece`,"
-                " or save tokenizer.json beside it"
+        if "tiktoken" in str(error) and not is_sentencepiece_available():
+            # Where sentencepiece is missing, transformers tries tiktoken and names that alone.
+            sys.exit(
+                f"no {kind} could be loaded from {name!r}: without a tokenizer.json its "
+                "tokenizer.model is read by sentencepiece, which is not installed: "
+                "pip install sentencepiece (or tiktoken, if the file is one of tiktoken's)"
             )
+        first_line = str(error).strip().splitlines()[0]
         sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {EXPECTED}")
 
 

@@ -250,22 +250,32 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
     metrics.bar = types.SimpleNamespace(write=said.append, update=lambda: None)
     for _ in range(20):
         progress.update_done(True, 1, 1)
-    cause = (
-        "overflowed {} times in a row"
-        if scale
-        else "was skipped {} times in a row: its gradients are not finite"
-    )
-    with pytest.raises(SystemExit, match=f"update 21 {cause.format(ends)}") as ended:
+    what = "overflowed" if scale else "had gradients that are not finite"
+    with pytest.raises(SystemExit, match=f"update 21 {what} {ends} times in a row") as ended:
         while True:
             progress.update_done(applied=False, samples=1, tokens=1)
             metrics.update_done(False, loss_scale=scale)
-    assert ("Use bf16" in str(ended.value)) == (
-        scale is not None
-    )  # in bf16 and fp32 that is no advice
+    assert ("Use bf16" in str(ended.value)) == bool(scale)  # without a scale it is bf16 or fp32
     assert progress.skipped_steps == ends and progress.global_step == 20
     assert [text[:30] for text in said] == (
         ["WARNING: 6 of the last 50 upda", "WARNING: 50 of the last 50 upd"] if ends == 100 else []
     )
+
+
+def test_many_skips_without_a_loss_scale_are_not_called_overflows(tmp_path):
+    """DeepSpeed skips NaN in bf16 and fp32 too, where no setting of fp16 helps."""
+    accelerator = types.SimpleNamespace(
+        state=types.SimpleNamespace(deepspeed_plugin=None), is_main_process=True
+    )
+    progress = Progress(1000, 1, 1, 1000)
+    watch = guards.SkipWatch(accelerator, progress)
+    said = []
+    for index in range(20):
+        progress.update_done(index % 2 == 0, 1, 1)
+        said.append(watch.update_skipped(None) if index % 2 else None)
+    [warning] = [text for text in said if text]
+    assert "6 of the last 50 updates were skipped: their gradients are not finite" in warning
+    assert not any(word in warning for word in ("overflow,", "bf16", "loss_scale_window"))
 
 
 def test_skips_far_apart_need_no_warning(tmp_path):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
+from transformers.utils import is_sentencepiece_available
 
-from runs import REPOSITORY, config_launcher, launch, recipe, tiny_inputs, tiny_llama
+from preference_recipes.models import load
+from runs import REPOSITORY, config_launcher, launch, recipe, refuses, tiny_inputs, tiny_llama
 
 # 15 million parameters, more than half of them embeddings: 59 MB in fp32.
 SIZES = dict(
@@ -115,3 +117,12 @@ def test_what_the_main_process_cannot_load_ends_all(tmp_path, fault):
         "no head": "lacks weights, such as lm_head.weight: they would have started at random",
     }
     assert result.returncode and message[fault] in result.stdout, result.stdout
+
+
+@pytest.mark.skipif(is_sentencepiece_available(), reason="sentencepiece would read the file")
+def test_a_sentencepiece_model_alone_asks_for_sentencepiece(tmp_path):
+    """transformers falls back to tiktoken, and names that alone."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    refuses("pip install sentencepiece", call=lambda: load.tokenizer_of(str(tmp_path)))

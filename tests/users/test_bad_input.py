@@ -7,7 +7,6 @@ import ast
 import concurrent.futures
 import dataclasses
 import gzip
-import importlib.util
 import io
 import json
 import re
@@ -929,17 +928,3 @@ def test_settings_of_dpo_that_would_be_ignored_or_mean_nothing(tmp_path, flags, 
     )
     assert result.returncode and "Traceback" not in result.stdout
     assert all(part in result.stdout for part in parts)
-
-
-def test_a_tokenizer_of_sentencepiece_alone_names_sentencepiece(tmp_path, monkeypatch):
-    """transformers would ask for tiktoken, with which it could not be read either."""
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *more: None if name == "sentencepiece" else find_spec(name, *more),
-    )
-    shutil.copy(ASSETS / "model/config.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    refuses("pip install sentencepiece", call=lambda: load.tokenizer_of(str(tmp_path)))
