@@ -21,7 +21,7 @@ STATEMENT = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-BOX = "\\boxed{"
+BOX = re.compile(r"\\(?:boxed|fbox) *\{")
 HASHES = "####"
 ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # A number as people write one. 007 is none, so it is compared as text.
@@ -38,7 +38,7 @@ UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
 # What people and LaTeX write around an answer, and what replaces it.
 PLAIN_FORMS = [
     (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),  # \text{x}: x
-    (re.compile(r"\\[dt]frac\b"), r"\\frac"),
+    (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),  # \frac{1}{2}: 1/2
     (re.compile(r"\\frac *(\d) *(\d)"), r"\1/\2"),  # \frac12: 1/2
     (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
@@ -86,7 +86,7 @@ def final_answer(text: str | float) -> str:
 
     That is the last of these in the text:
 
-        \boxed{...}             what is in the braces
+        \boxed{...}, \fbox{...}  what is in the braces
         #### (GSM8K)            the rest of the line, or the next line if that is empty
         <answer>...</answer>    the final answer of what is between them
 
@@ -109,15 +109,12 @@ def final_answer(text: str | float) -> str:
 
 def last_box(text: str) -> tuple[int, str]:
     """Returns where the last whole `\\boxed{...}` begins, and what it holds; -1 and "" if none."""
-    start = text.rfind(BOX)
-    while start >= 0:
+    for box in reversed(list(BOX.finditer(text))):
         depth = 1
-        begin = start + len(BOX)
-        for place in range(begin, len(text)):
+        for place in range(box.end(), len(text)):
             depth += (text[place] == "{") - (text[place] == "}")
             if depth == 0:
-                return start, text[begin:place]
-        start = text.rfind(BOX, 0, start)
+                return box.start(), text[box.end() : place]
     return -1, ""
 
 
