@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from common.prove import warm
+from contracts.proof import warm
 from preference_recipes.tools.memory import (
     Counts,
     Setup,
