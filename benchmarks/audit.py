@@ -1,4 +1,4 @@
-"""Asks trainers what `python -m common.prove` asks our recipes: is the update the same, are its numbers right?
+"""Asks trainers what `make prove` asks our recipes: is the update the same, are its numbers right?
 
     python benchmarks/audit.py trl                                 TRL, all its works, in an environment made anew
     python benchmarks/audit.py ours --works sft dpo                our recipes, in this environment

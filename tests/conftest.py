@@ -1,10 +1,12 @@
 """Fixtures of several test files."""
 
+import argparse
 import os
 
 # The tests know what a CPU computes, and launch more processes than there may be GPUs. Set before torch looks for one.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import shlex
 import shutil
 import signal
 import subprocess
@@ -51,6 +53,7 @@ def tokenizer():
 
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
+    "recipe",
     "prove",
     "stopping",
     "fp16",
@@ -66,6 +69,31 @@ LONGEST_FIRST = [
     "metrics",
     "counting",
 ]
+
+
+def recipe_and_arguments(text: str) -> list[Path | str]:
+    """The file of `--recipe`, then its arguments."""
+    name, *arguments = shlex.split(text) or [""]
+    file = Path(name).expanduser().resolve()
+    if not file.is_file():
+        raise argparse.ArgumentTypeError(f"{name}: no such file; name one such as recipes/sft.py")
+    return [file, *arguments]
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("proof", "the proof of a recipe, contracts/test_recipe.py")
+    group.addoption(
+        "--recipe",
+        type=recipe_and_arguments,
+        help="prove this recipe alone: a file anywhere, in quotes also its arguments",
+    )
+    group.addoption("--quick", action="store_true", help="prove it on fewer engines")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With `--recipe` nothing is collected but the proof."""
+    is_other = collection_path.is_file() and collection_path.name != "test_recipe.py"
+    return True if config.getoption("recipe") and is_other else None
 
 
 def pytest_collection_modifyitems(items):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.prove import processes, warm
+from contracts.proof import processes, warm
 from recipes import RECIPES
 
 REPOSITORY = Path(__file__).resolve().parent.parent

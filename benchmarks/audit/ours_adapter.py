@@ -8,9 +8,10 @@ import adapting
 from adapting import Description, Request, Row, Sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY))  # also where another `common` is installed
+# Also where another `common` is installed.
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-from common.prove import warm  # noqa: E402
+from contracts.proof import warm  # noqa: E402
 
 HANG_SECONDS = 1800
 OF_ALL = {"loss": "loss", "grad_norm": "grad_norm", "tokens": "tokens"}

@@ -179,7 +179,7 @@ def case(name, launcher, micro):
         "fsdp2",
         "sft",
     )
-    # What `common.prove --quick` shows of sft, see test_prove.py.
+    # What test_recipe.py shows of sft.
     proved = name == "sft" and launcher in ("plain", "ddp", "zero3")
     return pytest.param(
         name,

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 
 from common import checkpoint, folders, run_folder
 from common.progress import Progress
-from common.prove import processes
+from contracts.proof import processes
 from runs import (
     LAUNCHERS,
     config_launcher,

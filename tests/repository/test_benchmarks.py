@@ -13,7 +13,7 @@ import types
 import psutil
 import pytest
 
-from common.prove import processes
+from contracts.proof import processes
 from runs import REPOSITORY
 
 

@@ -27,7 +27,7 @@ PAGES = [
 SCRIPTS = [
     *(REPOSITORY / "common").glob("*.py"),
     *(REPOSITORY / "preference_recipes").rglob("*.py"),
-    REPOSITORY / "common/prove/__main__.py",
+    REPOSITORY / "tests/conftest.py",
     *(REPOSITORY / "benchmarks").glob("*.py"),
 ]
 # Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
@@ -123,11 +123,6 @@ def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
             assert flags_of(words[:script]) <= launcher_flags | FOREIGN, command
 
         name = words[script]
-        if name == "common.prove":  # the recipe and its arguments follow
-            known = set().union(*recipe_flags.values())
-            known |= script_flags(REPOSITORY / "common/prove/__main__.py")
-            assert flags_of(words[script:]) <= known, command
-            continue
         path = REPOSITORY / (
             f"{name.replace('.', '/')}.py"
             if name.startswith(("common.", "preference_recipes."))

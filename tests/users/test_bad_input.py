@@ -36,8 +36,8 @@ from common.arguments import (
     parse,
 )
 from common.launch import quiet
-from common.prove import plain
 from common.shared_args import SharedArgs
+from contracts.proof import plain
 from preference_recipes.data import dataset, files, formats, ids
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.models import checks, load, merge

@@ -1,4 +1,4 @@
-"""`python -m common.prove` is green for every recipe and every fork in docs/, and red for each fault, under its name."""
+"""The proof, contracts/test_recipe.py, is green for every fork in docs/, and red for each fault, under its name."""
 
 import ast
 import contextlib
@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,55 +17,66 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import psutil
 import pytest
 import torch
 
-from common.prove import __main__ as command
-from common.prove import bench, compare, interrupted, processes, promises, rows, runs, warm
+from contracts.proof import (
+    bench,
+    compare,
+    interrupted,
+    outcomes,
+    processes,
+    promises,
+    rows,
+    runs,
+    warm,
+)
 from mutations import copy_repository
 from planting import Plant, drop_call, replace, together
-from recipes import NAMES
 from runs import ASSETS, OFFLINE, REPOSITORY, recipe, write_jsonl
 
 FORKS = REPOSITORY / "docs/forks"
-NAMES_OF_PROMISES = [promise.name for promise in promises.PROMISES]
+NAMES_OF_PROMISES = list(promises.PROMISES)
 
 
-def prove(file: Path, folder: Path, *flags, repository: Path = REPOSITORY) -> tuple[dict, str]:
-    """The report of a proof, and what it printed."""
-    report = folder / "report.json"
-    environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(repository)}
+def prove(
+    file: Path, folder: Path, *arguments, only=(), quick=True, repository: Path = REPOSITORY
+) -> tuple[dict[str, str], str]:
+    """What became of each promise, `green`, `red` or `unchecked`, and what was printed.
+
+    Args:
+        arguments: the recipe's.
+        only: the promises that are checked; none: all.
+    """
+    report = folder / "report.xml"
+    proof = repository / "tests/contracts/test_recipe.py"
+    tests = [f"{proof}::test_{name.replace('-', '_')}" for name in only] or [str(proof)]
+    words = ["--recipe", shlex.join(map(str, [file, *arguments])), *["--quick"] * quick]
+    written = ["--basetemp", folder / "runs", "--junit-xml", report, "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [sys.executable, "-m", "common.prove", file, "--json", report, *map(str, flags)],
+        [sys.executable, "-m", "pytest", *tests, *words, *written, "-raP"],
         cwd=folder,
-        env=environment,
+        env={**os.environ, **OFFLINE, "PYTHONPATH": str(repository)},
         capture_output=True,
         text=True,
     )
     output = result.stdout + result.stderr
     assert report.exists(), output
-    found = json.loads(report.read_text())
-    assert result.returncode == (0 if found["green"] else 1), output
-    return found, output
+    statuses = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = re.sub(r"^test_|\[.*", "", case.get("name")).replace("_", "-")
+        is_red = case.find("failure") is not None or case.find("error") is not None
+        is_unchecked = case.find("skipped") is not None
+        statuses[name] = "red" if is_red else "unchecked" if is_unchecked else "green"
+    assert result.returncode == (1 if "red" in statuses.values() else 0), output
+    return statuses, output
 
 
-def of_status(report: dict, status: str) -> list[str]:
-    return [name for name, promise in report["promises"].items() if promise["status"] == status]
-
-
-def test_sft_keeps_every_promise(tmp_path):
-    report, output = prove(recipe("sft"), tmp_path, "--quick")
-    assert of_status(report, "green") == NAMES_OF_PROMISES, output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_keeps_every_promise(tmp_path, name):
-    report, output = prove(recipe(name), tmp_path, *(["--quick"] if name != "dpo" else []))
-    assert of_status(report, "green") == NAMES_OF_PROMISES, output
+def of_status(statuses: dict[str, str], status: str) -> list[str]:
+    return [name for name in NAMES_OF_PROMISES if statuses.get(name) == status]
 
 
 # ============================================================ faults
@@ -644,10 +656,9 @@ def test_a_fault_is_red_under_its_name(tmp_path, name):
         copy_repository(repository)
         (repository / fault.file).write_text(planted(fault))
         file = repository / f"recipes/{fault.recipe}.py"
-    flags = ["--quick", "--only", fault.promise]
-    report, output = prove(file, tmp_path, *flags, repository=repository)
-    assert of_status(report, "red") == [fault.promise], output
-    assert f"RED {fault.promise}: " in output
+    report, output = prove(file, tmp_path, only=[fault.promise], repository=repository)
+    assert report == {fault.promise: "red"}, output
+    assert f"RED {fault.promise}\n" in output
     assert f"see docs/forking.md#{fault.promise}" in output
     # Which metric or model, where first, and by how much: not only that a run failed.
     assert re.search(r"off by \S+, bound \S+ First in \S+", output), output
@@ -680,7 +691,7 @@ def test_every_diff_fits_its_recipe(tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("base, name", [("dpo", "simpo"), ("sft", "ema")])
 def test_a_new_loss_and_a_running_value_keep_every_promise(tmp_path, base, name):
-    report, output = prove(fork(tmp_path, base, name), tmp_path)  # on every engine
+    report, output = prove(fork(tmp_path, base, name), tmp_path, quick=False)  # on every engine
     assert of_status(report, "green") == NAMES_OF_PROMISES, output
 
 
@@ -695,7 +706,7 @@ def test_a_new_input_keeps_every_promise(tmp_path):
     ]
     data = write_jsonl(tmp_path / "unpaired.jsonl", rows)
     file = fork(tmp_path, "dpo", "kto")
-    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data, "--quick"]
+    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data]
     report, output = prove(file, tmp_path, *flags)
     # KTO's rows stand alone: there are no prompts to share.
     assert of_status(report, "unchecked") == ["packed"], output
@@ -707,7 +718,7 @@ def test_a_new_input_keeps_every_promise(tmp_path):
 def test_a_new_reward_keeps_every_promise(tmp_path):
     fork(tmp_path, "", "rewards")
     functions = ["my_rewards:digits", "my_rewards:brief"]
-    flags = ["--reward_function", *functions, "--reward_weights", 1, 0.2, "--quick"]
+    flags = ["--reward_function", *functions, "--reward_weights", 1, 0.2]
     report, output = prove(recipe("grpo"), tmp_path, *flags)
     assert of_status(report, "green") == NAMES_OF_PROMISES, output
 
@@ -724,11 +735,11 @@ def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
     )
     assert text.count(kept) == 1
     file.write_text(text.replace(kept, lost))
-    report, output = prove(file, tmp_path, "--quick", "--only", "resume")
+    report, output = prove(file, tmp_path, only=["resume"])
     assert of_status(report, "red") == ["resume"] and "ema, most in" in output, output
 
 
-# ============================================================ the command
+# ============================================================ what is asked
 
 
 def without_flag(folder: Path, name: str, value: str) -> tuple[Path, Path]:
@@ -747,54 +758,53 @@ def without_flag(folder: Path, name: str, value: str) -> tuple[Path, Path]:
 @pytest.mark.slow
 def test_a_fork_without_a_flag_is_told_what_could_not_be_checked(tmp_path):
     repository, file = without_flag(tmp_path, "weight_decay", "0.0")
-    flags = ["--quick", "--only", "still", "--only", "last-update"]
-    report, output = prove(file, tmp_path, *flags, repository=repository)
+    only = ["still", "last-update"]
+    report, output = prove(file, tmp_path, only=only, repository=repository)
     assert of_status(report, "unchecked") == ["still"] and of_status(report, "red") == [], output
-    assert re.search(r"^- +still +the recipe has no --weight_decay", output, re.M), output
+    assert "the recipe has no --weight_decay" in output
 
 
 @pytest.mark.slow
 def test_a_fork_that_always_makes_one_epoch_is_not_red(tmp_path):
     repository, file = without_flag(tmp_path, "max_epochs", "1")
-    names = ("means", "log-lines", "seed", "still")
-    flags = ["--quick", *(f"--only={name}" for name in names)]
-    report, output = prove(file, tmp_path, *flags, repository=repository)
+    only = ["means", "log-lines", "seed", "still"]
+    report, output = prove(file, tmp_path, only=only, repository=repository)
     assert of_status(report, "red") == [] and of_status(report, "green") == ["still"], output
     assert of_status(report, "unchecked") == ["means", "log-lines", "seed"]
     assert "the recipe makes only one pass" in output
-    assert output.count("the recipe has no --max_epochs") == 2
+    assert "the recipe has no --max_epochs" in output
 
 
 @pytest.mark.slow
 def test_flags_that_a_tiny_run_cannot_have_make_nothing_red(tmp_path):
     flags = ["--save_actor_limit", 1, "--overlong_buffer", 16, "--max_new_tokens", 32]
-    report, output = prove(recipe("grpo"), tmp_path, *flags, "--quick", "--only", "log-lines")
+    report, output = prove(recipe("grpo"), tmp_path, *flags, only=["log-lines"])
     assert of_status(report, "green") == ["log-lines"], output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_proof_leaves_no_run_behind(tmp_path, number, status):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_proof_leaves_no_run_behind(tmp_path, number):
     runs = tmp_path / "runs"
-    runs.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "common.prove", recipe("sft"), "--only", "split"],
+        [
+            *[sys.executable, "-m", "pytest", REPOSITORY / "tests/contracts/test_recipe.py"],
+            *["--recipe", recipe("sft"), "-k", "split", "--basetemp", runs],
+        ],
         cwd=tmp_path,
-        env={**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(runs)},
+        env={**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         # A shell has the children that it starts in the background ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    while not list(runs.glob("prove-*/1x16*")):
+    while not list(runs.glob("proof*/1x16*")):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.01)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == status, output
-    assert "Traceback" not in output
-    assert not list(runs.glob("prove-*"))
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, output
 
     def is_here(other: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
@@ -816,89 +826,56 @@ def test_rows_that_cannot_be_used_make_nothing_red(tmp_path):
         "messages": [*rows[0]["messages"][:-1], {"role": "assistant", "content": ""}],
     }
     data = write_jsonl(tmp_path / "rows.jsonl", [unanswered] * 20 + rows)
-    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data, "--quick"]
-    flags += ["--only", "seed", "--only", "last-update"]
-    report, output = prove(recipe("sft"), tmp_path, *flags)
-    assert not of_status(report, "red") and "green  seed         twice: weights" in output, output
+    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data]
+    report, output = prove(recipe("sft"), tmp_path, *flags, only=["seed", "last-update"])
+    assert not of_status(report, "red"), output
     assert "another seed: an epoch is one update, in which no order of rows shows" in output
     assert "cannot be used: no usable row: 6 of 6 left out (empty answer" in output
 
 
 @pytest.mark.slow
 def test_an_overflow_with_adapters_leaves_no_trace(tmp_path):
-    report, output = prove(recipe("dpo"), tmp_path, "--lora_r", 4, "--quick", "--only", "overflow")
+    report, output = prove(recipe("dpo"), tmp_path, "--lora_r", 4, only=["overflow"])
     assert of_status(report, "green") == ["overflow"], output
 
 
 @pytest.mark.slow
 def test_a_recipe_that_does_not_start_says_why(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "common.prove", recipe("sft"), "--learning_rat", "1"],
-        cwd=tmp_path,
-        env={**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
-    assert "did you mean --learning_rate?" in result.stderr and "Traceback" not in result.stderr
+    report, output = prove(recipe("sft"), tmp_path, "--learning_rat", 1, only=["split"])
+    assert report == {"split": "red"}
+    assert "did you mean --learning_rate?" in output and "Traceback" not in output
 
 
-def test_the_promises_are_listed_and_explained(capsys):
-    assert command.main(["--list"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+def test_each_promise_is_a_test_and_explained():
     page = (REPOSITORY / "docs/forking.md").read_text()
-    assert listed == NAMES_OF_PROMISES == re.findall(r"^### ([a-z-]+)$", page, re.M)
-    for promise in promises.PROMISES:
-        assert promise.docs == f"docs/forking.md#{promise.name}"
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--only", "speed", "x.py"], "--only speed: no such promise"),
-        (["x.py"], "x.py: no such file"),
-        ([], "error: name a recipe"),
-        ([str(recipe("sft")), "--json", "nowhere/report.json"], "there is no folder"),
-    ],
-)
-def test_what_cannot_be_proved_is_refused(capsys, words, said):
-    with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-def judged(*steps) -> tuple[str, str]:
-    """Status and table of a promise whose check yields each difference and raises each error."""
-
-    def check(_):
-        for step in steps:
-            if isinstance(step, Exception):
-                raise step
-            yield compare.Check(f"of {step.where}", step)
-
-    outcome = command.judge(promises.Promise("means", "says", check), None)
-    return outcome.status, command.table([outcome]) + command.explain([outcome])
+    assert re.findall(r"^### ([a-z-]+)$", page, re.M) == NAMES_OF_PROMISES
+    text = (REPOSITORY / "tests/contracts/test_recipe.py").read_text()
+    tests = [name.replace("_", "-") for name in re.findall(r"^def test_(\w+)", text, re.M)]
+    assert sorted(tests) == sorted(NAMES_OF_PROMISES)
+    assert sorted(re.findall(r'keeps\(proof, "(.*)"\)', text)) == sorted(NAMES_OF_PROMISES)
 
 
 def test_what_was_measured_before_a_run_fails_is_told():
     good, bad = compare.Difference(0, 1, "good"), compare.Difference(2, 1, "bad")
     failed, missing = bench.RunFailed("KeyError: 'loss'"), bench.Unchecked("no --seed")
-    assert judged(good, good)[0] == "green"
 
-    status, said = judged(good, bad, failed)
-    assert status == "red"
-    assert re.search(r"^green +means +of good", said, re.M)
-    assert re.search(r"^RED +means +of bad", said, re.M)
-    assert re.search(r"^RED +means +a run failed", said, re.M)
-    assert "off by 2, bound 1. First in bad" in said and "    KeyError: 'loss'" in said
-    assert judged(good, failed)[0] == "red"
+    def judged(*steps) -> outcomes.Outcome:
+        def check(_):
+            for step in steps:
+                if isinstance(step, Exception):
+                    raise step
+                yield compare.Check(f"of {step.where}", step)
 
-    status, said = judged(good, missing)
-    assert status == "unchecked"
-    assert re.search(r"^green +means +of good", said, re.M)
-    assert re.search(r"^- +means +no --seed", said, re.M)
-    status, said = judged(bad, missing)
-    assert status == "red" and re.search(r"^- +means +no --seed", said, re.M)
+        return outcomes.judge(check, None)
+
+    assert not judged(good, good).is_red
+    assert judged(good, failed).is_red
+    said = str(judged(good, bad, failed)).splitlines()
+    assert said[0] == "green  of good: off by 0, bound 1"
+    assert said[1] == "RED    of bad: off by 2, bound 1. First in bad"
+    assert said[2] == "KeyError: 'loss'"
+    assert judged(good, missing).unchecked == "no --seed" and not judged(good, missing).is_red
+    assert judged(bad, missing).is_red
 
 
 def test_of_several_processes_the_error_of_the_first_is_shown(tmp_path):

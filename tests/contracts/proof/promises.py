@@ -25,11 +25,10 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from common import folders
-from common.prove import compare, interrupted, overflow, runs
-from common.prove.bench import (
+from contracts.proof import compare, interrupted, overflow, runs
+from contracts.proof.bench import (
     BATCH,
     EVAL_STEPS,
     RESPONSES,
@@ -41,7 +40,7 @@ from common.prove.bench import (
     updates_in,
     weights_of,
 )
-from common.prove.compare import Check, Difference
+from contracts.proof.compare import Check, Difference
 
 # What identifies an update in a log line.
 OF_UPDATE = {"loss", "grad_norm", "learning_rate", "samples", "tokens"}
@@ -53,27 +52,10 @@ SAVED = {
 # A guess, if the recipe logs no tokens.
 TOKENS_OF_SAMPLE = 32
 NO_DROPOUT = "the model's config names no dropout, and there is no --lora_dropout"
-
-
-class Promise(NamedTuple):
-    """A contract of the project.
-
-    Attributes:
-        name: for `--only`.
-        says: the contract in words.
-        check: does the work, and yields the table line by line. It may raise `Unchecked` or
-            `RunFailed`; the lines before that stay. So it first yields all that the recipe allows,
-            and then raises `Unchecked` with what it does not.
-    """
-
-    name: str
-    says: str
-    check: Callable[[Bench], Iterator[Check]]
-
-    @property
-    def docs(self) -> str:
-        """Where it is explained."""
-        return f"docs/forking.md#{self.name}"
+# Does the work, and yields what it measured, check by check. It may raise `Unchecked` or `RunFailed`;
+# the checks before that stay. So it first yields all that the recipe allows, and then raises
+# `Unchecked` with what it does not.
+Promise = Callable[[Bench], Iterator[Check]]
 
 
 # ============================================================ the same update
@@ -557,27 +539,17 @@ def reference_of(bench: Bench) -> Changes:
     return {"ref_model_name_or_path": reference}
 
 
-PROMISES = [
-    Promise("split", "the same update however its samples are split", check_split),
-    Promise("engines", "the same update under every engine", check_engines),
-    Promise("packed", "the same update with rows packed or prompts shared", check_packed),
-    Promise("means", "a logged metric is the exact mean over all samples", check_means),
-    Promise(
-        "evaluation",
-        "an evaluation has no dropout and leaves no trace in the training",
-        check_evaluation,
-    ),
-    Promise(
-        "log-lines",
-        "lines, evaluations, checkpoints and learning rates are where the flags say",
-        check_log_lines,
-    ),
-    Promise(
-        "resume", "killed and resumed, a run ends as if it had never been killed", check_resume
-    ),
-    Promise("overflow", "an fp16 overflow leaves no trace", overflow.check_overflow),
-    Promise("seed", "the same seed is the same run, another seed another", check_seed),
-    Promise("still", "a learning rate of 0 moves nothing", check_nothing_moves),
-    Promise("actor", "the saved actor is the trained one", check_actor),
-    Promise("last-update", "the last, short update weighs each sample 1/n", check_last_update),
-]
+PROMISES: dict[str, Promise] = {
+    "split": check_split,
+    "engines": check_engines,
+    "packed": check_packed,
+    "means": check_means,
+    "evaluation": check_evaluation,
+    "log-lines": check_log_lines,
+    "resume": check_resume,
+    "overflow": overflow.check_overflow,
+    "seed": check_seed,
+    "still": check_nothing_moves,
+    "actor": check_actor,
+    "last-update": check_last_update,
+}

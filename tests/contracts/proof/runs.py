@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from common.prove.bench import (
+from contracts.proof.bench import (
     BATCH,
     DROPOUT,
     RESPONSES,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.prove.bench import Finished, weights_of
+from contracts.proof.bench import Finished, weights_of
 
 # The bounds of the contracts, see docs/forking.md.
 LOSS = 1e-6

@@ -16,8 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 from common import folders
-from common.prove import processes, rows, warm
-from common.prove.processes import Process, end_of
+from contracts.proof import processes, rows, warm
+from contracts.proof.processes import Process, end_of
 
 # A run that takes longer hangs. It is no bound of a promise: a tiny run takes seconds.
 HANG_SECONDS = 1800

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator
 
-from common.prove import compare, processes, runs
-from common.prove.bench import BATCH, ROLLOUT, Bench, Changes, Finished, Unchecked, weights_of
-from common.prove.compare import COUNTERS, Check, Difference
+from contracts.proof import compare, processes, runs
+from contracts.proof.bench import BATCH, ROLLOUT, Bench, Changes, Finished, Unchecked, weights_of
+from contracts.proof.compare import COUNTERS, Check, Difference
 
 # Powers of 2, more than enough for the gradients of any model in fp16.
 HIGH_SCALES = (24, 40, 60)

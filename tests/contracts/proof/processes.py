@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from common import FILES
-from common.prove import warm
+from contracts.proof import warm
 
 CONFIGS = FILES / "accelerate_configs"
 ACCELERATE = ["-m", "accelerate.commands.launch"]

@@ -1,6 +1,6 @@
 """Loads a saved model as somebody without this repository would, and prints what it found.
 
-    python common/prove/plain.py FOLDER START
+    python tests/contracts/proof/plain.py FOLDER START
 
 START is the model that the training began with. What it has besides weights, FOLDER must have, too.
 It imports transformers alone (for an adapter, peft too), and prints one JSON object at the end.

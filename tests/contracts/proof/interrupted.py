@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import folders
-from common.prove import compare, processes
-from common.prove.bench import Bench, Finished, Unchecked
-from common.prove.compare import Check, Difference
-from common.prove.runs import INTERRUPTED
+from contracts.proof import compare, processes
+from contracts.proof.bench import Bench, Finished, Unchecked
+from contracts.proof.compare import Check, Difference
+from contracts.proof.runs import INTERRUPTED
 
 # How many times to try again when a run ends before it could be killed.
 ATTEMPTS = 3

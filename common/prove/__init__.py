@@ -1,1 +1,0 @@
-"""`python -m common.prove`: whether a recipe, or a fork of one, keeps the project's contracts."""
