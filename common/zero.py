@@ -53,12 +53,33 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     zero = config["zero_optimization"]
     if zero["stage"] not in (1, 2, 3):
         sys.exit(f'the DeepSpeed config has "stage": {zero["stage"]}, expected 1, 2 or 3')
+    if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):
+        # Else it would sum micro-batches in half precision, and small ones would vanish.
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        keep_zero_1()
     # Actors are saved from the gathered weights.
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     if zero.get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
         announce_cpu_adam()
     delay_scale_growth()
     return plugin
+
+
+def keep_zero_1() -> None:
+    """Keeps ZeRO-1's own optimizer where micro-batches of bf16 are summed in fp32.
+
+    DeepSpeed 0.19.8 would take another there, which does not skip updates that are not finite and
+    writes other checkpoints.
+    """
+    from deepspeed.runtime import engine
+
+    original_check = engine.DeepSpeedEngine._do_optimizer_sanity_check
+
+    def check(self, optimizer):
+        kind = original_check(self, optimizer)
+        return engine.ZERO_OPTIMIZATION if kind == engine.BFLOAT16 else kind
+
+    engine.DeepSpeedEngine._do_optimizer_sanity_check = check
 
 
 def prepare_for_cpu() -> None:

@@ -12,7 +12,16 @@ from accelerate.utils import launch as accelerate_environment
 from deepspeed.runtime.config import DeepSpeedConfig
 from safetensors.torch import load_file
 
-from runs import REPOSITORY, config_launcher, launch, letters, recipe, training_lines, weights
+from runs import (
+    REPOSITORY,
+    config_launcher,
+    launch,
+    letters,
+    recipe,
+    training_lines,
+    weights,
+    write_jsonl,
+)
 
 FOLDER = REPOSITORY / "accelerate_configs"
 YAMLS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -213,3 +222,24 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
                 "delayed_shift": 2,
                 "min_scale": 1,
             }
+
+
+SUMMED = ["ds_zero1", "ds_zero2", "ds_fp16", "ds_zero3"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "ds_zero2")) for name in SUMMED]
+)
+def test_many_micro_batches_sum_to_one(tmp_path_factory, name):
+    """DeepSpeed would sum in half precision, where what is small beside the sum is lost."""
+    folder = letters(tmp_path_factory.mktemp("summed"), 512)
+    say = lambda role, text: [{"role": role, "content": text}]
+    alike = [{"messages": say("user", str(n)) + say("assistant", "ab")} for n in range(512)]
+    write_jsonl(folder / "sft.jsonl", alike)  # their gradients have one direction
+    norms = []
+    for micro in (64, 1):
+        output = folder / f"{name}-{micro}"
+        more = ["--train_batch_size", 512, "--micro_train_batch_size", micro, "--max_steps", 1]
+        launch(config_launcher(name), recipe("sft"), *flags(folder, output), *more)
+        norms += [line["grad_norm"] for line in training_lines(output)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
