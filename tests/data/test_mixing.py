@@ -170,4 +170,4 @@ def test_a_reward_function_gets_the_columns_of_all_sets():
             return ["x"] * len(ids)
 
     given = reward_calls.collect(Tokenizer(), samples, [0, 1], step=0)
-    assert reward_calls.call("f", function, given, timeout=0) == [0.0, 1.0]
+    assert reward_calls.call("f", function, given) == [0.0, 1.0]
