@@ -25,8 +25,7 @@ OF_DISKS = {
 OUT_OF_MEMORY = (
     "To need less memory: a smaller --micro_train_batch_size or --micro_train_tokens, "
     "--gradient_checkpointing, ZeRO-2 or ZeRO-3; where it samples, a smaller "
-    "--generate_batch_size and --score_batch_size. "
-    "docs/memory.md says what a run takes."
+    "--generate_batch_size and --score_batch_size. docs/memory.md says what a run takes."
 )
 
 
