@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import logging
 import os
 import sys
@@ -85,30 +84,3 @@ def end_by_interrupt(kind: type[BaseException], error: BaseException, trace) -> 
 
 
 sys.excepthook = end_by_interrupt
-
-
-def check_recipe(recipe_file: str) -> None:
-    """Stops a recipe of one clone that imported the `common` of another: the two may differ.
-
-    A copy of a recipe outside any clone is fine: it runs with the installed `common`.
-
-    If Python was started with the recipe, no garbage is collected until `arguments.parse`. Modules
-    are never freed, and looking through them again and again takes a fifth of a recipe's start.
-
-    Args:
-        recipe_file: the recipe's `__file__`.
-
-    Raises:
-        SystemExit: with both folders and the way out.
-    """
-    clone = Path(recipe_file).resolve().parent.parent
-    if (clone / "common" / "__init__.py").is_file() and clone != REPOSITORY:
-        sys.exit(
-            f"{recipe_file} would run with 'common' of {REPOSITORY}. "
-            f"Run `pip install -e {clone}` in this environment first, or set PYTHONPATH={clone}."
-        )
-    is_program = getattr(sys.modules["__main__"], "__file__", None) == recipe_file
-    # A reward function may import the recipe while it runs: then `parse` is not called again.
-    is_starting = "torch" not in sys.modules
-    if is_program and is_starting:
-        gc.disable()

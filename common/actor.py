@@ -1,121 +1,160 @@
-"""Saves the actor as an ordinary Hugging Face folder, or its adapter as a folder of peft."""
+"""The trained model as an ordinary Hugging Face folder, or its adapter as a folder of peft."""
 
 import collections
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
-from common import best, engine, folders, record, zero
+from common import adapters, engine, folders, record, zero
+from common.best import FOLDER, Best
 from common.run import Run
-from preference_recipes.models import lora
 
 
-def publish_step(run: Run) -> None:
-    """Saves the actor of this update, for its users; see `publish`."""
-    folder = run.output_dir / "actors" / f"global_step_{run.progress.global_step:06d}"
-    publish(run, folder, keep=run.args.save_actor_limit)
-
-
-def keep_best(run: Run, line: dict[str, float]) -> None:
-    """Saves the actor in `actor_best` if this evaluation is the best so far; see `--keep_best`.
-
-    All processes must call it, after each evaluation. The one before training counts, too.
+class Actor:
+    """The trained model as an ordinary folder: at intervals, the best one, and at the end.
 
     Args:
-        line: the evaluation's values, the same on all processes.
+        model: what `accelerator.prepare` returned; the actor is the `model` of the module in it.
+        also: other Hugging Face models in that module, such as PPO's critic, by the name of the
+            folder in which a checkpoint holds each.
 
-    Raises:
-        SystemExit: the evaluation has no such metric.
+    Attributes:
+        unwrapped: the module inside the prepared one.
+        best: the best evaluation so far, see `--keep_best`.
     """
-    if run.args.keep_best and best.note(run, line):
-        publish(run, run.output_dir / best.FOLDER)
 
+    def __init__(
+        self, run: Run, model: nn.Module, tokenizer, also: Mapping[str, nn.Module] | None = None
+    ):
+        self.run = run
+        self.model = model
+        self.tokenizer = tokenizer
+        self.also = dict(also or {})
+        self.unwrapped = run.accelerator.unwrap_model(model, keep_torch_compile=False)
+        self.best = Best(run.accelerator, run.args, run.progress)
 
-def publish(
-    run: Run,
-    directory: Path | None = None,
-    keep: int = 0,
-    weights: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Saves the actor for its users in the dtype of `--save_dtype`, and prints in which one.
+    def save_if_due(self) -> None:
+        """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
+        interval = self.run.args.save_actor_steps
+        if interval > 0 and self.run.due(interval):
+            folder = self.run.output_dir / "actors" / f"global_step_{self.run.global_step:06d}"
+            self.save(folder, keep=self.run.args.save_actor_limit)
 
-    The weights are those of `run.unwrapped.model`; if that has an adapter, those of the adapter
-    alone, as an ordinary folder of peft. Without `--save_dtype` they are those that the forward
-    pass used, bit for bit. All processes must call it.
+    def keep_best(self, line: dict[str, float]) -> None:
+        """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
 
-    Args:
-        directory: replaced as a whole if it is there; by default the run's `actor`. If the process
-            is killed while it writes, the previous folder stays (at worst under its name with
-            `.old`).
-        keep: how many `global_step_*` folders stay in the parent folder, the newest; 0 keeps all.
-        weights: other weights to save instead of the model's, by their names in `run.unwrapped`,
-            such as a running average of them, see `shards.whole`.
+        All processes must call it, after each evaluation. The one before training counts, too.
 
-    Raises:
-        SystemExit: it could not be written, for example because the disk is full. What was written
-            of it is removed; what was in its place is untouched.
-    """
-    directory = directory or run.output_dir / "actor"
-    dtype = run.args.save_dtype
-    try:
-        with run.metrics.timed("paused"):
-            written = save(run, directory, keep=keep, dtype=dtype, weights=weights)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(being_written(directory), ignore_errors=True)
-        sys.exit(
-            f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run wrote "
-            "one, holds the actor, too: see python -m preference_recipes.tools.export"
-        )
-    if run.accelerator.is_main_process:
-        what = "the actor's adapter" if lora.has_adapter(run.unwrapped) else "the actor"
-        how = "as trained" if dtype is None else "by --save_dtype"
-        # Above the progress bar, if there is one.
-        tqdm.write(f"saved {what} in {written} ({how}): {directory}")
+        Args:
+            line: the evaluation's values, the same on all processes.
+
+        Raises:
+            SystemExit: the evaluation has no such metric.
+        """
+        if self.run.args.keep_best and self.best.note(line):
+            self.save(self.run.output_dir / FOLDER)
+
+    def save(
+        self,
+        directory: Path | None = None,
+        keep: int = 0,
+        weights: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Saves the actor in the dtype of `--save_dtype`, and prints in which one.
+
+        Without `--save_dtype` its weights are those that the forward pass used, bit for bit. Of a
+        model with adapters they are those of the adapters alone. All processes must call it.
+
+        Args:
+            directory: replaced as a whole if it is there; by default the run's `actor`. If the
+                process is killed while it writes, the previous folder stays (at worst under its
+                name with `.old`).
+            keep: how many `global_step_*` folders stay in the parent folder, the newest; 0 keeps
+                all.
+            weights: other weights to save instead of the model's, by their names in `unwrapped`,
+                such as a running average of them.
+
+        Raises:
+            SystemExit: it could not be written, for example because the disk is full. What was
+                written of it is removed; what was in its place is untouched.
+        """
+        directory = directory or self.run.output_dir / "actor"
+        dtype = self.run.args.save_dtype
+        accelerator = self.run.accelerator
+        try:
+            with self.run.timed("paused"):
+                written = save(
+                    accelerator,
+                    self.model,
+                    self.unwrapped,
+                    self.tokenizer,
+                    directory,
+                    keep=keep,
+                    dtype=dtype,
+                    weights=weights,
+                )
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(being_written(directory), ignore_errors=True)
+            sys.exit(
+                f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run "
+                "wrote one, holds the actor, too: see python -m preference_recipes.tools.export"
+            )
+        if accelerator.is_main_process:
+            is_adapter = adapters.has_adapter(self.unwrapped)
+            what = "the actor's adapter" if is_adapter else "the actor"
+            how = "as trained" if dtype is None else "by --save_dtype"
+            # Above the progress bar, if there is one.
+            tqdm.write(f"saved {what} in {written} ({how}): {directory}")
+
+    def write_into(self, parent: Path) -> None:
+        """Writes the actor to `parent/actor`, and the models of `also` next to it.
+
+        They stay in the dtype in which they are trained. All processes must call it.
+        """
+        accelerator = self.run.accelerator
+        weights = gather_weights(accelerator, self.model, self.unwrapped)
+        if accelerator.is_main_process:
+            for name, model in {"actor": self.unwrapped.model, **self.also}.items():
+                state_dict = weights_of(model, weights, self.unwrapped)
+                write(model, state_dict, self.tokenizer, parent / name, card=name == "actor")
+        accelerator.wait_for_everyone()
 
 
 def save(
-    run: Run,
+    accelerator: Accelerator,
+    prepared: nn.Module,
+    unwrapped: nn.Module,
+    tokenizer,
     directory: Path,
     *,
     keep: int = 0,
     dtype: str | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> str | None:
-    """Writes the actor as `publish` does, and returns its dtype on the main process.
+    """Writes a trained model as `Actor.save` does, and returns its dtype on the main process.
 
     Args:
         dtype: floating-point weights are converted to it. None: they stay as they are.
     """
-    of_run = gather_weights(run)
+    of_model = gather_weights(accelerator, prepared, unwrapped)
     written = None
-    if run.accelerator.is_main_process:
-        model = run.unwrapped.model
-        state_dict = weights_of(model, {**of_run, **(weights or {})}, run.unwrapped)
+    if accelerator.is_main_process:
+        model = unwrapped.model
+        state_dict = weights_of(model, {**of_model, **(weights or {})}, unwrapped)
         if dtype is not None:
             state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
-        write(model, state_dict, run.tokenizer, directory, keep=keep, card=True)
+        write(model, state_dict, tokenizer, directory, keep=keep, card=True)
         written = dtype_of(state_dict)
-    run.accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()
     return written
-
-
-def save_all(run: Run, parent: Path) -> None:
-    """Writes the actor to `parent/actor` and the models of `run.saved_with_actor` next to it.
-
-    They stay in the dtype in which they are trained. All processes must call it.
-    """
-    weights = gather_weights(run)
-    if run.accelerator.is_main_process:
-        for name, model in {"actor": run.unwrapped.model, **run.saved_with_actor}.items():
-            state_dict = weights_of(model, weights, run.unwrapped)
-            write(model, state_dict, run.tokenizer, parent / name, card=name == "actor")
-    run.accelerator.wait_for_everyone()
 
 
 def write(
@@ -134,9 +173,9 @@ def write(
     """
     temporary = being_written(directory)
     shutil.rmtree(temporary, ignore_errors=True)
-    is_adapter = lora.has_adapter(model)
+    is_adapter = adapters.has_adapter(model)
     if is_adapter:
-        lora.save(model, state_dict, temporary)
+        adapters.save(model, state_dict, temporary)
     else:
         model.save_pretrained(temporary, state_dict=state_dict)
         write_dtype(temporary, dtype_of(state_dict))
@@ -149,17 +188,6 @@ def write(
 def being_written(directory: Path) -> Path:
     """Returns the folder that is written before it takes the place of `directory`."""
     return directory.with_name(f".{directory.name}.writing")
-
-
-def size_of(unwrapped: nn.Module, dtype: str | None) -> int:
-    """Returns how many bytes the saved weights of an actor take; of an adapter its own.
-
-    Args:
-        dtype: the one that they are saved in; None: that of the model.
-    """
-    trained = next(p for p in unwrapped.model.parameters() if p.requires_grad)
-    saved_dtype = getattr(torch, dtype) if dtype else trained.dtype
-    return lora.count_saved_parameters(unwrapped.model) * saved_dtype.itemsize
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -191,20 +219,22 @@ def write_dtype(folder: Path, dtype: str) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def gather_weights(run: Run) -> dict[str, torch.Tensor] | None:
-    """Returns the whole weights on the main process, by their names in `run.unwrapped`.
+def gather_weights(
+    accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
+) -> dict[str, torch.Tensor]:
+    """Returns the whole weights on the main process, by their names in `unwrapped`.
 
     With adapters they are those of the adapters alone. What other processes get has no meaning. All
     processes must call it.
     """
-    engine.reshard(run.model)
-    if lora.has_adapter(run.unwrapped):
-        return lora.gather_adapters(run.unwrapped)
-    if zero.stage(run.accelerator) == 3 or run.accelerator.is_fsdp2:
-        return run.accelerator.get_state_dict(run.model)  # each process holds a part
+    engine.reshard(prepared)
+    if adapters.has_adapter(unwrapped):
+        return adapters.gather(unwrapped)
+    if zero.stage(accelerator) == 3 or accelerator.is_fsdp2:
+        return accelerator.get_state_dict(prepared)  # each process holds a part
     # Here every process has all weights. accelerate would copy them to the host on each process,
     # under the names that DDP and torch.compile give them.
-    return run.unwrapped.state_dict()
+    return unwrapped.state_dict()
 
 
 def weights_of(

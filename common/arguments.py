@@ -148,7 +148,7 @@ class Parser(transformers.HfArgumentParser):
         errors.refuse(f"{self.format_usage()}{self.prog}: error: {message}", status=2)
 
 
-def parse(args_class: type, demo: Path, argv: list[str] | None = None):
+def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     """Reads a recipe's arguments from the command line.
 
     A first argument that ends in .yaml or .yml sets defaults, which the flags after it override.
@@ -156,7 +156,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
 
     Args:
         args_class: flat dataclass, its fields made by transformers' `HfArg`.
-        demo: the YAML of the embedded demo.
+        demo: the YAML of the embedded demo, in `assets/`.
         argv: the arguments without the program's name; default `sys.argv[1:]`.
 
     Raises:
@@ -164,7 +164,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
             message names the argument. Also if a tracker is unknown or local data are missing.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
-    gc.enable()  # it was off while the recipe was imported: see `common.check_recipe`
+    demo = ASSETS / demo
     args, is_demo = read(args_class, demo, argv)
     trackers.check(getattr(args, "report_to", []))
     check_data(args)

@@ -3,15 +3,44 @@
 import bisect
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from common.run import Run
-from preference_recipes.data.dataset import column
-from preference_recipes.data.mixture import Mixture, mixture_of
+from common.mixture import Mixture, mixture_of
+
+
+class Rows:
+    """A data set in which each row is read at once. `Sequences` is one that cuts its rows.
+
+    Args:
+        dataset: a `datasets.Dataset` with the column `length`.
+
+    Attributes:
+        lengths: tokens of each row.
+        added: further columns by name, arrays with one entry for each row.
+    """
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.added: dict[str, np.ndarray] = {}
+        # In parts: read at once the column would take half a kilobyte per row.
+        parts = dataset.select_columns("length").iter(10_000)
+        self.lengths = np.concatenate([part["length"] for part in parts])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, numbers: Sequence[int]) -> dict:
+        """Returns the columns of some rows: lists, and arrays where they were added."""
+        added = {name: column[numbers] for name, column in self.added.items()}
+        return {**self.dataset[numbers], **added}
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the numbers of what is read of some rows: the rows themselves."""
+        return rows
 
 
 class MicroBatch(NamedTuple):
@@ -19,7 +48,8 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         rows: row numbers in the data set, or in the rollout.
-        weights: float32 `[rows]` on the CPU: 1, or 0 for a padding row.
+        weights: float32 `[rows]`: 1, or 0 for a padding row. On the CPU as it is cut, on the device
+            in `run.Update`.
     """
 
     rows: list[int]
@@ -74,14 +104,13 @@ def epoch_order(data: int | Mixture, seed: int | tuple[int, ...], epoch: int) ->
     return mixture.rows_of_epoch(seed, epoch)[order]
 
 
-def split_update(run: Run, rows: Sequence[int], lengths: np.ndarray) -> list[MicroBatch]:
+def split_update(accelerator, args, rows: Sequence[int], lengths: np.ndarray) -> list[MicroBatch]:
     """Splits the rows of an update into micro-batches and returns those of this process.
 
     They have the size of `--micro_train_tokens` or `--micro_train_batch_size`, see `split`.
     """
-    args = run.args
     return split(
-        run.accelerator,
+        accelerator,
         rows,
         lengths,
         micro_batch_size=args.micro_train_batch_size,
@@ -217,14 +246,3 @@ def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
     if torch.device(device).type != "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def evaluation_batches(run: Run, dataset) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
-    """Yields every row of a data set once, over all processes, in micro-batches of training's size.
-
-    Yields:
-        Row numbers, their columns, and their weights `[rows]` on the device, 0 for a padding row.
-    """
-    lengths = column(dataset, "length")
-    for rows, weights in split_update(run, np.arange(len(dataset)), lengths):
-        yield rows, dataset[rows], send(weights, run.device)

@@ -1,17 +1,16 @@
 """Knows the best evaluation of a run, and ends a run that no longer gets better."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from common import counted, folders
+from accelerate import Accelerator
 
-if TYPE_CHECKING:
-    from common.run import Run
+from common import counted, distributed, folders
+from common.progress import Progress
 
 FOLDER = "actor_best"
 FILE = "best.json"
@@ -39,9 +38,8 @@ class Target(NamedTuple):
         return f"{self.metric}, {'lower' if self.lower else 'higher'} is better"
 
 
-@dataclasses.dataclass
 class Best:
-    """The best evaluation so far. A checkpoint holds it.
+    """The best evaluation of a run so far.
 
     Attributes:
         global_step: when it was; None as long as there is none.
@@ -49,9 +47,116 @@ class Best:
         since: how many evaluations came after it.
     """
 
-    global_step: int | None = None
-    value: float | None = None
-    since: int = 0
+    def __init__(self, accelerator: Accelerator, args, progress: Progress):
+        self.accelerator = accelerator
+        self.args = args
+        self.progress = progress
+        self.output_dir = Path(args.output_dir)
+        self.begin()
+
+    def begin(self, global_step: int | None = None, value: float | None = None) -> None:
+        """Makes this evaluation the best so far; without arguments there is none yet."""
+        self.global_step = global_step
+        self.value = value
+        self.since = 0
+
+    def note(self, line: dict[str, float]) -> bool:
+        """Takes note of an evaluation, and returns whether it is the best so far.
+
+        Args:
+            line: its values, the same on all processes.
+
+        Raises:
+            SystemExit: it has no such metric.
+        """
+        wanted = target(self.args.keep_best)
+        if wanted.metric not in line:
+            sys.exit(
+                f"--keep_best {self.args.keep_best}: this run's evaluations have no such metric; "
+                f"they have {', '.join(line)}"
+            )
+        value = line[wanted.metric]
+        found = is_better(value, self.value, wanted.lower)
+        if found:
+            self.begin(self.progress.global_step, value)
+            self.record()
+        else:
+            self.since += 1
+        self.count_patience()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds."""
+        return {"global_step": self.global_step, "value": self.value, "since": self.since}
+
+    def load_state(self, state: dict[str, Any], arguments_before: dict) -> None:
+        """Takes over the best evaluation of a checkpoint; none if evaluations have changed.
+
+        Values of other held-out rows, or of responses sampled otherwise, cannot be compared.
+
+        Args:
+            arguments_before: those of the run that wrote the checkpoint.
+        """
+        self.begin(state["global_step"], state["value"])
+        self.since = state["since"]
+        before = of_evaluation(arguments_before)
+        now = of_evaluation(vars(self.args))
+        changed = [name for name in now if name in before and before[name] != now[name]]
+        if self.global_step is not None and changed:
+            self.accelerator.print(
+                f"NOTE: --{changed[0]} is not that of the checkpoint: --keep_best begins anew here"
+            )
+            self.begin()
+
+    def find_folder(self) -> None:
+        """Begins anew after a resume if the folder of the best actor is not here any more.
+
+        That is so in another folder, and if the run was killed just after a better actor had taken
+        its place: that one lies beyond the checkpoint, and was set aside.
+        """
+        folder = self.output_dir / FOLDER
+        is_here = distributed.on_main_process(self.accelerator, folder.is_dir)
+        if self.global_step is not None and not is_here:
+            self.accelerator.print(
+                f"NOTE: {folder}, of update {self.global_step}, is not here: --keep_best begins "
+                "anew at this checkpoint"
+            )
+            self.begin()
+        if self.global_step is not None:
+            self.record()
+        self.count_patience()  # a run that had stopped early stops again
+
+    def count_patience(self) -> None:
+        """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
+        if self.is_out_of_patience:
+            self.progress.stopped_early = True  # never false again: GRPO may have ended the run
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether the last `--stop_after` evaluations were no better than the best; 0: never."""
+        return 0 < self.args.stop_after <= self.since
+
+    def record(self) -> None:
+        """Writes `best.json`, from which model cards and the end of the run take it."""
+        if self.accelerator.is_main_process:
+            values = {
+                "metric": target(self.args.keep_best).metric,
+                "global_step": self.global_step,
+                "value": self.value,
+            }
+            folders.replace_file(self.output_dir / FILE, json.dumps(values) + "\n")
+
+    def describe_end(self) -> list[str]:
+        """Returns lines for the end of a run: the best evaluation, and whether it ended the run."""
+        if self.args.keep_best is None:
+            return []
+        if self.global_step is None:
+            return [f"no best evaluation: {self.args.keep_best} was never a number"]
+        lines = [f"best: {describe(self.output_dir)}, saved in {self.output_dir / FOLDER}"]
+        if self.is_out_of_patience and self.progress.global_step < self.progress.total_steps:
+            evaluations = counted(self.since, "evaluation")
+            lines.append(f"stopped early: {evaluations} without a better one (--stop_after)")
+        return lines
 
 
 def target(keep_best: str) -> Target:
@@ -84,52 +189,6 @@ def fault_of_settings(args) -> str | None:
     return None
 
 
-def note(run: "Run", line: dict[str, float]) -> bool:
-    """Takes note of an evaluation, and returns whether it is the best so far.
-
-    Args:
-        line: its values, the same on all processes.
-
-    Raises:
-        SystemExit: it has no such metric.
-    """
-    wanted = target(run.args.keep_best)
-    if wanted.metric not in line:
-        sys.exit(
-            f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; they "
-            f"have {', '.join(line)}"
-        )
-    value = line[wanted.metric]
-    found = is_better(value, run.best.value, wanted.lower)
-    if found:
-        run.best = Best(run.progress.global_step, value)
-        record(run)
-    else:
-        run.best.since += 1
-    count_patience(run)
-    return found
-
-
-def of_checkpoint(run: "Run", state: dict) -> Best:
-    """Returns the best evaluation that a checkpoint holds; none if evaluations have changed.
-
-    Values of other held-out rows, or of responses sampled otherwise, cannot be compared.
-
-    Args:
-        state: the checkpoint's `state.json`.
-    """
-    found = Best(**state["best"])
-    before = of_evaluation(state["arguments"])
-    now = of_evaluation(vars(run.args))
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    if found.global_step is None or not changed:
-        return found
-    run.accelerator.print(
-        f"NOTE: --{changed[0]} is not that of the checkpoint: --keep_best begins anew here"
-    )
-    return Best()
-
-
 def of_evaluation(settings: dict) -> dict:
     """Returns the settings that evaluations depend on.
 
@@ -149,49 +208,6 @@ def is_better(value: float, best: float | None, lower: bool) -> bool:
     return value < best if lower else value > best
 
 
-def count_patience(run: "Run") -> None:
-    """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
-    if is_out_of_patience(run):
-        run.progress.stopped_early = True  # never false again: GRPO may have ended the run
-
-
-def is_out_of_patience(run: "Run") -> bool:
-    """Whether the last `--stop_after` evaluations were no better than the best; 0: never."""
-    return 0 < run.args.stop_after <= run.best.since
-
-
-def restored(run: "Run") -> Best:
-    """Returns the best evaluation of a run that resumes; none if its actor is not here any more.
-
-    That is so in another folder, and if the run was killed just after a better actor had taken its
-    place: that one lies beyond the checkpoint. For the main process, once `left_behind` has moved
-    what does.
-    """
-    if run.best.global_step is None:
-        return run.best
-    folder = run.output_dir / FOLDER
-    if not folder.is_dir():
-        print(
-            f"NOTE: {folder}, of update {run.best.global_step}, is not here: --keep_best begins "
-            "anew at this checkpoint",
-            flush=True,
-        )
-        return Best()
-    record(run)
-    return run.best
-
-
-def record(run: "Run") -> None:
-    """Writes `best.json`, from which model cards and the end of the run take it."""
-    if run.accelerator.is_main_process:
-        values = {
-            "metric": target(run.args.keep_best).metric,
-            "global_step": run.best.global_step,
-            "value": run.best.value,
-        }
-        folders.replace_file(run.output_dir / FILE, json.dumps(values) + "\n")
-
-
 def recorded(output_dir: Path) -> dict | None:
     """Returns the content of `best.json`; None if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
@@ -207,16 +223,3 @@ def describe(output_dir: Path) -> str:
     if found is None:
         return ""
     return f"{found['metric']} {found['value']:.4g} at update {found['global_step']}"
-
-
-def describe_end(run: "Run") -> list[str]:
-    """Returns lines for the end of a run: the best evaluation, and whether it ended the run."""
-    if run.args.keep_best is None:
-        return []
-    if run.best.global_step is None:
-        return [f"no best evaluation: {run.args.keep_best} was never a number"]
-    lines = [f"best: {describe(run.output_dir)}, saved in {run.output_dir / FOLDER}"]
-    if is_out_of_patience(run) and run.progress.global_step < run.progress.total_steps:
-        evaluations = counted(run.best.since, "evaluation")
-        lines.append(f"stopped early: {evaluations} without a better one (--stop_after)")
-    return lines

@@ -4,59 +4,61 @@ import re
 import time
 from pathlib import Path
 
+from torch import nn
 from tqdm import tqdm
 
-from common import best, board, counted, engine, optim, record
+from common import adapters, best, board, counted, engine, hub, optim, record
+from common.actor import Actor
+from common.checkpoint import Checkpoint
 from common.run import Run
-from preference_recipes.models import lora
-from preference_recipes.rollouts import answers
 
 # Without smoothing: TensorBoard would smooth a few evaluations as it does hundreds of updates, and
 # draw them far from their values.
 KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
 
 
-def begin(run: Run, data: str, updates: str) -> None:
+def begin(checkpoint: Checkpoint, data: str, updates: str = "", exact_match: str = "") -> None:
     """Prints what is trained on what, and how; once on each node. All processes may call it.
 
     Args:
         data: what the run learns from.
-        updates: the arithmetic of its updates.
+        updates: the arithmetic of its updates, where it is not that of a plain epoch.
+        exact_match: what exact match takes in an evaluation; "" where there is none.
     """
+    run = checkpoint.run
     if not run.accelerator.is_local_main_process:
         return
     args = run.args
     lines = {
-        "model": describe_model(run),
+        "model": describe_model(args, checkpoint.actor.unwrapped),
         "data": data,
-        **scored_by(run),
-        "updates": updates,
-        "schedule": optim.describe_schedule(run),
+        **scored_by(args),
+        "updates": updates or run.progress.describe(),
+        "schedule": optim.describe_schedule(args, run.total_steps, checkpoint.scheduler),
         "update": describe_update(run),
         "engine": engine.describe(run.accelerator),
-        "output": f"{args.output_dir}: {', '.join(files_of(run))}",
+        "output": f"{args.output_dir}: {', '.join(files_of(args, exact_match))}",
     }
     if args.keep_best:
         lines["best"] = f"{best.target(args.keep_best).describe()}: {args.output_dir}/{best.FOLDER}"
     if args.eval_dataset_name is None:
         lines["held out"] = "nothing: give --eval_dataset_name to see more than the training loss"
-    if exact_match(run):
-        lines["exact match"] = exact_match(run)
+    if exact_match:
+        lines["exact match"] = exact_match
     if args.save_steps:
         every = counted(run.progress.updates_in(args.save_steps), "update")
-        lines["checkpoints"] = f"{run.checkpoints}, one every {every}"
+        lines["checkpoints"] = f"{checkpoint.folder}, one every {every}"
     else:
         lines["checkpoints"] = "none but when a signal ends the run; give --save_steps for others"
     if "tensorboard" in args.report_to:
         lines["curves"] = f"{board.command(run.output_dir)}; the key ones are at {KEY_CHARTS}"
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
-    run.metrics.bar.write("\n".join(rows))  # above the bar
+    run.logger.bar.write("\n".join(rows))  # above the bar
 
 
-def scored_by(run: Run) -> dict[str, str]:
+def scored_by(args) -> dict[str, str]:
     """Returns what scores or teaches a run's responses, if something does."""
-    args = run.args
     scorers = [getattr(args, "reward_model_name_or_path", None)]
     scorers += getattr(args, "reward_function", None) or []
     scorers += [getattr(args, "environment", None)]
@@ -68,30 +70,23 @@ def scored_by(run: Run) -> dict[str, str]:
     return {"taught by": ", ".join(named)} if named else {}
 
 
-def files_of(run: Run) -> list[str]:
-    """Returns what the run writes into its folder, except checkpoints and curves."""
-    has_rollouts = hasattr(run.args, "rollout_batch_size")
-    if has_rollouts or exact_match(run):
+def files_of(args, exact_match: str) -> list[str]:
+    """Returns what a run writes into its folder, except checkpoints and curves."""
+    if exact_match or hasattr(args, "rollout_batch_size"):
         return ["metrics.jsonl", "samples.jsonl", "actor/"]
     return ["metrics.jsonl", "actor/"]
 
 
-def exact_match(run: Run) -> str:
-    """Returns what exact match takes in an evaluation; "" where only rollouts are evaluated."""
-    return answers.describe(run) if hasattr(run.args, "exact_match_rows") else ""
-
-
-def describe_model(run: Run) -> str:
+def describe_model(args, module: nn.Module) -> str:
     """Returns name, architecture, size and dtype of the model that is trained."""
-    module = run.unwrapped
     total = engine.count_parameters(module)
     trained = engine.count_trained_parameters(module)
     share = "all trained" if trained == total else f"{trained / 1e6:.4g} million trained"
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-    packed = ", those of the base packed into 4 bits" if run.args.load_in_4bit else ""
+    packed = ", those of the base packed into 4 bits" if args.load_in_4bit else ""
     critic = " with the critic's" if hasattr(module, "critic") else ""
     return (
-        f"{run.args.model_name_or_path} ({type(module.model).__name__}), "
+        f"{args.model_name_or_path} ({type(module.model).__name__}), "
         f"{total / 1e6:.4g} million parameters{critic}, {share}, weights in {dtype}{packed}"
     )
 
@@ -108,36 +103,46 @@ def describe_update(run: Run) -> str:
     return f"train_batch_size {args.train_batch_size} {division}"
 
 
-def end(run: Run) -> None:
-    """Prints the result, and how to use the model. All processes may call it."""
+def end(actor: Actor, is_chat: bool = True) -> None:
+    """Closes the log, prints the result and how to use the model, uploads it (`--push_to_hub`).
+
+    All processes must call it.
+
+    Args:
+        is_chat: whether the training data are conversations, not plain strings.
+    """
+    run = actor.run
+    run.logger.close()
     if not run.accelerator.is_main_process:
         return
-    time_taken = tqdm.format_interval(time.monotonic() - run.metrics.started)
-    folder = Path(run.args.output_dir) / "actor"
+    time_taken = tqdm.format_interval(time.monotonic() - run.logger.started)
+    folder = run.output_dir / "actor"
     best_folder = folder.with_name(best.FOLDER)
-    updates = counted(run.progress.global_step, "update")
-    if not run.progress.global_step:
+    updates = counted(run.global_step, "update")
+    if not run.global_step:
         updates += " (the model is as it was)"
+    shown = best_folder if best_folder.is_dir() else folder
     lines = [
         f"done: {updates}, {run.progress.skipped_steps} skipped, took {time_taken}; "
-        f"{what_is_saved(run)} in {folder}",
-        *before_and_after(Path(run.args.output_dir), run.metrics.charts),
-        *best.describe_end(run),
+        f"{what_is_saved(actor.unwrapped)} in {folder}",
+        *before_and_after(run.output_dir, run.logger.charts),
+        *actor.best.describe_end(),
         "load it and try it:",
-        *how_to_load(run, best_folder if best_folder.is_dir() else folder),
+        *how_to_load(actor.unwrapped, shown, is_chat),
     ]
     print("\n".join(lines), flush=True)
+    hub.push(run.args, best_folder if run.args.keep_best else folder)
 
 
-def what_is_saved(run: Run) -> str:
+def what_is_saved(module: nn.Module) -> str:
     """Returns what the folder `actor` holds, in words."""
-    kind = "reward model" if is_classifier(run) else "actor"
-    return f"{kind}'s adapter" if lora.has_adapter(run.unwrapped) else kind
+    kind = "reward model" if is_classifier(module) else "actor"
+    return f"{kind}'s adapter" if adapters.has_adapter(module) else kind
 
 
-def is_classifier(run: Run) -> bool:
+def is_classifier(module: nn.Module) -> bool:
     """Whether the model that is trained scores texts and does not write any."""
-    return "ForSequenceClassification" in type(run.unwrapped.model).__name__
+    return "ForSequenceClassification" in type(module.model).__name__
 
 
 def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
@@ -164,19 +169,18 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
     ]
 
 
-def how_to_load(run: Run, folder: Path) -> list[str]:
+def how_to_load(module: nn.Module, folder: Path, is_chat: bool) -> list[str]:
     """Returns how to load the model and use it as it was trained: on messages, or on strings.
 
     They are lines of Python; for a reward model they name the page that has them.
     """
-    if is_classifier(run):
+    if is_classifier(module):
         lines = ["  see docs/reward.md, The saved model"]
-        if lora.has_adapter(run.unwrapped):
+        if adapters.has_adapter(module):
             lines.insert(
                 0, f"  python -m preference_recipes.tools.export {folder} {folder}_merged --merge"
             )
         return lines
-    is_chat = any(run.data.train["roles"])
     question = '[{"role": "user", "content": "..."}]' if is_chat else '"text"'
     return [
         "  from transformers import pipeline",

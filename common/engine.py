@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import transformers
 from accelerate import Accelerator
@@ -12,9 +10,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from common import zero
-
-if TYPE_CHECKING:
-    from common.run import Run
 
 
 def describe(accelerator: Accelerator) -> str:
@@ -64,27 +59,33 @@ def is_sharded(accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
-def begin_update(run: Run, micro_batches: list) -> int:
+def deepspeed_engine(accelerator: Accelerator):
+    """Returns DeepSpeed's engine, which `accelerator.prepare` made; None without DeepSpeed."""
+    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    return None if wrapped is None else wrapped.engine
+
+
+def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
     """Tells the engine that the next update consists of these micro-batches of each process.
 
     Returns:
         The number by which the engine divides the summed losses: micro-batches times processes.
     """
-    accelerator = run.accelerator
     accelerator.step = 0  # so that it syncs at the last micro-batch of this update
     accelerator.gradient_accumulation_steps = len(micro_batches)
     divisor = len(micro_batches) * accelerator.num_processes
-    if zero.stage(accelerator):
-        run.model.set_train_batch_size(divisor * run.model.train_micro_batch_size_per_gpu())
+    engine = deepspeed_engine(accelerator)
+    if engine is not None:
+        engine.set_train_batch_size(divisor * engine.train_micro_batch_size_per_gpu())
     return divisor
 
 
-def loss_scale(run: Run) -> float | None:
+def loss_scale(accelerator: Accelerator) -> float | None:
     """Returns the current scale of the loss under fp16; None where there is none."""
-    if zero.stage(run.accelerator) and run.accelerator.mixed_precision == "fp16":
-        return zero.loss_scale(run.model)
-    if run.accelerator.scaler is not None:
-        return run.accelerator.scaler.get_scale()
+    if zero.stage(accelerator) and accelerator.mixed_precision == "fp16":
+        return zero.loss_scale(deepspeed_engine(accelerator))
+    if accelerator.scaler is not None:
+        return accelerator.scaler.get_scale()
     return None
 
 

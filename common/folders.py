@@ -51,6 +51,16 @@ def unused(path: Path, separator: str) -> Path:
     return free
 
 
+def set_aside(path: Path) -> str:
+    """Renames a file or folder to `...before_resume`, and returns its new name.
+
+    A name that is taken is not used again: then it is `...before_resume.2`, and so on.
+    """
+    aside = unused(path.with_name(f"{path.name}.before_resume"), separator=".")
+    path.rename(aside)
+    return aside.name
+
+
 def put_back(parent: Path) -> None:
     """Gives folders their names back that a killed `replace` had just moved aside."""
     for old in parent.glob(f".{STEP_PREFIX}*.old"):

@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,9 +18,6 @@ from tqdm import tqdm
 
 from common import errors
 from common.progress import RECENT_UPDATES, Progress
-
-if TYPE_CHECKING:
-    from common.run import Run
 
 
 class RowLosses(NamedTuple):
@@ -36,39 +34,9 @@ class RowLosses(NamedTuple):
     weights: torch.Tensor
 
 
-class FiniteLosses:
-    """Collects the losses of an update and checks them all at its last micro-batch.
-
-    One check per update is enough, before it is applied. Each check makes a GPU wait.
-    """
-
-    def __init__(self, run: Run):
-        self.run = run
-        self.collected: list[RowLosses] = []
-
-    def check(
-        self,
-        rows: Sequence[int],
-        losses: torch.Tensor,
-        weights: torch.Tensor,
-        *,
-        old: dict[str, torch.Tensor] | None = None,
-        new: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Adds a micro-batch, before its `backward`; at the last one runs `check_finite`.
-
-        Args:
-            old, new: tensors that the losses come from: the rollout's, and the model's output.
-        """
-        self.collected.append(RowLosses(rows, losses.detach(), weights))
-        if self.run.accelerator.sync_gradients:
-            named = {f"new {name}": tensor for name, tensor in (new or {}).items()}
-            check_finite(self.run, self.collected, {**(old or {}), **named})
-            self.collected = []
-
-
 def check_finite(
-    run: Run,
+    progress: Progress,
+    output_dir: Path,
     losses: Sequence[tuple[Sequence[int], torch.Tensor, torch.Tensor]],
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
@@ -96,19 +64,20 @@ def check_finite(
     described = dict(tensors or {})
     for number, part in enumerate(parts):
         described[f"loss of micro-batch {number}"] = part.losses
-    stop(run, bad_rows, described)
+    stop(progress, output_dir, bad_rows, described)
 
 
-def stop(run: Run, bad_rows: list[str], tensors: dict[str, torch.Tensor]) -> None:
+def stop(
+    progress: Progress, output_dir: Path, bad_rows: list[str], tensors: dict[str, torch.Tensor]
+) -> None:
     """Writes a report and ends a run, because of rows that are not finite; see `check_finite`."""
-    progress = run.progress
     report = {
         "global_step": progress.global_step + 1,
         "updates_seen": progress.updates_seen,
         "rows": bad_rows,
         "tensors": {name: statistics(tensor) for name, tensor in tensors.items()},
     }
-    file = run.output_dir / f"not_finite_{os.environ.get('RANK', 0)}.json"
+    file = output_dir / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     raise FloatingPointError(
         f"update {progress.global_step + 1} (updates_seen {progress.updates_seen}) is not finite, "

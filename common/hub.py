@@ -4,16 +4,13 @@ import functools
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 from urllib.parse import urlparse
 
 import datasets
 from huggingface_hub import HfApi, constants, get_token
 
-from common import best, in_one_line, speaks_for_all
-
-if TYPE_CHECKING:
-    from common.run import Run
+from common import in_one_line, speaks_for_all
 
 SECONDS = 5
 
@@ -68,16 +65,15 @@ def check_push(args) -> None:
         sys.exit(f"--push_to_hub {name}: {in_one_line(error)}")
 
 
-def push(run: "Run") -> None:
-    """Uploads the actor, with `--keep_best` the best one. All processes may call it, at the end.
+def push(args, folder: Path) -> None:
+    """Uploads the actor's folder if `--push_to_hub` says so. For the main process, at the end.
 
     Raises:
         SystemExit: the upload failed. The message has the command that does it later.
     """
-    name = run.args.push_to_hub
-    if not name or not run.accelerator.is_main_process:
+    name = args.push_to_hub
+    if not name:
         return
-    folder = run.output_dir / (best.FOLDER if run.args.keep_best else "actor")
     try:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)

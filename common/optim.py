@@ -7,7 +7,6 @@ from torch import nn
 
 from common import counted
 from common.progress import share_of
-from common.run import Run
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
@@ -93,12 +92,10 @@ def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int):
     return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_updates)
 
 
-def describe_schedule(run: Run) -> str:
+def describe_schedule(args, total_updates: int, scheduler) -> str:
     """Returns the peak learning rates and their schedule in one line."""
-    args = run.args
-    total_updates = run.progress.total_steps
-    groups = run.scheduler.optimizer.param_groups
-    rates = {group.get("name", ""): rate for group, rate in zip(groups, run.scheduler.base_lrs)}
+    groups = scheduler.optimizer.param_groups
+    rates = {group.get("name", ""): rate for group, rate in zip(groups, scheduler.base_lrs)}
     rates_by_name = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
     updates = counted(total_updates, "update")
     line = f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"
@@ -109,7 +106,7 @@ def describe_schedule(run: Run) -> str:
     return f"{line}, {warmup_updates(args.warmup_steps, total_updates)} of them warm-up"
 
 
-def set_learning_rates(run: Run, held: Collection[str]) -> dict[str, float]:
+def set_learning_rates(optimizer, scheduler, held: Collection[str]) -> dict[str, float]:
     """Gives each parameter group its scheduled learning rate, or zero if it is held still.
 
     For recipes whose groups have names. `prepare.for_training` sees to it that the step counts of
@@ -121,11 +118,11 @@ def set_learning_rates(run: Run, held: Collection[str]) -> dict[str, float]:
     Returns:
         The learning rate of each group by its name.
     """
-    for group, learning_rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr()):
+    for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
         group["learns"] = group["name"] not in held
         # At a rate of zero, weight decay moves nothing either.
         group["lr"] = learning_rate if group["learns"] else 0.0
-    return {group["name"]: group["lr"] for group in run.optimizer.param_groups}
+    return {group["name"]: group["lr"] for group in optimizer.param_groups}
 
 
 def hold_step_counts(optimizer: torch.optim.Optimizer, *_) -> None:

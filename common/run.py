@@ -1,84 +1,261 @@
-"""What a training run consists of, once the engine has prepared its model."""
+"""What a training loop asks: the samples of its next update, what is due, what is logged."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
 
-from common.best import Best
-from common.metrics import Metrics
+from common import batches, engine, guards
+from common.logger import Logger
+from common.mixture import Mixture
 from common.progress import Progress
-
-if TYPE_CHECKING:
-    from preference_recipes.data.dataset import Data
-    from preference_recipes.rollouts.episodes import Stage
-    from preference_recipes.rollouts.vllm import Servers
+from common.speed import Speed
 
 
 @dataclasses.dataclass
-class Run:
-    """A training run: what evaluation, sampling, saving and logging need.
+class Update:
+    """One update, and the losses of its micro-batches so far.
 
     Attributes:
-        model: what `accelerator.prepare` returned.
-        unwrapped: the module inside it, whose `model` is the actor.
-        scheduler: a `LambdaLR`, not prepared.
-        data: the training set and the held-out sets.
-        models: fingerprints of the models that decide the result but are not trained, such as a
-            reference model, by the name that messages use. Loading such a model adds its own.
-        extra: the recipe's own state, the same on all processes, such as PPO's position in its
-            rollout. Checkpoints hold it. It may consist of None, numbers, tensors, lists and dicts
-            of them, and dataclasses that are `checkpoint.carried`.
-        per_process: the recipe's state that differs between processes, such as the shards of a
-            running average of the weights (EMA). It may consist of the same. Each process saves its
-            own and gets it back.
-        saved_with_actor: the Hugging Face models inside `unwrapped` besides the actor, such as
-            PPO's critic, by the name of the folder in which a checkpoint holds each.
-            `preference_recipes/tools/export.py` reads these folders.
-        stage: plays episodes with the environment of `--environment`; None: a sample is one answer.
-        servers: vLLM servers that sample for this run; None: it generates by itself.
-        best: the best evaluation so far, see `--keep_best`.
-        last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
-            None if there is none.
-        stop_signal: the signal that ends the run after its update; 0 if none came.
+        rows: its samples, by row number, over all processes.
+        micro_batches: those of this process.
+        divisor: what the engine divides the summed losses by: micro-batches x processes.
+        n_sequences, n_tokens: what its rows hold, over all processes.
+        loss_scale: before the update, which may change it; None where there is none.
+        losses: what `Run.check_finite` was given.
     """
 
-    accelerator: Accelerator
-    args: Any
-    tokenizer: Any
-    data: Data
-    model: nn.Module
-    unwrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    progress: Progress
-    metrics: Metrics
-    models: dict[str, str] = dataclasses.field(default_factory=dict)
-    extra: Any = None
-    per_process: Any = None
-    saved_with_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
-    stage: Stage | None = None
-    servers: Servers | None = None
-    best: Best = dataclasses.field(default_factory=Best)
-    last_saved: int | None = None
-    stop_signal: int = 0
+    rows: np.ndarray
+    micro_batches: list[batches.MicroBatch]
+    divisor: int
+    n_sequences: int
+    n_tokens: int
+    loss_scale: float | None
+    losses: list[guards.RowLosses] = dataclasses.field(default_factory=list)
 
     @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.accelerator.device
+    def n_samples(self) -> int:
+        return len(self.rows)
+
+
+class Run:
+    """The counters, the clock and the log of a run. It holds no model and no data.
+
+    Args:
+        args: `SharedArgs`.
+        mixture: how an epoch takes its rows; with the arguments it decides when the run ends.
+        flop: operations for each token and each target, for `perf/mfu`.
+        bar_metric: what the progress bar shows besides the loss.
+        charts: TensorBoard's charts, title -> tags.
+        bar_label: what the bar calls `bar_metric`; by default the last part of its name.
+        counts_sequences: whether a sample may hold several sequences, so that they are logged.
+        updates_per_epoch, position: of a recipe that samples: as planned, and where it is in its
+            prompts; see `Progress`.
+
+    Attributes:
+        progress: the counters.
+        logger: what writes lines and samples.
+        timed: called with a name, returns a context that adds its seconds to
+            `perf/<name>_seconds` of the next line. `paused` stands for evaluating and saving:
+            `perf/*` leaves these seconds out.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args,
+        mixture: Mixture,
+        *,
+        flop: tuple[float, float],
+        bar_metric: str,
+        charts: dict[str, list[str]],
+        bar_label: str = "",
+        counts_sequences: bool = False,
+        updates_per_epoch: int = 0,
+        position: Any = None,
+    ):
+        self.accelerator = accelerator
+        self.args = args
+        self.mixture = mixture
+        self.output_dir = Path(args.output_dir)
+        self.progress = Progress(
+            mixture.samples,
+            args.train_batch_size,
+            args.max_epochs,
+            args.max_steps,
+            updates_per_epoch=updates_per_epoch,
+            counts_sequences=counts_sequences,
+            position=position,
+        )
+        self.logger = Logger(accelerator, args, self.progress, bar_metric, charts, bar_label)
+        self.speed = Speed(accelerator, self.progress, flop)
+        self.skip_watch = guards.SkipWatch(accelerator, self.progress)
+        self.timed = self.speed.timed
 
     @property
-    def output_dir(self) -> Path:
-        """Where the run writes."""
-        return Path(self.args.output_dir)
+    def global_step(self) -> int:
+        """Updates applied: the one x-axis."""
+        return self.progress.global_step
 
     @property
-    def checkpoints(self) -> Path:
-        """Where the run's checkpoints are."""
-        return self.output_dir / "checkpoints"
+    def updates_seen(self) -> int:
+        """Updates applied or skipped: the position in the data."""
+        return self.progress.updates_seen
+
+    @property
+    def total_steps(self) -> int:
+        """The horizon of the schedule, in updates."""
+        return self.progress.total_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether all updates are done, or the run stops early."""
+        return self.progress.finished
+
+    # ============================================================ the next update
+
+    def next_update(self, data: batches.Rows) -> Update:
+        """Returns the next update. All processes agree on its samples; each takes its share.
+
+        Args:
+            data: `batches.Rows`, or another view of a data set with the same methods.
+        """
+        args = self.args
+        rows = batches.rows_of_update(
+            self.mixture, args.train_batch_size, args.seed, self.updates_seen
+        )
+        numbers = data.of_rows(rows)
+        n_tokens = int(data.lengths[numbers].sum())
+        return self.update_of(rows, numbers, data.lengths, n_tokens)
+
+    def update_of(
+        self, rows: np.ndarray, numbers: np.ndarray, lengths: np.ndarray, n_tokens: int
+    ) -> Update:
+        """Returns an update of chosen samples, and tells the engine how large it is.
+
+        Args:
+            rows: its samples.
+            numbers: what is read of them: the samples themselves, or their sequences.
+            lengths: by which `numbers` are sorted and cut into micro-batches.
+        """
+        micro_batches = self.split(numbers, lengths)
+        return Update(
+            rows=rows,
+            micro_batches=micro_batches,
+            divisor=engine.begin_update(self.accelerator, micro_batches),
+            n_sequences=len(numbers) if self.progress.counts_sequences else 0,
+            n_tokens=n_tokens,
+            loss_scale=engine.loss_scale(self.accelerator),
+        )
+
+    def split(self, numbers: Sequence[int], lengths: np.ndarray) -> list[batches.MicroBatch]:
+        """Cuts rows into micro-batches of like length, and returns those of this process."""
+        return [
+            batches.MicroBatch(rows, batches.send(weights, self.accelerator.device))
+            for rows, weights in batches.split_update(self.accelerator, self.args, numbers, lengths)
+        ]
+
+    # ============================================================ an update
+
+    def check_finite(
+        self,
+        update: Update,
+        rows: Sequence[int],
+        losses: torch.Tensor,
+        weights: torch.Tensor,
+        tensors: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Ends the run if a loss of the update is not finite. Looks at the last micro-batch only.
+
+        To be called before `backward`, in which DeepSpeed steps.
+
+        Args:
+            rows: the numbers of the rows in the data file.
+            weights: of the shape of the losses, 0 for what counts nowhere.
+            tensors: what the losses come from, by name, for the report; see
+                `guards.check_finite`.
+
+        Raises:
+            FloatingPointError: naming the rows.
+        """
+        update.losses.append(guards.RowLosses(rows, losses.detach(), weights))
+        if self.accelerator.sync_gradients:
+            guards.check_finite(self.progress, self.output_dir, update.losses, tensors)
+
+    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
+        """Counts the operations of a micro-batch, for `perf/mfu`; of padding alone none.
+
+        Args:
+            batch: what `Packer.make_batch` returned.
+            weights: of its samples.
+        """
+        self.speed.count_flop(batch, weights)
+
+    def count(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
+        """Counts an update, and returns whether it was applied; False: gradients overflowed.
+
+        Raises:
+            SystemExit: nothing but overflows for too long.
+            FloatingPointError: the gradient of an applied update is not finite.
+        """
+        applied = not self.accelerator.optimizer_step_was_skipped
+        self.progress.update_done(
+            applied,
+            samples=update.n_samples,
+            tokens=update.n_tokens,
+            sequences=update.n_sequences,
+        )
+        self.speed.update_done(applied)
+        if applied:
+            guards.check_gradient(float(grad_norm), self.progress)
+            self.logger.bar.update()
+        else:
+            warning = self.skip_watch.update_skipped(update.loss_scale)
+            if warning:
+                self.logger.bar.write(warning)
+        return applied
+
+    # ============================================================ after an update
+
+    def due(self, interval: float, first: bool = False) -> bool:
+        """Whether something is due after this update: every `interval` updates, and at the end.
+
+        At the end it is true also if the last update was skipped, unless it was true after the one
+        applied before. Otherwise a skipped update makes nothing due.
+
+        Args:
+            interval: updates applied; below 1 a share of all; 0: at the end alone.
+            first: whether it is also due after the first update.
+        """
+        if first:
+            return self.progress.log_due(interval)
+        return self.progress.evaluation_due(interval)
+
+    def log(self, values: dict[str, float]) -> None:
+        """Writes a training line; nothing if there are no values. All processes must call it.
+
+        Args:
+            values: of `Means.reduce`, the same on every process.
+        """
+        if not values:
+            return
+        line = dict(values)
+        if "loss" in values:  # not where a rollout led to no update
+            line |= self.progress.counts() | self.speed.values()
+            self.speed.restart()
+        self.logger.write({**line, "epoch": self.progress.epoch})
+        self.logger.show_in_bar(line)
+
+    def log_evaluation(self, values: dict[str, float], examples: list[dict]) -> None:
+        """Writes an evaluation as a line of its own, and its samples. All processes may call it.
+
+        Args:
+            examples: see `common/transcript.py`.
+        """
+        self.logger.log_evaluation(values, examples)

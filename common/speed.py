@@ -35,9 +35,10 @@ class Speed:
 
     Attributes:
         seconds: of the blocks that were timed since the last line, by name.
+        peak: operations a second that this GPU can do at most; None: not known, so no MFU.
         pending_flop: operations of this process in the current update, until it is applied or
-            skipped.
-        flop: operations of this process in the updates applied since the last line.
+            skipped; float64 on the device, so that no GPU waits for them.
+        flop: operations of this process in the updates applied since the last line, likewise.
     """
 
     def __init__(self, accelerator: Accelerator, progress: Progress, flop: tuple[float, float]):
@@ -45,8 +46,11 @@ class Speed:
         self.progress = progress
         self.flop_of_token, self.flop_of_target = flop
         self.seconds: dict[str, float] = {}
-        self.pending_flop = 0.0
-        self.flop = 0.0
+        self.peak = None
+        if accelerator.device.type == "cuda":
+            self.peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
+        self.pending_flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
+        self.flop = torch.zeros_like(self.pending_flop)
         self.since = time.perf_counter()
         self.samples_before = progress.samples
         self.tokens_before = progress.tokens
@@ -55,40 +59,38 @@ class Speed:
         """Starts the clock of the next line."""
         # A name once timed stays in every line, if only as 0.
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.flop = 0.0
+        self.flop.zero_()
         self.since = time.perf_counter()
         self.samples_before = self.progress.samples
         self.tokens_before = self.progress.tokens
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """Adds the seconds of a block to those of its name; see `Metrics.timed`."""
+        """Adds the seconds of a block to those of its name; see `Run.timed`."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def count_flop(self, batch: dict) -> None:
-        """Counts the operations of a micro-batch; see `Metrics.count_flop`."""
-        of_tokens = self.flop_of_token * batch["tokens"]
-        of_targets = self.flop_of_target * len(batch["targets"])
-        self.pending_flop += of_tokens + of_targets
+    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
+        """Counts the operations of a micro-batch; see `Run.count_flop`."""
+        if self.peak is not None:
+            of_tokens = self.flop_of_token * batch["tokens"]
+            of_targets = self.flop_of_target * len(batch["targets"])
+            self.pending_flop += (of_tokens + of_targets) * weights.amax()  # 0: padding alone
 
     def update_done(self, applied: bool) -> None:
         """Counts the operations of an update if it was applied."""
         if applied:
             self.flop += self.pending_flop
-        self.pending_flop = 0.0
+        self.pending_flop.zero_()
 
     def elapsed(self) -> float:
         """Returns the seconds of training since the last line: without evaluating and saving."""
         return time.perf_counter() - self.since - self.seconds.get("paused", 0.0)
 
-    def values(self, elapsed: float, flop: float) -> dict[str, float]:
-        """Returns `perf/*` of the `elapsed` seconds since the last line.
-
-        Args:
-            flop: the mean over processes of their operations in these seconds.
-        """
+    def values(self) -> dict[str, float]:
+        """Returns `perf/*` of the time since the last line. All processes must call it."""
+        elapsed = self.elapsed()
         values = {
             "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
             "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
@@ -98,7 +100,8 @@ class Speed:
                 values[f"perf/{name}_seconds"] = seconds
         if self.accelerator.device.type == "cuda":
             values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
-            if peak and flop:
-                values["perf/mfu"] = flop / elapsed / peak
+        if self.peak is not None:
+            mean_of_processes = self.accelerator.reduce(self.flop, "mean").item()
+            if mean_of_processes:
+                values["perf/mfu"] = mean_of_processes / elapsed / self.peak
         return values

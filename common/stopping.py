@@ -6,9 +6,9 @@ import signal
 import time
 
 import torch
+from accelerate import Accelerator
 
 from common import launch
-from common.run import Run
 
 # Each ends a run after its update.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -19,25 +19,42 @@ LAUNCHER_GONE = signal.SIGHUP
 SAME_SIGNAL_SECONDS = 3
 
 
-def listen(run: Run) -> None:
-    """Makes SIGTERM, SIGINT and SIGUSR1 set `run.stop_signal`, by which the run ends in time.
+class Signals:
+    """The signal that ends a run after its update. Each process listens from its making on.
 
-    A second signal ends the process at once.
+    SIGTERM, SIGINT and SIGUSR1 do. A second signal ends the process at once.
+
+    Attributes:
+        number: of the signal that came; 0 if none did.
     """
-    first_came_at = None
 
-    def handle(number: int, _frame) -> None:
-        nonlocal first_came_at
+    def __init__(self) -> None:
+        self.number = 0
+        self.first_came_at: float | None = None
+        for number in SIGNALS:
+            signal.signal(number, self.handle)
+        give_forks_their_own_signals()
+
+    def handle(self, number: int, _frame) -> None:
+        """Takes note of a signal."""
         now = time.monotonic()
-        if first_came_at is None:
-            first_came_at = now
-        elif now - first_came_at > SAME_SIGNAL_SECONDS:
+        if self.first_came_at is None:
+            self.first_came_at = now
+        elif now - self.first_came_at > SAME_SIGNAL_SECONDS:
             os._exit(128 + number)
-        run.stop_signal = number
+        self.number = number
 
-    for number in SIGNALS:
-        signal.signal(number, handle)
-    give_forks_their_own_signals()
+    def of_any(self, accelerator: Accelerator) -> int:
+        """Returns the signal that any process got, 0 if none did.
+
+        It is `LAUNCHER_GONE` if a process has lost its launcher. The same on every process. All
+        processes must call it.
+        """
+        mine = self.number
+        if mine == 0 and launch.launcher_is_gone():
+            mine = LAUNCHER_GONE
+        number = torch.tensor(int(mine), device=accelerator.device)
+        return int(accelerator.reduce(number, "max"))
 
 
 @functools.cache
@@ -64,18 +81,6 @@ def give_forks_their_own_signals() -> None:
         unblock()
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=become_ordinary)
-
-
-def signal_of_any(run: Run) -> int:
-    """Returns the signal that any process got, `LAUNCHER_GONE` if one lost its launcher, else 0.
-
-    The same on every process. All processes must call it.
-    """
-    mine = run.stop_signal
-    if mine == 0 and launch.launcher_is_gone():
-        mine = LAUNCHER_GONE
-    number = torch.tensor(int(mine), device=run.device)
-    return int(run.accelerator.reduce(number, "max"))
 
 
 def cause_of(number: int) -> str:

@@ -20,46 +20,30 @@ Every metric: docs/dpo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import common
-
-# Another package called `common` may come first on the path.
-if getattr(common, "PROJECT", None) != "preference-recipes":
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
 
-from common import (
-    actor,
-    arguments,
-    batches,
-    checkpoint,
-    console,
-    engine,
-    errors,
-    guards,
-    hub,
-    launch,
-    optim,
-)
-from common.metrics import Logged, Means, Metrics
-from common.progress import Progress
+from common import arguments, batches, console, errors, launch, optim
+from common.actor import Actor
+from common.batches import Rows
+from common.checkpoint import Checkpoint
+from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, pairs
 from preference_recipes.models import checks, load, lora, prepare
-from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import answers
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.tools import preview
 
 
@@ -150,29 +134,25 @@ def preference_loss(
 
 
 def collate(columns: dict, packer: Packer) -> dict:
-    """Returns pairs as the model reads them: all chosen answers, then all rejected ones."""
+    """Returns pairs as a model reads them: all chosen answers, then all rejected ones."""
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
-    both_answers = columns["chosen_ids"] + columns["rejected_ids"]
-    return packer.make_batch(prompts, both_answers)
+    batch = packer.make_batch(prompts, columns["chosen_ids"] + columns["rejected_ids"])
+    if "ref_logps" in columns:  # with --precompute_ref_log_probs, `[pairs, 2]`
+        batch["ref_logps"] = batches.send(columns["ref_logps"].T.reshape(-1), packer.device)
+    return batch
 
 
-def losses_and_metrics(
-    output: dict, mask: torch.Tensor, ref_logps: torch.Tensor, weights: torch.Tensor, args: Args
-) -> tuple[torch.Tensor, list[Logged]]:
-    """Returns the losses of pairs, and what to log about them.
+def pair_losses(
+    model: torch.nn.Module, reference: Reference, batch: dict, args: Args
+) -> tuple[torch.Tensor, dict]:
+    """Returns the losses of pairs `[pairs]`, and values to log about them.
 
-    Args:
-        output: of the policy, `logps` and `mean_logits` (means over the vocabulary), each
-            `[2 * pairs, longest answer]`, zero past an answer's end; all chosen answers, then all
-            rejected ones, as `collate` has them.
-        mask: `[2 * pairs, longest answer]`, where an answer has a token.
-        ref_logps: `[2 * pairs]`, the reference's log-probs of the answers.
-        weights: `[pairs]`, 0 for a padding row.
-
-    Returns:
-        losses `[pairs]`; metrics.
+    A value is `[pairs]`, or with a mask of what counts `[pairs, tokens]`.
     """
-    logps = output["logps"].sum(1)
+    ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
+    output = model(batch, extras=("mean_logits",))
+    logps = output["logps"].sum(1)  # zero past an answer's end
+    mask = batch["mask"]
     chosen_logps, rejected_logps = logps.chunk(2)
     chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
     chosen_tokens, rejected_tokens = mask.sum(1).chunk(2)
@@ -187,7 +167,9 @@ def losses_and_metrics(
     )
     chosen_rewards = args.beta * chosen_log_ratios
     rejected_rewards = args.beta * rejected_log_ratios
-    per_pair = {
+    chosen_logits, rejected_logits = output["mean_logits"].chunk(2)  # means over the vocabulary
+    chosen_mask, rejected_mask = mask.chunk(2)
+    return losses, {
         "loss": losses,
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
@@ -195,14 +177,9 @@ def losses_and_metrics(
         "rewards/margins": chosen_rewards - rejected_rewards,
         "logps/chosen": chosen_logps,
         "logps/rejected": rejected_logps,
+        "logits/chosen": (chosen_logits, chosen_mask),
+        "logits/rejected": (rejected_logits, rejected_mask),
     }
-    chosen_logits, rejected_logits = output["mean_logits"].chunk(2)
-    chosen_mask, rejected_mask = mask.chunk(2)
-    return losses, [
-        Logged(per_pair, weights),
-        Logged({"logits/chosen": chosen_logits}, chosen_mask * weights[:, None]),
-        Logged({"logits/rejected": rejected_logits}, rejected_mask * weights[:, None]),
-    ]
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -216,166 +193,131 @@ CHARTS = {
 
 
 def main():
-    # ============================================================ accelerator
-    args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
+    # ============================================================ set-up
+    args = arguments.parse(Args, demo="dpo.yaml")
     check_settings(args)
-    # This also fills in output_dir and the size of micro-batches.
-    accelerator = launch.make_accelerator(args, "dpo")
-    lora.complete_settings(accelerator, args)  # fills in lora_alpha
-
-    # ============================================================ data
+    accelerator = launch.make_accelerator(args, "dpo")  # it also makes the run's folder
+    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=pairs.preference_row)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    lengths = dataset.column(data.train, "length")  # tokens, a prompt once for each answer
-    progress = Progress(
-        data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
-    )
+    train = Rows(data.train)
+    held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
-    # ============================================================ model and optimizer
-    policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.disable_dropout(policy)  # so that policy and reference differ only in their weights
-    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
-    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    metrics = Metrics(
-        accelerator,
-        args,
-        progress,
-        bar_metric="rewards/accuracies",
-        charts=CHARTS,
-        flop=lora.flop(policy),  # operations, for perf/mfu
-    )
+    # Without dropout, so that policy and reference differ only in their weights.
+    policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
+    flop = lora.flop(policy)
     run = Run(
-        accelerator=accelerator,
-        args=args,
-        tokenizer=tokenizer,
-        data=data,
+        accelerator, args, data.mixture, flop=flop, bar_metric="rewards/accuracies", charts=CHARTS
+    )
+    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])
+    reference = Reference(accelerator, args, tokenizer, model)
+    packer = checks.make_packer(
+        accelerator,
+        [model, reference.model],
+        max_length=args.max_length,
+        share=args.share_prompts,
+    )
+    if args.precompute_ref_log_probs:
+        reference.precompute([train, *held_out.values()], collate, packer)
+
+    means = Means(accelerator)
+    actor = Actor(run, model, tokenizer)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    answers.check_room(sampler)  # do held-out prompts leave room for an answer?
+    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    of_bases = lora.fingerprints(accelerator, policy)
+    identity = {"data": data.fingerprint, **of_bases, **reference.fingerprints}
+    checkpoint = Checkpoint(
+        run,
+        identity=identity,
         model=model,
-        unwrapped=policy,
         optimizer=optimizer,
         scheduler=scheduler,
-        progress=progress,
-        metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
+        means=means,
+        actor=actor,
     )
-    # Refuses a model whose architecture is not interpreted correctly.
-    checks.check_logprobs(run, data.train[0]["prompt_ids"] + data.train[0]["chosen_ids"])
-    answers.check_room(run)  # do held-out prompts leave room for an answer?
-
-    # ============================================================ reference
-    reference = Reference(run)
-    packer = checks.make_packer(run, [model, reference.model], args.share_prompts)
-    if args.precompute_ref_log_probs:
-        sets = {"train": data.train, **data.eval_sets}
-        reference.precompute(run, sets, collate, packer)
+    checkpoint.resume()  # loads what --resume names, and opens the log
+    layout = packer.describe("both answers", each="answer")
+    what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"
+    console.begin(checkpoint, data=what, exact_match=answers.describe(sampler))
 
     # ============================================================ the loop
-    checkpoint.begin(run)
-    console.begin(
-        run,
-        data=f"{len(data.train)} pairs of {int(lengths.sum())} tokens; "
-        f"{packer.describe('both answers', each='answer')}",
-        updates=progress.describe(),
-    )
-    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if progress.updates_seen == 0:
-        evaluate(run, packer, reference)
-    while not progress.finished:
-        # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = batches.rows_of_update(
-            data.mixture, args.train_batch_size, args.seed, progress.updates_seen
-        )
-        micro_batches = batches.split_update(run, update_rows, lengths)
-        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
-        learning_rate = scheduler.get_last_lr()[0]
-
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                columns = data.train[micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
+    if run.updates_seen == 0:
+        evaluate(run, actor, reference, packer, held_out, sampler)
+    while not run.finished:
+        update = run.next_update(train)  # the same samples on all processes, each has its share
+        for rows, weights in update.micro_batches:
+            with run.timed("data"):
+                columns = train[rows]
                 batch = collate(columns, packer)
-
             with accelerator.accumulate(model):
-                ref_logps = reference.answer_logps(batch, "train", micro_batch.rows)
-                output = model(batch, extras=("mean_logits",))
-                losses, logged = losses_and_metrics(
-                    output, batch["mask"], ref_logps, weights, args=args
-                )
-                guard.check(columns["row"], losses, weights)
+                losses, values = pair_losses(model, reference, batch, args)
+                run.check_finite(update, columns["row"], losses, weights)
                 # Part of the mean over the update's pairs; the engine divides by `divisor`.
-                loss = (losses * weights).sum() * divisor / len(update_rows)
+                loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.pending.add(logged)
-            metrics.count_flop(batch, micro_batch.weights)
+            means.add(values, weights)
+            run.count_flop(batch, weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        progress.update_done(
-            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
-        )
-        metrics.update_done(
-            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
+        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        means.close_update(
+            applied,
+            grad_norm=grad_norm,
+            learning_rate=scheduler.get_last_lr()[0],
+            loss_scale=update.loss_scale,
         )
         if applied:
             scheduler.step()
 
-        log_evaluate_save(run, packer, reference)
+        if run.due(args.logging_steps, first=True):
+            run.log(means.reduce())
+        if run.due(args.eval_steps):
+            evaluate(run, actor, reference, packer, held_out, sampler)
+        actor.save_if_due()
+        checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    actor.publish(run)
-    metrics.close()
-    console.end(run)
-    hub.push(run)
-
-
-def log_evaluate_save(run: Run, packer: Packer, reference: Reference) -> None:
-    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
-    args = run.args
-    if run.progress.log_due(args.logging_steps):
-        run.metrics.log()
-    if run.progress.evaluation_due(args.eval_steps):
-        evaluate(run, packer, reference)
-    if run.progress.save_due(args.save_steps):
-        checkpoint.save(run)
-    if run.progress.save_due(args.save_actor_steps):
-        actor.publish_step(run)
-    checkpoint.stop_if_asked(run)
+    run.log(means.reduce())  # a line that is still open
+    actor.save()
+    console.end(actor, is_chat=any(data.train["roles"]))
 
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, packer: Packer, reference: Reference) -> None:
-    """Logs for each held-out set what training logs, exactly over all processes.
-
-    If a set has a column `answer`, exact match is logged as well.
-    """
+def evaluate(
+    run: Run,
+    actor: Actor,
+    reference: Reference,
+    packer: Packer,
+    held_out: dict[str, Rows],
+    sampler: Sampler,
+) -> None:
+    """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
-    all_examples = []
-    with run.metrics.timed("paused"), checks.evaluation_mode(run.model):
-        for prefix, eval_set in run.data.eval_sets.items():
+    examples = []
+    with run.timed("paused"), checks.evaluation_mode(actor.model):
+        for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator)
-            for rows, columns, weights in batches.evaluation_batches(run, eval_set):
-                batch = collate(columns, packer)
-                ref_logps = reference.answer_logps(batch, prefix, rows)
-                output = run.model(batch, extras=("mean_logits",))
-                _, logged = losses_and_metrics(
-                    output, batch["mask"], ref_logps, weights, args=run.args
-                )
-                means.add(logged)
+            for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
+                batch = collate(eval_rows[rows], packer)
+                _, values = pair_losses(actor.model, reference, batch, run.args)
+                means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
-            exact_match, examples = answers.exact_match(run, eval_set, prefix)
+            exact_match, answered = answers.exact_match(sampler, eval_rows.dataset, prefix)
             line |= exact_match
-            all_examples += examples
-    run.metrics.log_evaluation(line, all_examples)
-    actor.keep_best(run, line)
+            examples += answered
+    run.log_evaluation(line, examples)
+    actor.keep_best(line)  # may end the run, see --stop_after
 
 
 # ============================================================ refusals

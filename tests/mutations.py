@@ -273,7 +273,7 @@ ORDER = [
     Fault(
         "same_half",
         "a set of weight 0.5 has the same half of its rows in every epoch",
-        "preference_recipes/data/mixture.py",
+        "common/mixture.py",
         replace("rows_of_epoch", "epoch * count", by="0"),
         "data/test_mixing.py::test_half_of_a_set_and_the_other_half_in_the_next_epoch",
     ),

@@ -11,6 +11,7 @@ import datasets
 from accelerate.utils import gather_object
 
 from common import as_list, distributed
+from common.mixture import Mixture
 from preference_recipes.data import files, formats
 from preference_recipes.data.conversion import (
     PLAIN_STRINGS,
@@ -19,7 +20,6 @@ from preference_recipes.data.conversion import (
     read_usable,
     tokenise,
 )
-from preference_recipes.data.mixture import Mixture
 
 __all__ = ["Data", "column", "load", "load_data", "load_evaluation_sets", "load_mixture"]
 

@@ -4,33 +4,33 @@ import contextlib
 import sys
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import print_once
-from common.run import Run
 from preference_recipes.models import architecture
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
 
 @torch.no_grad()
-def check_logprobs(run: Run, ids: list[int]) -> None:
+def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -> None:
     """Compares our log-probs with those of the architecture's own logits, on one short row.
 
     All processes must call it.
 
     Args:
-        run: its model is a `LogProbModel`.
+        model: a `LogProbModel`, prepared.
         ids: some tokens of the data, at least one.
 
     Raises:
         SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
     """
     row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
-    batch = Packer(run.device).make_batch([row[:1]], [row[1:]])
-    with evaluation_mode(run.model):
-        output = run.model(batch, check=True)
+    batch = Packer(accelerator.device).make_batch([row[:1]], [row[1:]])
+    with evaluation_mode(model):
+        output = model(batch, check=True)
     differences = (output["logps"] - output["own_logps"]).abs()
     # The median, because half precision may round a single logit the other way, by any amount, and
     # a router near a tie may choose another expert.
@@ -38,8 +38,9 @@ def check_logprobs(run: Run, ids: list[int]) -> None:
     largest = output["own_logps"].abs().max().item()
     tolerance = 1e-5 if output["is_fp32"].max() else 1e-2
     if not typical <= tolerance * (1 + largest):  # also where it is not a number
+        whole = models_inside([model])[0]
         sys.exit(
-            f"{run.args.model_name_or_path}: its head's log-probs differ from its own logits' by "
+            f"{whole.config.name_or_path}: its head's log-probs differ from its own logits' by "
             f"{typical:.3g}: this architecture is not supported yet"
         )
 
@@ -69,7 +70,12 @@ def models_inside(models: list[nn.Module]) -> list[PreTrainedModel]:
 
 
 def make_packer(
-    run: Run, models: list[nn.Module | None], share: bool, varlen: bool = False
+    accelerator: Accelerator,
+    models: list[nn.Module | None],
+    *,
+    max_length: int,
+    share: bool,
+    varlen: bool = False,
 ) -> Packer:
     """Returns how answers are laid out as rows, so that these models read each as if alone.
 
@@ -78,6 +84,7 @@ def make_packer(
     Args:
         models: all that will read the rows, prepared; their output is scores or log-probs. None
             stands for none.
+        max_length: tokens of the longest row.
         share: whether prompts and rows are shared, if all models allow it, see `can_pack`.
         varlen: rows are packed for flash attention, see `Packer`.
 
@@ -85,18 +92,20 @@ def make_packer(
         SystemExit: see `check_positions`.
     """
     readers = [model for model in models if model is not None]
-    check_positions(readers, run.args.max_length)
-    if not share or not can_pack(run, readers, varlen):
-        return Packer(run.device)
+    check_positions(readers, max_length)
+    if not share or not can_pack(accelerator, readers, max_length, varlen):
+        return Packer(accelerator.device)
     return Packer(
-        run.device,
+        accelerator.device,
         share=True,
         varlen=varlen,
         attention_equals_rest=architecture.attention_equals_rest(models_inside(readers)),
     )
 
 
-def can_pack(run: Run, models: list[nn.Module], varlen: bool = False) -> bool:
+def can_pack(
+    accelerator: Accelerator, models: list[nn.Module], max_length: int, varlen: bool = False
+) -> bool:
     """Whether all models read several answers in one row as they read each alone.
 
     They do not where attention or positions are of another kind than usual, or where something
@@ -104,16 +113,15 @@ def can_pack(run: Run, models: list[nn.Module], varlen: bool = False) -> bool:
     chosen by the user, the run prints a note. All processes must call it.
 
     Args:
-        models, varlen: see `make_packer`.
+        models, max_length, varlen: see `make_packer`.
     """
-    packer = Packer(run.device, share=True, varlen=varlen)
+    packer = Packer(accelerator.device, share=True, varlen=varlen)
     for prepared in models:
         # Those of whole models: the parts of one have other configs, such as a vision tower's.
         configs = [model.config.get_text_config() for model in models_inside([prepared])]
         if not varlen:
             note_attention_without_mask(configs)
-        longest = run.args.max_length
-        if not all(attends_to_whole_rows(config, longest, varlen) for config in configs):
+        if not all(attends_to_whole_rows(config, max_length, varlen) for config in configs):
             return False
         if not reads_packed_alike(prepared, configs, packer):
             return False

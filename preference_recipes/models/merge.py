@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from common import in_one_line
+from common import adapters, in_one_line
 from preference_recipes.models import load, lora
 
 
@@ -103,8 +103,8 @@ def load_base(name: str, task_type: str):
 
 
 def moments_of(adapter: str) -> dict[str, float]:
-    """Returns the mean and the standard deviation that `lora.save` wrote for a reward model."""
-    file = cached_file(adapter, lora.MOMENTS_FILE, _raise_exceptions_for_missing_entries=False)
+    """Returns the mean and the standard deviation that `adapters.save` wrote for a reward model."""
+    file = cached_file(adapter, adapters.MOMENTS_FILE, _raise_exceptions_for_missing_entries=False)
     return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
 
 

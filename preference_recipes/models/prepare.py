@@ -10,8 +10,26 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common import engine, guards, optim, zero
-from preference_recipes.models import architecture, lora, rounding
+from common import adapters, engine, guards, optim, zero
+from preference_recipes.models import architecture, load, lora, rounding
+from preference_recipes.models.logprobs import LogProbModel
+
+
+def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
+    """Returns the model that the arguments name, ready for `for_training`.
+
+    Its parameters are chosen: all that text reaches are trained, or adapters, see
+    `choose_parameters`.
+
+    Args:
+        args: `SharedArgs`.
+        dropout: False: what the recipe compares, policies or answers, must differ in nothing else.
+    """
+    model = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
+    if not dropout:
+        disable_dropout(model)
+    choose_parameters(accelerator, model, args)
+    return model
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -81,7 +99,7 @@ def for_training(
         guards.watch_overflow(model)
     if may_skip_modules(model):
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
-    if lora.has_adapter(model):  # the base below adapters is in no saved actor
+    if adapters.has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
     with (
         exact_buffers(accelerator, model),

@@ -1,13 +1,14 @@
 """The policy that another one is held near: frozen weights, or the trained model as it began."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 from common import batches, engine
-from common.run import Run
 from preference_recipes.data import cache
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.logprobs import LogProbModel
@@ -22,33 +23,31 @@ class Reference:
 
     Attributes:
         model: reads batches as the policy does; None where all its log-probs are precomputed.
-        identity: what tells its log-probs from those of another reference, and of other hardware or
-            software, which rounds otherwise.
-        tables: its log-probs of the answers of whole data sets, `[rows, answers of a row]`, by the
-            names of the sets.
+        fingerprints: of a model of its own, for the identity of a checkpoint.
     """
 
-    def __init__(self, run: Run, **settings):
-        """Loads what the arguments name, and adds its fingerprint to the run.
+    def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module, **settings):
+        """Loads what the arguments name. All processes must call it.
 
         Args:
+            args: `SharedArgs` with `ref_model_name_or_path`.
+            model: the trained one, prepared.
             settings: where the reference is the trained model, each of its forward passes gets
                 them, such as `with_values=False` of PPO's. A model of its own needs none.
         """
-        args = run.args
-        name = args.ref_model_name_or_path or args.model_name_or_path
-        is_trained_model = args.lora_r and args.ref_model_name_or_path is None
-        if is_trained_model:
-            module = run.unwrapped
-            fingerprint = run.models["base model"]
-            self.model = lora.WithoutAdapters(run.model, **settings)
+        self.accelerator = accelerator
+        self.args = args
+        self.name = args.ref_model_name_or_path or args.model_name_or_path
+        self.fingerprints: dict[str, str] = {}
+        self.model: nn.Module | None
+        if args.lora_r and args.ref_model_name_or_path is None:
+            self.module = accelerator.unwrap_model(model, keep_torch_compile=False)
+            self.model = lora.WithoutAdapters(model, **settings)
         else:
-            module = LogProbModel(load.causal_lm(name, run.tokenizer, args, frozen=True))
-            fingerprint = load.fingerprint(run.accelerator, name, module.config)
-            run.models["reference model"] = fingerprint
-            self.model = prepare.frozen(run.accelerator, module)
-        self.identity = [name, fingerprint, engine.decides_values(run.accelerator, module)]
-        self.tables: dict[str, np.ndarray] = {}
+            self.module = LogProbModel(load.causal_lm(self.name, tokenizer, args, frozen=True))
+            fingerprint = load.fingerprint(accelerator, self.name, self.module.config)
+            self.fingerprints["reference model"] = fingerprint
+            self.model = prepare.frozen(accelerator, self.module)
 
     @torch.no_grad()
     def logps(self, batch: dict, temperature: float = 1.0) -> torch.Tensor:
@@ -59,50 +58,47 @@ class Reference:
         """
         return self.model(batch, temperature)["logps"]
 
-    def answer_logps(self, batch: dict, name: str, rows: list[int]) -> torch.Tensor:
-        """Returns the log-prob of each answer, fp32 `[answers]`, from a table if there is one.
-
-        Args:
-            batch: of some rows: all their first answers, then all their second ones, and so on.
-            name, rows: the name of the data set, see `precompute`, and the numbers of these rows.
-        """
-        if name not in self.tables:
-            return self.logps(batch).sum(1)
-        of_rows = self.tables[name][rows]  # [rows, answers of a row]
-        in_batch_order = of_rows.T.reshape(-1)  # the first answers, then the second ones
-        return batches.send(in_batch_order, batch["mask"].device)
-
     def precompute(
-        self, run: Run, sets: dict, collate: Callable[[dict, Packer], dict], packer: Packer
+        self,
+        sets: Sequence[batches.Rows],
+        collate: Callable[[dict, Packer], dict],
+        packer: Packer,
     ) -> None:
-        """Computes the log-probs of all answers once, or takes them from the disk; frees the model.
+        """Adds the column `ref_logps` to data sets, `[rows, answers of a row]`; frees the model.
 
-        All processes must call it.
+        It is computed once, or taken from the disk. All processes must call it.
 
         Args:
-            sets: data sets by the names that `answer_logps` is given.
-            collate: makes the batch of some rows, as `answer_logps` takes it, from their columns.
+            collate: makes the batch of some rows from their columns: all their first answers, then
+                all their second ones, and so on.
         """
-        for name, dataset in sets.items():
+        fingerprint = load.fingerprint(self.accelerator, self.name, self.module.config)
+        # Other hardware and software rounds otherwise.
+        decides = engine.decides_values(self.accelerator, self.module)
+        identity = [self.name, fingerprint, decides]
+        for rows in sets:
             # Whether prompts are shared changes rounding.
-            key = ["reference", *self.identity, packer.share, dataset._fingerprint]
-            compute = partial(self.table_of, run, dataset, collate=collate, packer=packer)
-            self.tables[name] = cache.array(run.accelerator, key, compute)
+            key = ["reference", *identity, packer.share, rows.dataset._fingerprint]
+            compute = partial(self.table_of, rows, collate=collate, packer=packer)
+            rows.added["ref_logps"] = cache.array(self.accelerator, key, compute)
         self.model = None
+        self.module = None
 
     def table_of(
-        self, run: Run, dataset, collate: Callable[[dict, Packer], dict], packer: Packer
+        self, rows: batches.Rows, collate: Callable[[dict, Packer], dict], packer: Packer
     ) -> np.ndarray:
         """Returns the log-probs of all answers, fp32 `[rows, answers]`, on every process."""
+        accelerator = self.accelerator
         table = None  # made at the first batch, which shows how many answers a row has
-        for rows, columns, weights in batches.evaluation_batches(run, dataset):
-            answer_logps = self.logps(collate(columns, packer)).sum(1)
+        numbers = range(len(rows))
+        for some, weights in batches.split_update(accelerator, self.args, numbers, rows.lengths):
+            answer_logps = self.logps(collate(rows[some], packer)).sum(1)
             # From all first answers, then all second ones, to `[rows, answers of a row]`.
-            of_rows = answer_logps.view(-1, len(rows)).T
+            of_rows = answer_logps.view(-1, len(some)).T
             if table is None:
-                table = torch.zeros(len(dataset), of_rows.shape[1], device=run.device)
+                table = torch.zeros(len(rows), of_rows.shape[1], device=accelerator.device)
             is_real = weights > 0  # a padding row repeats a row that another process fills in
-            places = torch.tensor(rows, device=run.device)
-            table[places[is_real]] = of_rows[is_real]
+            places = torch.tensor(some)[is_real].to(accelerator.device)
+            table[places] = of_rows[is_real.to(accelerator.device)]
         # One process fills in a row, and it is zero on the others: the sum is the whole table.
-        return run.accelerator.reduce(table, reduction="sum").cpu().numpy()
+        return accelerator.reduce(table, reduction="sum").cpu().numpy()

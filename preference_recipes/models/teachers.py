@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig
 
 from common import batches, engine
-from common.run import Run
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.divergence import DistillModel, Head, Lesson
 from preference_recipes.models.packing import Packer
@@ -111,18 +111,33 @@ class Teachers:
 
     Attributes:
         by_name: the teachers by what the column `teacher` calls them.
+        fingerprints: of teachers that are models of their own, for the identity of a checkpoint.
     """
 
-    def __init__(self, run: Run):
-        """Loads what the arguments name, and adds the fingerprints to the run.
+    def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module):
+        """Loads what the arguments name. All processes must call it.
 
         Args:
-            run: its model is a `DistillModel`.
+            args: those of distillation.
+            model: the student, a `DistillModel`, prepared.
         """
-        self.is_sharded = engine.is_sharded(run.accelerator)
-        self.have_own_prompts = run.args.teacher_prompt is not None
-        paths = names_and_paths(run.args)
-        self.by_name = {name: load_teacher(run, name, path) for name, path in paths.items()}
+        self.is_sharded = engine.is_sharded(accelerator)
+        self.have_own_prompts = args.teacher_prompt is not None
+        self.fingerprints: dict[str, str] = {}
+        self.by_name: dict[str, Teacher] = {}
+        student = accelerator.unwrap_model(model, keep_torch_compile=False)
+        for name, path in names_and_paths(args).items():
+            if path is None:  # the student without its adapters
+                head = student.whole_head().at(args.temperature)
+                self.by_name[name] = Teacher(lora.WithoutAdapters(model), head)
+                continue
+            teacher = load.causal_lm(path, tokenizer, args, frozen=True)
+            wrapper = DistillModel(teacher, student.vocabulary)
+            title = f"teacher {name}" if name != ONLY else "teacher"
+            self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
+            prepared = prepare.frozen(accelerator, wrapper)
+            head = wrapper.whole_head().at(args.temperature)
+            self.by_name[name] = Teacher(prepared, head)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -168,21 +183,3 @@ class Teachers:
                 places = None if has_all else batches.send(np.concatenate(spans), packer.device)
                 lessons.append(Lesson(hidden, teacher.head, places))
         return lessons
-
-
-def load_teacher(run: Run, name: str, path: str | None) -> Teacher:
-    """Loads and prepares a teacher, and adds its fingerprint to the run.
-
-    Args:
-        path: None: the student without its adapters.
-    """
-    temperature = run.args.temperature
-    if path is None:
-        base = lora.WithoutAdapters(run.model)
-        return Teacher(base, run.unwrapped.whole_head().at(temperature))
-    model = load.causal_lm(path, run.tokenizer, run.args, frozen=True)
-    wrapper = DistillModel(model, run.unwrapped.vocabulary)
-    title = f"teacher {name}" if name != ONLY else "teacher"
-    run.models[title] = load.fingerprint(run.accelerator, path, wrapper.config)
-    prepared = prepare.frozen(run.accelerator, wrapper)
-    return Teacher(prepared, wrapper.whole_head().at(temperature))

@@ -5,11 +5,11 @@ import sys
 from decimal import Decimal
 
 from common import counted
-from common.run import Run
 from preference_recipes.data import thoughts
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.models import architecture
 from preference_recipes.rollouts import generation
+from preference_recipes.rollouts.sampler import Sampler
 
 # What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
 STATEMENT = re.compile(
@@ -196,12 +196,12 @@ def has_exact_match(args, eval_set) -> bool:
     return "answer" in eval_set.column_names and args.exact_match_rows != 0
 
 
-def describe(run: Run) -> str:
+def describe(sampler: Sampler) -> str:
     """Returns how many answers an evaluation generates for exact match, in words; "" if none."""
-    args = run.args
+    args = sampler.args
     counts = [
         len(rows_with_answer(eval_set, args.exact_match_rows)["row"])
-        for eval_set in run.data.eval_sets.values()
+        for eval_set in sampler.data.eval_sets.values()
         if has_exact_match(args, eval_set)
     ]
     if not counts:
@@ -212,7 +212,7 @@ def describe(run: Run) -> str:
     )
 
 
-def check_room(run: Run) -> None:
+def check_room(sampler: Sampler) -> None:
     """Refuses held-out prompts whose answers may go beyond a model's table of positions.
 
     In SFT a prompt may even be longer than `--max_length`, which only cuts what is learned.
@@ -220,24 +220,25 @@ def check_room(run: Run) -> None:
     Raises:
         SystemExit: naming the longest prompt.
     """
-    max_new_tokens = run.args.max_new_tokens
-    limit = architecture.positions_of(run.unwrapped.model)
-    for prefix, eval_set in run.data.eval_sets.items():
-        if limit is None or not has_exact_match(run.args, eval_set):
+    args = sampler.args
+    max_new_tokens = args.max_new_tokens
+    limit = architecture.positions_of(sampler.unwrapped.model)
+    for prefix, eval_set in sampler.data.eval_sets.items():
+        if limit is None or not has_exact_match(args, eval_set):
             continue
-        rows = rows_with_answer(eval_set, run.args.exact_match_rows)
+        rows = rows_with_answer(eval_set, args.exact_match_rows)
         longest, row = max((len(ids), row) for ids, row in zip(rows["prompt_ids"], rows["row"]))
         room = limit - longest + 1  # nothing reads the last new token
         if max_new_tokens > room:
             shorter = f"give --max_new_tokens {room}, or " if room > 0 else ""
             sys.exit(
-                f"--max_new_tokens {max_new_tokens}: {run.args.model_name_or_path!r} has a table "
+                f"--max_new_tokens {max_new_tokens}: {args.model_name_or_path!r} has a table "
                 f"of {limit} positions, and the prompt of row {row} of {prefix.rstrip('/')} has "
                 f"{longest} tokens: {shorter}leave the answers of such rows empty"
             )
 
 
-def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
+def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
     """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
 
     Args:
@@ -248,14 +249,15 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
         The share of right responses by its tag, nothing if no prompt is answered; all prompts and
         responses, see `common/transcript.py`.
     """
-    if not has_exact_match(run.args, eval_set):
+    args = sampler.args
+    if not has_exact_match(args, eval_set):
         return {}, []
-    rows = rows_with_answer(eval_set, run.args.exact_match_rows)
+    rows = rows_with_answer(eval_set, args.exact_match_rows)
     prompts = rows["prompt_ids"]
     responses = generation.generate(
-        run, prompts, run.args.max_new_tokens, batch_size=8 * run.args.micro_train_batch_size
+        sampler, prompts, args.max_new_tokens, batch_size=8 * args.micro_train_batch_size
     )
-    tokenizer = run.tokenizer
+    tokenizer = sampler.tokenizer
     response_ids = [response.ids for response in responses]
     texts = decode_answers(tokenizer, response_ids)
     prompt_texts = tokenizer.batch_decode(prompts)

@@ -8,13 +8,11 @@ may be huge, so they are cut: a little bias for much less variance.
 
 import torch
 
-from common.metrics import Logged
-
 
 def importance_weights(
-    old: dict[str, torch.Tensor], token_weights: torch.Tensor, args
-) -> tuple[torch.Tensor, list[Logged]]:
-    """Returns the weight p/q of each token's loss `[samples, length]`, and what to log about it.
+    old: dict[str, torch.Tensor], mask: torch.Tensor, args
+) -> tuple[torch.Tensor, dict]:
+    """Returns the weight p/q of each token's loss `[samples, length]`, and values to log about it.
 
     token_truncate: the token's own ratio, at most `--sampler_correction_max`; truncated importance
     sampling, Yao et al. 2025.
@@ -28,12 +26,12 @@ def importance_weights(
     Args:
         old: `logps` of the policy before the rollout's first update, and `sampler_logps`,
             `[samples, length]`.
-        token_weights: `[samples, length]`, 0 where there is no token.
+        mask: `[samples, length]`, 0 where there is no token.
         args: `RolloutArgs`.
     """
     correction = args.sampler_correction
     largest = args.sampler_correction_max
-    log_ratios = (old["logps"] - old["sampler_logps"]) * (token_weights > 0)
+    log_ratios = (old["logps"] - old["sampler_logps"]) * (mask > 0)
     if correction == "sequence_mask":
         log_ratios = log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
     ratios = log_ratios.exp()
@@ -48,14 +46,15 @@ def importance_weights(
     else:
         ratios = ratios.masked_fill(is_cut, 0.0)
     name = "sampling/importance_sampling_ratio"
-    return ratios, [
-        Logged({f"{name}/mean": ratios, f"{name}/cut": is_cut.float()}, token_weights),
-        Logged({f"{name}/max": ratios}, token_weights, reduce="max"),
-    ]
+    return ratios, {
+        f"{name}/mean": (ratios, mask),
+        f"{name}/cut": (is_cut.float(), mask),
+        f"{name}/max": (ratios, mask, "max"),
+    }
 
 
-def sampler_differences(output: dict, old: dict, token_weights: torch.Tensor) -> list[Logged]:
-    """Returns metrics: how far the sampler's log-probs are from those of training.
+def sampler_differences(output: dict, old: dict, mask: torch.Tensor) -> dict:
+    """Returns values to log: how far the sampler's log-probs are from those of training.
 
     For the first update of a rollout, so both are of the same policy; with `--rollouts_ahead` the
     sampler's is an earlier one.
@@ -63,11 +62,8 @@ def sampler_differences(output: dict, old: dict, token_weights: torch.Tensor) ->
     Args:
         output: of the model, with `logps` `[samples, length]`.
         old: the rollout's values of the same tokens, with `sampler_logps` of the same shape.
-        token_weights: of the same shape, 0 where there is no token.
+        mask: of the same shape, 0 where there is no token.
     """
     difference = (output["logps"] - old["sampler_logps"]).abs()
     name = "sampling/sampling_logp_difference"
-    return [
-        Logged({f"{name}/mean": difference}, token_weights),
-        Logged({f"{name}/max": difference}, token_weights, reduce="max"),
-    ]
+    return {f"{name}/mean": (difference, mask), f"{name}/max": (difference, mask, "max")}

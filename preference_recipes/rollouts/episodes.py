@@ -17,30 +17,30 @@ import numpy as np
 import torch
 
 from common import distributed
-from common.run import Run
 from preference_recipes.data import tokens, turns
 from preference_recipes.data.ids import decode
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments, generation
 from preference_recipes.rollouts.environments import Failure, ToolResults, UserClass
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import FAILED, Response, Samples, share_of_groups
 
 
-def start(run: Run) -> None:
+def start(sampler: Sampler) -> None:
     """Lets a run's samples be episodes with the environment of `--environment`, if it has one.
 
     Raises:
         SystemExit: see `environments.load`; the chat template cannot continue a conversation.
     """
-    name = run.args.environment
+    name = sampler.args.environment
     if name is None:
         return
     user_class = environments.load(name)
     try:
-        turns.check(run.tokenizer, user_class.tools)
+        turns.check(sampler.tokenizer, user_class.tools)
     except BadRow as error:
         sys.exit(f"--environment {name}: {error}")
-    run.stage = Stage(user_class)
+    sampler.stage = Stage(user_class)
 
 
 def tools(args) -> list[dict] | None:
@@ -128,7 +128,9 @@ class Stage:
         self.stops: set[int] = set()
 
     # ======================================================== playing
-    def play(self, run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
+    def play(
+        self, sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: float
+    ) -> Samples:
         """Plays an episode for each sample, see `generation.sample`. All processes must call it.
 
         The k-th token that a model draws in an episode is decided by its k-th number (a server: all
@@ -137,15 +139,15 @@ class Stage:
         its share.
         """
         self.close()
-        self.stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+        self.stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
-        with generation.local_generator(run) as generate:
-            mine = partial(self.play_mine, run, prompts, draws, temperature, generate)
-            by_number = self.on_all(run, mine)
+        with generation.local_generator(sampler) as generate:
+            mine = partial(self.play_mine, sampler, prompts, draws, temperature, generate)
+            by_number = self.on_all(sampler, mine)
         episodes = [by_number[number] for number in range(len(draws))]
         failures = [episode.failure for episode in episodes if episode.failure]
-        self.warn_of(run, failures, len(episodes))
+        self.warn_of(sampler, failures, len(episodes))
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
@@ -161,7 +163,7 @@ class Stage:
 
     def play_mine(
         self,
-        run: Run,
+        sampler: Sampler,
         prompts: dict,
         draws: np.ndarray,
         temperature: float,
@@ -172,14 +174,14 @@ class Stage:
         Args:
             draws: `[episodes, max_new_tokens]`, of all processes.
         """
-        episodes = self.begin(run, prompts, len(draws) // len(prompts["row"]))
+        episodes = self.begin(sampler, prompts, len(draws) // len(prompts["row"]))
         while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
-            self.take_turn(run, live, draws[list(live)], temperature, generate)
+            self.take_turn(sampler, live, draws[list(live)], temperature, generate)
         return episodes
 
-    def begin(self, run: Run, prompts: dict, per_prompt: int) -> dict[int, Episode]:
+    def begin(self, sampler: Sampler, prompts: dict, per_prompt: int) -> dict[int, Episode]:
         """Makes and resets the environments of this process, and returns their episodes."""
-        mine = share_of_groups(run.accelerator, len(prompts["row"]), per_prompt)
+        mine = share_of_groups(sampler.accelerator, len(prompts["row"]), per_prompt)
         self.instances = {}
         failures: dict[int, Any] = {}
         for number in mine:
@@ -192,14 +194,14 @@ class Stage:
                 )
         # A value for each episode, at the episode's number.
         columns = {name: generation.repeat_each(c, per_prompt) for name, c in prompts.items()}
-        calls = environments.Calls(run.args.environment_timeout)
+        calls = environments.Calls(sampler.args.environment_timeout)
         for number, instance in self.instances.items():
             row = json.loads(columns["columns"][number])
             calls.start(number, partial(instance.reset, **row))
         given = calls.wait() | failures
-        return {number: self.opening(run, columns, number, given[number]) for number in mine}
+        return {number: self.opening(sampler, columns, number, given[number]) for number in mine}
 
-    def opening(self, run: Run, columns: dict, number: int, given: Any) -> Episode:
+    def opening(self, sampler: Sampler, columns: dict, number: int, given: Any) -> Episode:
         """Returns an episode that has not begun, or has failed.
 
         Args:
@@ -210,7 +212,7 @@ class Stage:
         data_row = columns["row"][number]
         # Parsed again: `reset` may have changed what it was given.
         prompt = json.loads(columns["columns"][number])["prompt"]
-        if isinstance(prompt, str) and not run.args.strings_as_messages:
+        if isinstance(prompt, str) and not sampler.args.strings_as_messages:
             sys.exit(
                 f"--environment {self.user_class.name}: the prompt of data row {data_row} is a "
                 "string, and a conversation needs messages: give --strings_as_messages"
@@ -218,14 +220,14 @@ class Stage:
         messages = as_messages(prompt, "user")
         episode = Episode(data_row, columns["prompt_ids"][number], messages)
         added = environments.checked_reset(given)
-        failure = self.failure_of(run, added, data_row, "reset")
+        failure = self.failure_of(sampler, added, data_row, "reset")
         if failure:
             episode.fail(failure)
         elif added is not None:
-            self.add_to_prompt(run, episode, added)
+            self.add_to_prompt(sampler, episode, added)
         return episode
 
-    def add_to_prompt(self, run: Run, episode: Episode, added: str | list[dict]) -> None:
+    def add_to_prompt(self, sampler: Sampler, episode: Episode, added: str | list[dict]) -> None:
         """Appends a text that `reset` returned to the last message, or messages after it."""
         if isinstance(added, str):
             *earlier, last = episode.messages
@@ -234,20 +236,22 @@ class Stage:
             episode.messages = [*episode.messages, *added]
         option = f"--environment {self.user_class.name}"
         try:
-            ids = tokens.encode_prompt(run.tokenizer, episode.messages, self.user_class.tools).ids
+            ids = tokens.encode_prompt(
+                sampler.tokenizer, episode.messages, self.user_class.tools
+            ).ids
         except BadRow as error:
             sys.exit(f"{option}: after `reset` of data row {episode.data_row}, {error}")
-        if len(ids) >= run.args.max_length:
+        if len(ids) >= sampler.args.max_length:
             sys.exit(
                 f"{option}: with what `reset` added, the prompt of data row {episode.data_row} has "
-                f"{len(ids)} tokens; --max_length {run.args.max_length} leaves no room for a "
+                f"{len(ids)} tokens; --max_length {sampler.args.max_length} leaves no room for a "
                 "response"
             )
         episode.prompt = ids
 
     def take_turn(
         self,
-        run: Run,
+        sampler: Sampler,
         live: dict[int, Episode],
         draws: np.ndarray,
         temperature: float,
@@ -263,36 +267,36 @@ class Stage:
         # All answers of a turn get as many random numbers as the longest may need. Those of an
         # episode begin where its last answer ended; a shorter rest is filled with zeros. What these
         # draw is beyond the episode's room, and `add_answer` cuts it off.
-        longest = max(episode.room(run.args) for episode in live.values())
+        longest = max(episode.room(sampler.args) for episode in live.values())
         uniforms = np.zeros((len(live), longest))
         for row, episode in enumerate(live.values()):
             rest = draws[row, episode.n_sampled :][:longest]
             uniforms[row, : len(rest)] = rest
         ids = [episode.prompt + episode.ids for episode in live.values()]
         numbers = list(live)  # of the episodes, by row
-        calls = environments.Calls(run.args.environment_timeout)
+        calls = environments.Calls(sampler.args.environment_timeout)
         for row, response in generate(ids, uniforms, temperature):
             number = numbers[row]
             episode = live[number]
-            self.add_answer(run, episode, response, temperature)
+            self.add_answer(sampler, episode, response, temperature)
             if episode.is_live:
                 calls.start(number, partial(self.reply, self.instances[number], episode))
         for number, reply in sorted(calls.wait().items()):
-            self.continue_or_end(run, live[number], reply)
+            self.continue_or_end(sampler, live[number], reply)
 
     def add_answer(
-        self, run: Run, episode: Episode, response: Response, temperature: float
+        self, sampler: Sampler, episode: Episode, response: Response, temperature: float
     ) -> None:
         """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
-        room = episode.room(run.args)
+        room = episode.room(sampler.args)
         ids = response.ids[:room]
         logps = response.logps[:room] if temperature else [0.0] * len(ids)
         is_whole = ids[-1] in self.stops
-        text = decode(run.tokenizer, ids[:-1] if is_whole else ids)  # without the stop token
+        text = decode(sampler.tokenizer, ids[:-1] if is_whole else ids)  # without the stop token
         message = {"role": "assistant", "content": text}
         if is_whole and self.user_class.tools:  # a cut answer calls nothing
-            before = decode(run.tokenizer, episode.prompt + episode.ids)
-            message = environments.parsed(run.tokenizer, text, before, self.user_class.tools)
+            before = decode(sampler.tokenizer, episode.prompt + episode.ids)
+            message = environments.parsed(sampler.tokenizer, text, before, self.user_class.tools)
         episode.add(ids, logps, is_sampled=True)
         episode.turns += 1
         episode.messages.append(message)
@@ -305,17 +309,17 @@ class Stage:
             return instance.step(message)
         return environments.call_tools(instance, message)
 
-    def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
+    def ids_between(self, sampler: Sampler, messages: list[dict], data_row: int) -> list[int]:
         """Returns what the template writes for messages that come back, up to the next answer."""
-        if sum(len(message["content"]) for message in messages) > 100 * run.args.max_length:
+        if sum(len(message["content"]) for message in messages) > 100 * sampler.args.max_length:
             # Too long for the episode: so many ids end it, and no text is tokenised in vain.
-            return [0] * run.args.max_length
+            return [0] * sampler.args.max_length
         try:
-            return turns.ids_after_answer(run.tokenizer, messages, self.user_class.tools)
+            return turns.ids_after_answer(sampler.tokenizer, messages, self.user_class.tools)
         except BadRow as error:
             sys.exit(f"--environment {self.user_class.name}, data row {data_row}: {error}")
 
-    def continue_or_end(self, run: Run, episode: Episode, given: Any) -> None:
+    def continue_or_end(self, sampler: Sampler, episode: Episode, given: Any) -> None:
         """Adds what the environment said to an episode, or ends it.
 
         Args:
@@ -327,7 +331,7 @@ class Stage:
             given = given.messages or None  # an answer that calls nothing ends the episode
         messages = environments.checked_step(given)
         method = "step" if self.user_class.has_step else "a tool"
-        failure = self.failure_of(run, messages, episode.data_row, method, episode.turns)
+        failure = self.failure_of(sampler, messages, episode.data_row, method, episode.turns)
         if failure:
             episode.fail(failure)
             return
@@ -335,21 +339,21 @@ class Stage:
             episode.is_live = False
             episode.ended = True
             return
-        ids = self.ids_between(run, messages, episode.data_row)
-        has_room = episode.room(run.args) > 0 and episode.places_left(run.args) > len(ids)
-        if episode.turns >= run.args.max_turns or not has_room:
+        ids = self.ids_between(sampler, messages, episode.data_row)
+        has_room = episode.room(sampler.args) > 0 and episode.places_left(sampler.args) > len(ids)
+        if episode.turns >= sampler.args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply
             return
         episode.add(ids, [0.0] * len(ids), is_sampled=False)
         episode.messages += messages
 
     # ======================================================== the end of episodes
-    def rewards(self, run: Run, samples: Samples) -> list[float]:
+    def rewards(self, sampler: Sampler, samples: Samples) -> list[float]:
         """Returns `get_reward` of each sample, the same on every process; NaN of those that failed.
 
         If an environment fails now, its sample counts as failed, too.
         """
-        found = self.on_all(run, partial(self.my_rewards, run, samples))
+        found = self.on_all(sampler, partial(self.my_rewards, sampler, samples))
         rewards = [math.nan] * len(samples)
         failures = []
         for number, reward in sorted(found.items()):
@@ -357,21 +361,21 @@ class Stage:
                 failures.append(reward.says)
             else:
                 rewards[number] = reward
-        self.warn_of(run, failures, len(samples))
+        self.warn_of(sampler, failures, len(samples))
         samples.of_episodes = with_failed(samples.of_episodes, torch.tensor(rewards).isnan())
         return rewards
 
-    def my_rewards(self, run: Run, samples: Samples) -> dict[int, float | Failure]:
+    def my_rewards(self, sampler: Sampler, samples: Samples) -> dict[int, float | Failure]:
         """Returns `get_reward` of this process's episodes that have not failed, by number."""
         failed = samples.failed.tolist()
-        calls = environments.Calls(run.args.environment_timeout)
+        calls = environments.Calls(sampler.args.environment_timeout)
         for number, instance in self.instances.items():
             if not failed[number]:
                 calls.start(number, instance.get_reward)
         found: dict[int, float | Failure] = {}
         for number, given in calls.wait().items():
             reward = environments.checked_reward(given)
-            failure = self.failure_of(run, reward, samples.data_rows[number], "get_reward")
+            failure = self.failure_of(sampler, reward, samples.data_rows[number], "get_reward")
             found[number] = Failure(failure) if failure else reward
         return found
 
@@ -380,7 +384,9 @@ class Stage:
         environments.close(self.instances.values())
         self.instances = {}
 
-    def failure_of(self, run: Run, value: Any, data_row: int, method: str, turn: int = 0) -> str:
+    def failure_of(
+        self, sampler: Sampler, value: Any, data_row: int, method: str, turn: int = 0
+    ) -> str:
         """Returns how a call of an environment failed, or ""; ends the run unless it may go on.
 
         Args:
@@ -392,18 +398,21 @@ class Stage:
         where = f"turn {turn}, " if turn else ""
         what = f"--environment {self.user_class.name}: `{method}` {value.says}"
         failure = f"{what}; {where}data row {data_row}"
-        if run.args.environment_errors == "stop":
+        if sampler.args.environment_errors == "stop":
             sys.exit(failure)
         return failure
 
-    def warn_of(self, run: Run, failures: list[str], n_episodes: int) -> None:
+    def warn_of(self, sampler: Sampler, failures: list[str], n_episodes: int) -> None:
         """Warns of episodes whose environment failed, with how the first of them did."""
         if failures:
-            run.metrics.warn(f"{len(failures)} of {n_episodes} episodes failed: {failures[0]}")
+            distributed.warn(
+                sampler.accelerator,
+                f"{len(failures)} of {n_episodes} episodes failed: {failures[0]}",
+            )
 
-    def on_all(self, run: Run, function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+    def on_all(self, sampler: Sampler, function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
         """Calls it on every process, and returns the results of all by the episode's number."""
-        found = distributed.all_or_none(run.accelerator, True, function)
+        found = distributed.all_or_none(sampler.accelerator, True, function)
         return distributed.gather_by_key(found)
 
 

@@ -1,16 +1,14 @@
 """Evaluates responses to held-out prompts: their scores, their lengths, the share that is right."""
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from common import actor
-from common.run import Run
 from preference_recipes.rollouts import answers, generation
 from preference_recipes.rollouts.rewards import Scores
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import EVALUATION_STREAM
 
@@ -28,45 +26,39 @@ def check_settings(args) -> None:
         )
 
 
-@torch.no_grad()
-def evaluate(run: Run, score: Callable[[Samples], Scores]) -> None:
-    """Logs how the policy responds to each held-out set. All processes must call it.
-
-    Responses are greedy, or drawn at `--eval_temperature`, `--eval_samples` to each prompt.
+def results(
+    sampler: Sampler, samples: Samples, scores: Scores, eval_set, prefix: str
+) -> tuple[dict[str, float], list[dict]]:
+    """Returns the line of a held-out set's evaluation, and its samples for the transcript.
 
     Args:
-        score: the scores of some samples.
+        samples: of `sample_held_out`.
+        prefix: of the set's tags, such as `eval/`.
     """
-    line = {}
-    examples = []
-    with run.metrics.timed("paused"):
-        for prefix, eval_set in run.data.eval_sets.items():
-            samples = sample_held_out(run, eval_set)
-            scores = score(samples)
-            values = {"scores": scores.total, **of_responses(run, samples, eval_set)}
-            for name, part in scores.parts.items():
-                scored = part[~part.isnan()]
-                if len(scored):
-                    values[f"rewards/{name}/mean"] = scored
-            line |= means(values, prefix)
-            examples += samples.examples(run.tokenizer, scores, prefix.rstrip("/"))
-    run.metrics.log_evaluation(line, examples)
-    actor.keep_best(run, line)
+    values = {"scores": scores.total, **of_responses(sampler, samples, eval_set)}
+    for name, part in scores.parts.items():
+        scored = part[~part.isnan()]
+        if len(scored):
+            values[f"rewards/{name}/mean"] = scored
+    return means(values, prefix), samples.examples(sampler.tokenizer, scores, prefix.rstrip("/"))
 
 
-def sample_held_out(run: Run, eval_set) -> Samples:
-    """Returns the policy's responses to a held-out set, see `evaluate`. All processes must call it.
+@torch.no_grad()
+def sample_held_out(sampler: Sampler, eval_set) -> Samples:
+    """Returns the policy's responses to a held-out set. All processes must call it.
+
+    They are greedy, or drawn at `--eval_temperature`, `--eval_samples` to each prompt.
 
     Args:
         eval_set: has the columns that `generation.sample` takes.
     """
-    args = run.args
+    args = sampler.args
     generator = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
     uniforms = generator.random((len(eval_set), args.eval_samples, args.max_new_tokens))
-    return generation.sample(run, eval_set[:], uniforms, args.eval_temperature)
+    return generation.sample(sampler, eval_set[:], uniforms, args.eval_temperature)
 
 
-def of_responses(run: Run, samples: Samples, eval_set) -> dict[str, Any]:
+def of_responses(sampler: Sampler, samples: Samples, eval_set) -> dict[str, Any]:
     """Returns what responses tell by themselves: their lengths, whether they end, which are right.
 
     Args:
@@ -81,7 +73,7 @@ def of_responses(run: Run, samples: Samples, eval_set) -> dict[str, Any]:
     }
     values |= samples.of_episodes
     if "answer" in eval_set.column_names:
-        values |= shares_of_right(run, samples, eval_set["answer"][:])
+        values |= shares_of_right(sampler, samples, eval_set["answer"][:])
     return values
 
 
@@ -101,7 +93,9 @@ def means(values: dict[str, Any], prefix: str) -> dict[str, float]:
     return result
 
 
-def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> dict[str, np.ndarray]:
+def shares_of_right(
+    sampler: Sampler, samples: Samples, prompt_answers: list[str]
+) -> dict[str, np.ndarray]:
     """Returns, by name, for each prompt that has an answer whether responses are right.
 
     Greedy: whether the one response is. Else the share of the responses that are, and whether one
@@ -111,8 +105,8 @@ def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> di
         prompt_answers: one for each prompt, or ""; at least one prompt has one, or the set would
             not have the column.
     """
-    prompts = samples.prompt_texts(run.tokenizer, range(len(samples)))
-    texts = list(map(answers.with_opened_thought, prompts, samples.answers(run.tokenizer)))
+    prompts = samples.prompt_texts(sampler.tokenizer, range(len(samples)))
+    texts = list(map(answers.with_opened_thought, prompts, samples.answers(sampler.tokenizer)))
     n_samples = samples.per_prompt
     right_of_prompts = []
     for prompt, answer in enumerate(prompt_answers):
@@ -121,7 +115,7 @@ def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> di
             responses = texts[first : first + n_samples]
             right_of_prompts.append([answers.is_right(text, answer) for text in responses])
     is_right = np.array(right_of_prompts)  # bool `[prompts with an answer, samples]`
-    if run.args.eval_temperature == 0:
+    if sampler.args.eval_temperature == 0:
         return {"exact_match": is_right[:, 0]}
     return {
         f"avg_at_{n_samples}": is_right.mean(1),

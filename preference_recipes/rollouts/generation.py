@@ -14,9 +14,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine, zero
-from common.run import Run
 from preference_recipes.data import tokens
 from preference_recipes.models import architecture, checks
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Response, Samples
 
 # The memory for keys and values of the responses that a process generates at once, if
@@ -29,7 +29,7 @@ TOKENS_AT_ONCE = 16
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
-def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
+def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
     """Draws responses to prompts, the same on every process. All processes must call it.
 
     Rollouts and their evaluations get all their responses through this call: from transformers, or
@@ -43,18 +43,18 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
             a server draws with seeds that are made from them.
         temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
     """
-    if run.stage is not None:  # with --environment
-        return run.stage.play(run, prompts, uniforms, temperature)
+    if sampler.stage is not None:  # with --environment
+        return sampler.stage.play(sampler, prompts, uniforms, temperature)
     _, per_prompt, max_new_tokens = uniforms.shape  # a number for each token of each response
     prompt_of_each = repeat_each(prompts["prompt_ids"], per_prompt)
-    if run.servers is not None:
-        responses = run.servers.generate(run, prompts["prompt_ids"], uniforms, temperature)
+    if sampler.servers is not None:
+        responses = sampler.servers.generate(sampler, prompts["prompt_ids"], uniforms, temperature)
     else:
         draws = uniforms.reshape(-1, max_new_tokens)  # a row for each response
         responses = generate(
-            run, prompt_of_each, max_new_tokens, temperature=temperature, uniforms=draws
+            sampler, prompt_of_each, max_new_tokens, temperature=temperature, uniforms=draws
         )
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
     return Samples(
         prompts=prompt_of_each,
         responses=[response.ids for response in responses],
@@ -73,33 +73,39 @@ LocalGenerator = Callable[[list[list[int]], np.ndarray, float], Iterator[tuple[i
 
 
 @contextlib.contextmanager
-def local_generator(run: Run) -> Iterator[LocalGenerator]:
+def local_generator(sampler: Sampler) -> Iterator[LocalGenerator]:
     """Yields a `LocalGenerator`: inside the block each process generates at its own pace.
 
     All processes must enter and leave the block.
     """
-    if run.servers is not None:
-        run.servers.synchronise(run)  # they get the current weights
-        yield partial(run.servers.generate_locally, run)
+    if sampler.servers is not None:
+        sampler.servers.synchronise(sampler)  # they get the current weights
+        yield partial(sampler.servers.generate_locally, sampler)
         return
     # Before `ready_to_generate`, which sets the generation config and its stop tokens aside.
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
-    with torch.no_grad(), ready_to_generate(run), run.accelerator.autocast():
-        yield partial(generate_locally, run, stops)
+    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
+    with torch.no_grad(), ready_to_generate(sampler), sampler.accelerator.autocast():
+        yield partial(generate_locally, sampler, stops)
 
 
 def generate_locally(
-    run: Run, stops: set[int], prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    sampler: Sampler,
+    stops: set[int],
+    prompts: list[list[int]],
+    uniforms: np.ndarray,
+    temperature: float,
 ) -> Iterator[tuple[int, Response]]:
     """Generates a response to each prompt by this process's model; see `LocalGenerator`."""
     max_new_tokens = uniforms.shape[1]
-    batch_size = run.args.generate_batch_size or responses_that_fit(run, prompts, max_new_tokens)
+    batch_size = sampler.args.generate_batch_size or responses_that_fit(
+        sampler, prompts, max_new_tokens
+    )
     lengths = np.array([len(prompt) for prompt in prompts])
     longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
     n_batches = math.ceil(len(prompts) / batch_size)
     for numbers in np.array_split(longest_first, n_batches):
         yield from generate_some(
-            run,
+            sampler,
             prompts,
             numbers.tolist(),
             max_new_tokens=max_new_tokens,
@@ -119,7 +125,7 @@ def repeat_each(values: list, times: int) -> list:
 
 @torch.no_grad()
 def generate(
-    run: Run,
+    sampler: Sampler,
     prompts: list[list[int]],
     max_new_tokens: int,
     *,
@@ -142,21 +148,21 @@ def generate(
     Returns:
         The responses in the order of the prompts, on every process.
     """
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
     batch_size = (
         batch_size
-        or run.args.generate_batch_size
-        or responses_that_fit(run, prompts, max_new_tokens)
+        or sampler.args.generate_batch_size
+        or responses_that_fit(sampler, prompts, max_new_tokens)
     )
     lengths = np.array([len(prompt) for prompt in prompts])
-    micro_batches = batches.split(run.accelerator, np.arange(len(prompts)), lengths, batch_size)
+    micro_batches = batches.split(sampler.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
-    with ready_to_generate(run), run.accelerator.autocast():
+    with ready_to_generate(sampler), sampler.accelerator.autocast():
         for micro_batch in micro_batches:
             if not micro_batch.weights.any():
                 continue  # only a padding row: there are fewer prompts than processes
             of_batch = generate_some(
-                run,
+                sampler,
                 prompts,
                 micro_batch.rows,
                 max_new_tokens=max_new_tokens,
@@ -168,24 +174,24 @@ def generate(
     return distributed.gather_rows(responses)
 
 
-def responses_that_fit(run: Run, prompts: list[list[int]], max_new_tokens: int) -> int:
+def responses_that_fit(sampler: Sampler, prompts: list[list[int]], max_new_tokens: int) -> int:
     """Returns how many responses a cache of `CACHE_BYTES` holds, each after the longest prompt.
 
     It is the same on every device, so that a resumed run generates the same wherever it runs. A
     model without attention, such as Mamba, needs less: it is counted as one with a single head.
     """
-    config = run.unwrapped.config.get_text_config()
+    config = sampler.unwrapped.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    bytes_of_number = 4 if run.accelerator.mixed_precision == "no" else 2
+    bytes_of_number = 4 if sampler.accelerator.mixed_precision == "no" else 2
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
     longest = max(map(len, prompts)) + max_new_tokens
     return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))
 
 
 def generate_some(
-    run: Run,
+    sampler: Sampler,
     prompts: list[list[int]],
     numbers: Sequence[int],
     *,
@@ -202,11 +208,11 @@ def generate_some(
     Yields:
         The number of a prompt, and its response, as soon as that has ended.
     """
-    sampler = None
+    draw = None
     if temperature:
-        draws = torch.from_numpy(uniforms[numbers]).to(run.device)
-        sampler = SampleByUniform(draws, temperature)
-    rows = Rows(run, [prompts[number] for number in numbers], max_new_tokens, stops, sampler)
+        draws = torch.from_numpy(uniforms[numbers]).to(sampler.device)
+        draw = SampleByUniform(draws, temperature)
+    rows = Rows(sampler, [prompts[number] for number in numbers], max_new_tokens, stops, draw)
     for place, response in generate_batch(rows):
         yield numbers[place], response
 
@@ -260,24 +266,24 @@ class Rows:
         padding: `[rows]`, how many places of a row are padding.
         cache: keys and values of all tokens but each row's last. It is empty at first, or None if
             the model makes a cache of its own, whose rows cannot be picked.
-        sampler: draws the new tokens; None: they are chosen greedily.
+        draw: draws the new tokens; None: they are chosen greedily.
         without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
     """
 
     def __init__(
         self,
-        run: Run,
+        sampler: Sampler,
         prompts: list[list[int]],
         max_new_tokens: int,
         stops: set[int],
-        sampler: "SampleByUniform | None",
+        draw: "SampleByUniform | None",
     ):
-        self.model = run.unwrapped.model
-        self.pad_token_id = run.tokenizer.pad_token_id
+        self.model = sampler.unwrapped.model
+        self.pad_token_id = sampler.tokenizer.pad_token_id
         self.stops = stops
         self.prompts = prompts
         self.prompt_of_row = list(range(len(prompts)))
-        self.ids = batches.pad(prompts, self.pad_token_id, run.device, left=True)
+        self.ids = batches.pad(prompts, self.pad_token_id, sampler.device, left=True)
         self.prompt_length = self.ids.shape[1]
         self.max_new_tokens = max_new_tokens
         self.padding = np.array([self.prompt_length - len(prompt) for prompt in prompts])
@@ -286,9 +292,9 @@ class Rows:
             # Its layers get room for all tokens, so that a new one does not copy those before it.
             places = self.prompt_length + max_new_tokens
             self.cache = with_room(DynamicCache(config=self.model.config), places)
-        self.sampler = sampler
+        self.draw = draw
         n_logits = self.model.get_output_embeddings().out_features
-        self.without_probability = list(range(run.unwrapped.vocabulary, n_logits))
+        self.without_probability = list(range(sampler.unwrapped.vocabulary, n_logits))
 
     @property
     def new_ids(self) -> torch.Tensor:
@@ -302,7 +308,7 @@ class Rows:
 
     def logps_of(self, row: int) -> list[float]:
         """Returns the log-probs of the new tokens of a row; none if they were chosen greedily."""
-        return [] if self.sampler is None else self.sampler.logps[row].tolist()
+        return [] if self.draw is None else self.draw.logps[row].tolist()
 
     def read_prompts(self) -> None:
         """Fills the cache with all prompts but their last tokens, each distinct prompt read once.
@@ -331,7 +337,7 @@ class Rows:
 
     def extend(self, n_new: int) -> None:
         """Adds `n_new` tokens to each row, or fewer if all rows end before."""
-        processors = [] if self.sampler is None else [self.sampler]
+        processors = [] if self.draw is None else [self.draw]
         output = self.run_model(self.ids, self.padding, n_new=n_new, logits_processor=processors)
         self.ids = output.sequences
         self.cache = getattr(output, CACHE)
@@ -362,8 +368,8 @@ class Rows:
         self.ids = self.ids[rows]
         self.padding = self.padding[rows]
         self.cache.reorder_cache(torch.tensor(rows))
-        if self.sampler is not None:
-            self.sampler.keep(rows)
+        if self.draw is not None:
+            self.draw.keep(rows)
 
 
 class RoomyLayer(DynamicLayer):
@@ -492,13 +498,13 @@ class SampleByUniform(LogitsProcessor):
 
 
 @contextlib.contextmanager
-def ready_to_generate(run: Run):
+def ready_to_generate(sampler: Sampler):
     """Holds the actor's whole weights on every process, so that each generates at its own pace.
 
     The actor is in evaluation mode inside the block. Everything is undone when the block ends, even
     by an error.
     """
-    model = run.unwrapped.model
+    model = sampler.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(checks.evaluation_mode(model))
         # What a call does not set comes from the model's own config: temperature, top-k, the kind
@@ -510,10 +516,10 @@ def ready_to_generate(run: Run):
             torch.backends.cuda.enable_cudnn_sdp(False)
             undo.callback(torch.backends.cuda.enable_cudnn_sdp, True)
         undo.enter_context(without_router_logits(model))
-        if zero.stage(run.accelerator) == 3:
-            undo.enter_context(zero.gathered_for_generation(run.model, model))
-        elif run.accelerator.is_fsdp2:
-            undo.enter_context(unsharded(run.model, model))
+        if zero.stage(sampler.accelerator) == 3:
+            undo.enter_context(zero.gathered_for_generation(sampler.model, model))
+        elif sampler.accelerator.is_fsdp2:
+            undo.enter_context(unsharded(sampler.model, model))
         yield
 
 

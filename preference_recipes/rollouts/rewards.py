@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from common import arguments, distributed
-from common.run import Run
 from common.shared_args import refuse_changed
 from preference_recipes.data.dataset import Data
 from preference_recipes.data.ids import decode_answers
@@ -21,6 +20,7 @@ from preference_recipes.models.logprobs import ScoreModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers, environments, reward_calls
 from preference_recipes.rollouts.environments import OF_ENVIRONMENT
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
 
 # The name of the reward model's part among those of the functions.
@@ -75,29 +75,31 @@ class Judge:
         functions: reward functions by the names of their parts, see `reward_calls.call`.
         weights: of each part of the score, by its name; the reward model's is `reward_model`.
         columns: those of the training data, see `reward_calls.Given`.
+        fingerprints: of the reward model, for the identity of a checkpoint.
     """
 
-    def __init__(self, run: Run):
-        """Loads what the arguments name, and adds the reward model's fingerprint to the run.
+    def __init__(self, sampler: Sampler):
+        """Loads what the arguments name. All processes must call it.
 
         Raises:
             SystemExit: one of them cannot be loaded, or the model's config lacks what normalises.
         """
-        args = run.args
+        args = sampler.args
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
-        self.columns = reward_calls.columns_of(first_rows(run.data)["the training data"])
+        self.columns = reward_calls.columns_of(first_rows(sampler.data)["the training data"])
         self.model: nn.Module | None = None
+        self.fingerprints: dict[str, str] = {}
         # The model's scores are normalised by them.
         self.mean = 0.0
         self.std = 1.0
         if args.reward_model_name_or_path:
-            self.load_model(run, args.reward_model_name_or_path)
+            self.load_model(sampler, args.reward_model_name_or_path)
 
-    def load_model(self, run: Run, name: str) -> None:
+    def load_model(self, sampler: Sampler, name: str) -> None:
         """Loads the reward model, and what normalises its scores."""
-        model = ScoreModel(load.score_model(name, run.tokenizer, run.args, frozen=True))
-        if run.args.normalize_reward:
+        model = ScoreModel(load.score_model(name, sampler.tokenizer, sampler.args, frozen=True))
+        if sampler.args.normalize_reward:
             if not getattr(model.config, "reward_std", None):
                 sys.exit(
                     f"--normalize_reward: {name!r} has no reward_std in its config; "
@@ -105,11 +107,13 @@ class Judge:
                 )
             self.mean = model.config.reward_mean
             self.std = model.config.reward_std
-        run.models["reward model"] = load.fingerprint(run.accelerator, name, model.config)
-        self.model = prepare.frozen(run.accelerator, model)
+        self.fingerprints["reward model"] = load.fingerprint(
+            sampler.accelerator, name, model.config
+        )
+        self.model = prepare.frozen(sampler.accelerator, model)
 
     @torch.no_grad()
-    def score(self, run: Run, samples: Samples, packer: Packer) -> Scores:
+    def score(self, sampler: Sampler, samples: Samples, packer: Packer) -> Scores:
         """Returns the scores of the responses. All processes must call it.
 
         Raises:
@@ -119,13 +123,13 @@ class Judge:
         """
         parts = {}
         if self.model is not None:
-            parts[OF_MODEL] = self.scores_of_model(run, samples, packer)
+            parts[OF_MODEL] = self.scores_of_model(sampler, samples, packer)
         if self.functions:
-            parts |= self.scores_of_functions(run, samples)
+            parts |= self.scores_of_functions(sampler, samples)
         if OF_ENVIRONMENT in self.weights:
-            parts[OF_ENVIRONMENT] = run.stage.rewards(run, samples)
-        if run.stage is not None:
-            run.stage.close()
+            parts[OF_ENVIRONMENT] = sampler.stage.rewards(sampler, samples)
+        if sampler.stage is not None:
+            sampler.stage.close()
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         failed = samples.failed.numpy()
@@ -136,54 +140,60 @@ class Judge:
         total = np.where(is_there, values * weights, 0.0).sum(0)
         total[failed] = np.nan
         check = partial(self.check_totals, samples, decides, total)
-        distributed.all_or_none(run.accelerator, run.accelerator.is_main_process, check)
+        distributed.all_or_none(sampler.accelerator, sampler.accelerator.is_main_process, check)
         return Scores(
             total=torch.tensor(total, dtype=torch.float32),
             parts=dict(zip(self.weights, torch.tensor(values, dtype=torch.float32))),
         )
 
-    def scores_of_model(self, run: Run, samples: Samples, packer: Packer) -> list[float]:
+    def scores_of_model(self, sampler: Sampler, samples: Samples, packer: Packer) -> list[float]:
         """Returns the reward model's score of each sample, normalised, the same on all processes.
 
         Raises:
             SystemExit: on every process, if one is not finite.
         """
         score_of_row = {}
-        for rows, batch in samples.scoring_batches(run, packer):
+        for rows, batch in samples.scoring_batches(sampler, packer):
             # It reads a padding row, too: other processes may wait for its forward pass.
             scores = self.model(batch).double().cpu().numpy()
             normalised = (scores - self.mean) / self.std
             score_of_row |= dict(zip(rows, normalised.tolist()))
         scores = distributed.gather_rows(score_of_row)
         # Checked here: from now on NaN means that a function returned None.
-        check = partial(check_model_scores, run.tokenizer, samples, scores)
-        distributed.all_or_none(run.accelerator, run.accelerator.is_main_process, check)
+        check = partial(check_model_scores, sampler.tokenizer, samples, scores)
+        distributed.all_or_none(sampler.accelerator, sampler.accelerator.is_main_process, check)
         return scores
 
-    def scores_of_functions(self, run: Run, samples: Samples) -> dict[str, list[float]]:
+    def scores_of_functions(self, sampler: Sampler, samples: Samples) -> dict[str, list[float]]:
         """Returns each function's scores of all samples, NaN where it returned None.
 
         The processes share the samples, a prompt's samples all on one of them.
         """
         failed = samples.failed.tolist()
-        mine = [row for row in samples.whole_groups(run.accelerator) if not failed[row]]
-        call = partial(self.call_functions, run, samples, mine)
+        mine = [row for row in samples.whole_groups(sampler.accelerator) if not failed[row]]
+        call = partial(self.call_functions, sampler, samples, mine)
         # If a function fails on one process, the others would wait for its scores forever.
-        scores_of_mine = distributed.all_or_none(run.accelerator, True, call)
+        scores_of_mine = distributed.all_or_none(sampler.accelerator, True, call)
         scores_of_row = distributed.gather_by_key(dict(zip(mine, zip(*scores_of_mine))))
         of_failed = (np.nan,) * len(self.functions)
         scores = [scores_of_row.get(row, of_failed) for row in range(len(samples))]
         return dict(zip(self.functions, map(list, zip(*scores))))
 
-    def call_functions(self, run: Run, samples: Samples, rows: list[int]) -> list[list[float]]:
+    def call_functions(
+        self, sampler: Sampler, samples: Samples, rows: list[int]
+    ) -> list[list[float]]:
         """Returns for each function its scores of these samples."""
         if not rows:
             return [[] for _ in self.functions]
         given = reward_calls.collect(
-            run.tokenizer, samples, rows, step=run.progress.global_step, columns=self.columns
+            sampler.tokenizer,
+            samples,
+            rows,
+            step=sampler.progress.global_step,
+            columns=self.columns,
         )
-        if run.stage is not None:
-            instances = [run.stage.instances[row] for row in rows]
+        if sampler.stage is not None:
+            instances = [sampler.stage.instances[row] for row in rows]
             given.keywords["environments"] = reward_calls.Uncopied(instances)
         return [
             reward_calls.call(name, function, given) for name, function in self.functions.items()

@@ -10,9 +10,9 @@ import torch
 
 from common import batches, distributed, guards
 from common.checkpoint import carried
-from common.run import Run
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.sampler import Sampler
 
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without
 # gradients a token takes about a third of the memory that it takes in training.
@@ -141,7 +141,7 @@ class Samples:
         }
         return batch, values
 
-    def scoring_batches(self, run: Run, packer: Packer) -> Iterator[tuple[list[int], dict]]:
+    def scoring_batches(self, sampler: Sampler, packer: Packer) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the rows of their samples, and what models read.
 
         The samples of all processes together are all samples, each once. A process that has none
@@ -150,9 +150,9 @@ class Samples:
 
         A micro-batch has `--score_batch_size` samples, or as many as fit into `SCORED_TOKENS`.
         """
-        batch_size = run.args.score_batch_size
+        batch_size = sampler.args.score_batch_size
         micro_batches = batches.split(
-            run.accelerator,
+            sampler.accelerator,
             np.arange(len(self)),
             self.group_lengths,
             batch_size,
@@ -167,7 +167,7 @@ class Samples:
         """Returns the rows of this process's samples, see `share_of_groups`."""
         return share_of_groups(accelerator, len(self) // self.per_prompt, self.per_prompt)
 
-    def check_finite(self, run: Run, **values: torch.Tensor) -> None:
+    def check_finite(self, sampler: Sampler, **values: torch.Tensor) -> None:
         """Stops the run if a value of a sample is not finite, and names its data row.
 
         The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
@@ -183,7 +183,9 @@ class Samples:
         # its tokens.
         sums = sum(tensors.values())  # [samples, longest response]
         weights = self.mask
-        guards.check_finite(run, [(self.data_rows, sums, weights)], tensors)
+        guards.check_finite(
+            sampler.progress, sampler.output_dir, [(self.data_rows, sums, weights)], tensors
+        )
 
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns some of the samples, in the same order.

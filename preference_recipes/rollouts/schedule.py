@@ -8,8 +8,8 @@ import numpy as np
 
 from common import batches, counted
 from common.checkpoint import carried
-from common.run import Run
 from common.shared_args import RolloutArgs
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
 
 # Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
@@ -56,15 +56,15 @@ class Position:
     rollouts_seen: int = 0
     update: int = 0
 
-    def take_prompts(self, run: Run, most: int) -> dict:
+    def take_prompts(self, sampler: Sampler, most: int) -> dict:
         """Takes the next prompts of the data order, at most to the end of the epoch.
 
         Returns:
             Their columns, see `generation.sample`.
         """
-        rows = batches.rows_from(run.data.mixture, run.args.seed, self.prompts_seen, most)
+        rows = batches.rows_from(sampler.data.mixture, sampler.args.seed, self.prompts_seen, most)
         self.prompts_seen += len(rows)
-        return run.data.train[rows]
+        return sampler.data.train[rows]
 
     def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
         """Returns the numbers that decide the tokens of the rollout, see `generation.sample`.

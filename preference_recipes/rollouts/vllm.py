@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import actor, distributed
-from common.run import Run
+from common import actor, adapters, distributed
 from common.shared_args import refuse_changed
 from preference_recipes.data import tokens
-from preference_recipes.models import checks, lora
+from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Response
-from preference_recipes.rollouts.schedule import RolloutSchedule
+from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.rollouts.vllm_server import Server
 
 # The folder in which the servers find the weights, in the run's own.
@@ -71,7 +71,7 @@ def check_settings(args) -> None:
         refuse_changed(args, NEED_SERVERS, "only vLLM servers need it; give --vllm_url")
 
 
-def connect(run: Run) -> None:
+def connect(sampler: Sampler) -> None:
     """Lets a run sample from the servers of `--vllm_url`. Does nothing without it.
 
     All processes must call it.
@@ -80,14 +80,16 @@ def connect(run: Run) -> None:
         SystemExit: a server does not answer, was not started as docs/vllm.md says, has another
             model, or does not see the run's folder; see also `Servers.synchronise`.
     """
-    if not run.args.vllm_url:
+    if not sampler.args.vllm_url:
         return
-    run.servers = Servers(run.args.vllm_url)
-    run.servers.dtype = distributed.on_main_process(run.accelerator, run.servers.check, run)
-    run.servers.synchronise(run)
+    sampler.servers = Servers(sampler.args.vllm_url)
+    sampler.servers.dtype = distributed.on_main_process(
+        sampler.accelerator, sampler.servers.check, sampler
+    )
+    sampler.servers.synchronise(sampler)
 
 
-def sample_ahead(run: Run) -> None:
+def sample_ahead(sampler: Sampler, position: Position) -> None:
     """Lets the servers begin with the responses of the next rollout, with the weights of now.
 
     They answer while the rollout that was just sampled is trained on. All processes must call it,
@@ -95,21 +97,21 @@ def sample_ahead(run: Run) -> None:
     the run may end before.
 
     Args:
-        run: its `extra` has the `Position` in the data as `position`.
+        position: of the run, once the prompts of the current rollout are taken.
     """
-    args = run.args
+    args = sampler.args
     if not args.rollouts_ahead:
         return
-    position = dataclasses.replace(run.extra.position)  # the run's own stays where it is
-    updates = RolloutSchedule(args, run.data.mixture.samples).updates_per_rollout
-    at_end_of_run = run.progress.updates_seen + updates >= run.progress.total_steps
-    at_end_of_data = position.prompts_seen >= args.max_epochs * run.data.mixture.samples
+    position = dataclasses.replace(position)  # the run's own stays where it is
+    updates = RolloutSchedule(args, sampler.data.mixture.samples).updates_per_rollout
+    at_end_of_run = sampler.progress.updates_seen + updates >= sampler.progress.total_steps
+    at_end_of_data = position.prompts_seen >= args.max_epochs * sampler.data.mixture.samples
     if at_end_of_run or (at_end_of_data and not args.max_steps):
         return
     position.end_rollout()  # the number of the rollout is part of its seeds
-    prompts = position.take_prompts(run, args.rollout_batch_size)
+    prompts = position.take_prompts(sampler, args.rollout_batch_size)
     uniforms = position.draw_uniforms(args, len(prompts["row"]))
-    run.servers.begin_ahead(run, prompts["prompt_ids"], uniforms)
+    sampler.servers.begin_ahead(sampler, prompts["prompt_ids"], uniforms)
 
 
 @dataclasses.dataclass
@@ -165,7 +167,7 @@ class Servers:
     # ======================================================== sampling
 
     def generate(
-        self, run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> list[Response]:
         """Returns the responses to some prompts, on every process. All processes must call it.
 
@@ -178,33 +180,33 @@ class Servers:
         Returns:
             Those to the first prompt, those to the second one, and so on.
         """
-        requests = make_requests(run, prompts, uniforms, temperature)
+        requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None and self.ahead.requests == requests:
-            responses = self.wait_for_ahead(run)
-            staleness = run.progress.global_step - self.ahead.weights_of
-            run.metrics.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
+            responses = self.wait_for_ahead(sampler)
+            staleness = sampler.progress.global_step - self.ahead.weights_of
+            sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
             self.ahead = None
             return responses
         # Their responses stay in `ahead`. Servers sample with one version of the weights at a time.
-        self.wait_for_ahead(run)
-        self.synchronise(run)
-        return self.on_main_process(run, self.ask, requests)
+        self.wait_for_ahead(sampler)
+        self.synchronise(sampler)
+        return self.on_main_process(sampler, self.ask, requests)
 
-    def begin_ahead(self, run: Run, prompts: list[list[int]], uniforms: np.ndarray) -> None:
+    def begin_ahead(self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray) -> None:
         """Asks for responses that `generate` is going to be asked for, and does not wait for them.
 
         All processes must call it, with the arguments that `generate` will have.
         """
-        self.synchronise(run)
-        requests = make_requests(run, prompts, uniforms, run.args.temperature)
+        self.synchronise(sampler)
+        requests = make_requests(sampler, prompts, uniforms, sampler.args.temperature)
         answer = None
-        if run.accelerator.is_main_process:
+        if sampler.accelerator.is_main_process:
             background = ThreadPoolExecutor(1)
             answer = background.submit(self.ask, requests)
             background.shutdown(wait=False)  # ends the thread once it has the answer
-        self.ahead = Ahead(requests, run.progress.global_step, answer)
+        self.ahead = Ahead(requests, sampler.progress.global_step, answer)
 
-    def wait_for_ahead(self, run: Run) -> list[Response]:
+    def wait_for_ahead(self, sampler: Sampler) -> list[Response]:
         """Waits for the responses that were asked for ahead, and returns them; [] if none were.
 
         They stay in `ahead` until `generate` is asked for them. All processes must call it.
@@ -213,9 +215,9 @@ class Servers:
         if ahead is None:
             return []
         # Only the main process calls the lambda, and has an `answer`.
-        return self.on_main_process(run, lambda: ahead.answer.result())
+        return self.on_main_process(sampler, lambda: ahead.answer.result())
 
-    def state(self, run: Run) -> dict[str, Any] | None:
+    def state(self, sampler: Sampler) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
 
         A resumed run could not sample it again: the weights that it began with are gone. All
@@ -226,7 +228,7 @@ class Servers:
         return {
             "requests": self.ahead.requests,
             "weights_of": self.ahead.weights_of,
-            "responses": [tuple(response) for response in self.wait_for_ahead(run)],
+            "responses": [tuple(response) for response in self.wait_for_ahead(sampler)],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -241,10 +243,10 @@ class Servers:
         return [response for number in range(len(requests)) for response in responses[number]]
 
     def generate_locally(
-        self, run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> Iterator[tuple[int, Response]]:
         """Asks for a response to each prompt; see `generation.LocalGenerator`."""
-        requests = make_requests(run, prompts, uniforms[:, None], temperature)
+        requests = make_requests(sampler, prompts, uniforms[:, None], temperature)
         for number, (response,) in self.responses_as_they_come(requests):
             yield number, response
 
@@ -268,7 +270,7 @@ class Servers:
 
     # ======================================================== weights
 
-    def synchronise(self, run: Run) -> None:
+    def synchronise(self, sampler: Sampler) -> None:
         """Gives the servers the actor's weights, if theirs are others, and proves it by a probe.
 
         All processes must call it.
@@ -277,28 +279,37 @@ class Servers:
             SystemExit: the weights could not be written or loaded; see also `prove`.
         """
         started = time.perf_counter()
-        is_current = self.synced_at == run.progress.global_step
-        if is_current and self.on_main_process(run, self.all_have_version):
+        is_current = self.synced_at == sampler.progress.global_step
+        if is_current and self.on_main_process(sampler, self.all_have_version):
             return
-        folder = run.output_dir / FOLDER / "weights"
-        self.write_weights(run, folder)
+        folder = sampler.output_dir / FOLDER / "weights"
+        self.write_weights(sampler, folder)
         self.version, models = self.on_main_process(
-            run, self.load_weights, folder, lora.has_adapter(run.unwrapped)
+            sampler, self.load_weights, folder, adapters.has_adapter(sampler.unwrapped)
         )
         for server, model in zip(self.servers, models):
             server.model = model
-        difference = self.prove(run)
-        self.synced_at = run.progress.global_step
+        difference = self.prove(sampler)
+        self.synced_at = sampler.progress.global_step
         seconds = time.perf_counter() - started
-        if run.progress.finished:
+        if sampler.progress.finished:
             return  # no training line follows
-        run.metrics.add_rollout({"sync/seconds": torch.tensor([seconds])})
-        run.metrics.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
+        sampler.means.add_rollout({"sync/seconds": torch.tensor([seconds])})
+        sampler.means.add_rollout(
+            {"sync/probe_difference": torch.tensor([difference])}, reduce="max"
+        )
 
-    def write_weights(self, run: Run, folder: Path) -> None:
+    def write_weights(self, sampler: Sampler, folder: Path) -> None:
         """Writes the actor, or its adapter, for the servers."""
         try:
-            actor.save(run, folder, dtype=None if self.dtype == "float32" else self.dtype)
+            actor.save(
+                sampler.accelerator,
+                sampler.model,
+                sampler.unwrapped,
+                sampler.tokenizer,
+                folder,
+                dtype=None if self.dtype == "float32" else self.dtype,
+            )
         except OSError as error:
             shutil.rmtree(folder.parent, ignore_errors=True)
             sys.exit(f"{folder} could not be written for the vLLM servers: {str(error)[:200]}")
@@ -336,7 +347,7 @@ class Servers:
         ]
         return set(versions) == {self.version}
 
-    def prove(self, run: Run) -> float:
+    def prove(self, sampler: Sampler) -> float:
         """Compares the servers' log-probs of some responses with those of training.
 
         Returns:
@@ -346,22 +357,22 @@ class Servers:
             SystemExit: it is too large; or training's log-probs have changed while those of a
                 server are the same to the last bit.
         """
-        prompts = run.data.train[:PROBE_PROMPTS]["prompt_ids"]
-        n_tokens = min(PROBE_TOKENS, run.args.max_new_tokens)
+        prompts = sampler.data.train[:PROBE_PROMPTS]["prompt_ids"]
+        n_tokens = min(PROBE_TOKENS, sampler.args.max_new_tokens)
         # Every probe draws from seed 0, so that unchanged weights give the same answer.
         same_seed = np.zeros((len(prompts), 1, n_tokens))
-        requests = make_requests(run, prompts, same_seed, run.args.temperature)
+        requests = make_requests(sampler, prompts, same_seed, sampler.args.temperature)
         largest = 0.0
         for server in self.servers:
-            responses = self.on_main_process(run, answers_of, server, requests)
-            ours = logps_in_training(run, prompts, responses)
-            self.refuse_lost_weights(run, server, Probe(responses, ours))  # and keeps the probe
+            responses = self.on_main_process(sampler, answers_of, server, requests)
+            ours = logps_in_training(sampler, prompts, responses)
+            self.refuse_lost_weights(sampler, server, Probe(responses, ours))  # and keeps the probe
             difference = mean_difference(responses, ours)
-            self.refuse_difference(run, server, difference)
+            self.refuse_difference(sampler, server, difference)
             largest = max(largest, difference)
         return largest
 
-    def refuse_lost_weights(self, run: Run, server: Server, probe: Probe) -> None:
+    def refuse_lost_weights(self, sampler: Sampler, server: Server, probe: Probe) -> None:
         """Ends the run if a server's log-probs did not change though training's did."""
         last = self.probes.get(server.url)
         # Responses contain log-probs, so new weights make them differ, if only in the last bit.
@@ -370,16 +381,16 @@ class Servers:
             return
         # The old probe is kept: small changes of training's log-probs add up against it.
         change = (probe.ours - last.ours).abs().max().item()
-        if change > VISIBLE_CHANGE[self.coarser_dtype(run)]:
+        if change > VISIBLE_CHANGE[self.coarser_dtype(sampler)]:
             sys.exit(
                 f"{server.url} does not have the weights that it was given: its log-probs are the "
                 f"old ones to the last bit, while those of training changed by {change:.3g}"
             )
 
-    def refuse_difference(self, run: Run, server: Server, difference: float) -> None:
+    def refuse_difference(self, sampler: Sampler, server: Server, difference: float) -> None:
         """Ends the run if a server's log-probs are too far from training's."""
-        bound = run.args.max_sampler_difference
-        dtype = self.coarser_dtype(run)
+        bound = sampler.args.max_sampler_difference
+        dtype = self.coarser_dtype(sampler)
         if bound is None:
             bound = LARGEST_DIFFERENCE[dtype]
         if not difference <= bound:  # also where it is not a number
@@ -391,14 +402,14 @@ class Servers:
                 "precision; see docs/vllm.md"
             )
 
-    def coarser_dtype(self, run: Run) -> str:
+    def coarser_dtype(self, sampler: Sampler) -> str:
         """Returns the less precise of the dtypes in which the servers and training compute."""
-        ours = {"bf16": "bfloat16", "fp16": "float16"}.get(run.accelerator.mixed_precision)
+        ours = {"bf16": "bfloat16", "fp16": "float16"}.get(sampler.accelerator.mixed_precision)
         return max(ours or "float32", self.dtype, key=LARGEST_DIFFERENCE.__getitem__)
 
     # ======================================================== the beginning
 
-    def check(self, run: Run) -> str:
+    def check(self, sampler: Sampler) -> str:
         """Refuses servers that cannot serve this run. For the main process.
 
         Returns:
@@ -409,17 +420,17 @@ class Servers:
             model = server.describe_model()
             server.model = model["id"]
             longest = model.get("max_model_len")
-            if longest is not None and longest < run.args.max_length:
+            if longest is not None and longest < sampler.args.max_length:
                 sys.exit(
                     f"{server.url}: --max-model-len {longest} is below --max_length "
-                    f"{run.args.max_length}"
+                    f"{sampler.args.max_length}"
                 )
             for worker in server.call("describe"):
-                refuse_another_model(server, worker["config"], run)
+                refuse_another_model(server, worker["config"], sampler)
                 dtypes.add(worker["dtype"])
         if len(dtypes) > 1:
             sys.exit(f"--vllm_url: servers of {' and '.join(sorted(dtypes))}: give all one --dtype")
-        self.check_folder(run.output_dir / FOLDER)
+        self.check_folder(sampler.output_dir / FOLDER)
         return dtypes.pop()
 
     def check_folder(self, folder: Path) -> None:
@@ -439,9 +450,9 @@ class Servers:
     def urls(self) -> str:
         return ", ".join(server.url for server in self.servers)
 
-    def on_main_process(self, run: Run, function: Callable, *args) -> Any:
+    def on_main_process(self, sampler: Sampler, function: Callable, *args) -> Any:
         """Returns what the function returns on the main process, on every process."""
-        return distributed.on_main_process(run.accelerator, function, *args)
+        return distributed.on_main_process(sampler.accelerator, function, *args)
 
 
 def answers_of(server: Server, requests: list[dict]) -> list[Response]:
@@ -449,28 +460,28 @@ def answers_of(server: Server, requests: list[dict]) -> list[Response]:
     return [response for request in requests for response in server.complete(request)]
 
 
-def refuse_another_model(server: Server, config: dict[str, Any], run: Run) -> None:
+def refuse_another_model(server: Server, config: dict[str, Any], sampler: Sampler) -> None:
     """Refuses a server whose model has another architecture: new weights would crash it."""
-    ours = run.unwrapped.config.get_text_config().to_dict()
+    ours = sampler.unwrapped.config.get_text_config().to_dict()
     for name in SAME_IN_CONFIGS:
         if name in config and name in ours and config[name] != ours[name]:
             sys.exit(
                 f"{server.url} serves a model with {name} {config[name]}, "
-                f"{run.args.model_name_or_path} has {ours[name]}: start it with that model"
+                f"{sampler.args.model_name_or_path} has {ours[name]}: start it with that model"
             )
 
 
 def make_requests(
-    run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
 ) -> list[dict]:
     """Returns a request for each prompt, see `Servers.generate`.
 
     All that a server could add by itself is named: top-p, top-k, penalties, its own end token.
     """
     n, n_tokens = uniforms.shape[1:]
-    head_size = run.unwrapped.model.get_output_embeddings().out_features
-    without_probability = range(run.unwrapped.vocabulary, head_size)
-    stops = sorted(tokens.stop_tokens(run.tokenizer, run.unwrapped.model))
+    head_size = sampler.unwrapped.model.get_output_embeddings().out_features
+    without_probability = range(sampler.unwrapped.vocabulary, head_size)
+    stops = sorted(tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model))
     return [
         {
             "prompt": prompt,
@@ -511,15 +522,15 @@ def in_parallel(function: Callable, jobs: Sequence) -> Iterator:
 
 @torch.no_grad()
 def logps_in_training(
-    run: Run, prompts: list[list[int]], responses: list[Response]
+    sampler: Sampler, prompts: list[list[int]], responses: list[Response]
 ) -> torch.Tensor:
     """Returns training's log-probs of responses, fp32 `[prompts, longest response]` on the CPU.
 
     All processes must call it.
     """
-    batch = Packer(run.device).make_batch(prompts, [response.ids for response in responses])
-    with checks.evaluation_mode(run.model):
-        return run.model(batch, run.args.temperature)["logps"].cpu()
+    batch = Packer(sampler.device).make_batch(prompts, [response.ids for response in responses])
+    with checks.evaluation_mode(sampler.model):
+        return sampler.model(batch, sampler.args.temperature)["logps"].cpu()
 
 
 def mean_difference(responses: list[Response], ours: torch.Tensor) -> float:

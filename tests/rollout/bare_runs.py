@@ -9,7 +9,7 @@ import torch
 from common.progress import Progress
 from common.run import Run
 from preference_recipes.data.dataset import Data
-from preference_recipes.data.mixture import Mixture
+from common.mixture import Mixture
 from preference_recipes.models.packing import Packer
 
 # As in the recipes' defaults, but for what a test names.

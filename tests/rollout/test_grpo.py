@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import batches
 from common.progress import Progress
-from preference_recipes.data.mixture import mixture_of
+from common.mixture import mixture_of
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position
 from runs import (

@@ -1,0 +1,71 @@
+"""Adapters in checkpoints and saved actors: which weights they are, and peft's folder of them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from common import zero
+
+# The one adapter of a model, by the name that peft gives to a first one.
+ADAPTER = "default"
+# What peft's own file has no place for: mean and standard deviation of a reward model's scores.
+MOMENTS_FILE = "reward_moments.json"
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether a model, or a module with models inside, has adapters."""
+    return any(getattr(part, "_hf_peft_config_loaded", False) for part in module.modules())
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are trained, by name: of a model with adapters, those alone."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def trained_part(module: nn.Module) -> nn.Module:
+    """Returns a module that holds the trained parameters of another, for checkpoints."""
+    parameters = trained_parameters(module)
+    # A parameter's own name may hold no dots.
+    return nn.ParameterDict({name.replace(".", "/"): p for name, p in parameters.items()})
+
+
+def gather(unwrapped: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of the whole trained weights by name; all processes must call it."""
+    parameters = trained_parameters(unwrapped)
+    return {name: zero.whole(p).to("cpu", copy=True) for name, p in parameters.items()}
+
+
+def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes a model's adapter as an ordinary folder of peft.
+
+    `save_pretrained` is not used: of a model of 4 bits it would not take these weights, but read
+    the model's own.
+
+    Args:
+        state_dict: the trained weights, by their names in `model`.
+        folder: is made. A reward model's mean and standard deviation are written there, too.
+    """
+    import peft
+
+    weights = peft.get_peft_model_state_dict(
+        model, state_dict=state_dict, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    weights = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+    moments = {
+        name: getattr(model.config, name)
+        for name in ("reward_mean", "reward_std")
+        if hasattr(model.config, name)
+    }
+    if moments:
+        text = json.dumps(moments, indent=2) + "\n"
+        (folder / MOMENTS_FILE).write_text(text, encoding="utf-8")
