@@ -132,18 +132,24 @@ class Run:
         )
         numbers = data.of_rows(rows)
         n_tokens = int(data.lengths[numbers].sum())
-        return self.update_of(rows, numbers, data.lengths, n_tokens)
+        return self.update_of(rows, data.lengths, n_tokens, numbers)
 
     def update_of(
-        self, rows: np.ndarray, numbers: np.ndarray, lengths: np.ndarray, n_tokens: int
+        self,
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        n_tokens: int,
+        numbers: np.ndarray | None = None,
     ) -> Update:
         """Returns an update of chosen samples, and tells the engine how large it is.
 
         Args:
             rows: its samples.
-            numbers: what is read of them: the samples themselves, or their sequences.
-            lengths: by which `numbers` are sorted and cut into micro-batches.
+            lengths: by which they are sorted and cut into micro-batches.
+            n_tokens: of all its samples.
+            numbers: what is read of them, such as their sequences; None: the samples themselves.
         """
+        numbers = rows if numbers is None else numbers
         micro_batches = self.split(numbers, lengths)
         return Update(
             rows=rows,
