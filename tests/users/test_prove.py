@@ -119,7 +119,7 @@ FAULTS = {
         "sft",
         "common/metrics.py",
         replace(
-            "Means.add",
+            "Sums.add",
             "torch.stack([number, weights.sum()])",
             by="torch.stack([number / weights.sum().clamp(min=1), counts.any().double()])",
         ),
@@ -128,7 +128,7 @@ FAULTS = {
         "means",
         "sft",
         "common/metrics.py",
-        replace("Means.reduce", "self.accelerator.gather(mine[None])", by="mine[None]"),
+        replace("Sums.reduce", "self.accelerator.gather(mine[None])", by="mine[None]"),
     ),
     "a second condition in the rule for log lines": Fault(
         "log-lines",
@@ -163,9 +163,9 @@ FAULTS = {
         "sft",
         "common/checkpoint.py",
         replace(
-            "load",
-            "load_schedule(run, state['scheduler'])",
-            by="load_schedule(run, state['scheduler']); torch.manual_seed(7 + run.accelerator.process_index)",
+            "Checkpoint.load",
+            "self.load_schedule(state['scheduler'])",
+            by="self.load_schedule(state['scheduler']); torch.manual_seed(7 + accelerator.process_index)",
         ),
     ),
     "a checkpoint is written in place": Fault(
@@ -173,8 +173,10 @@ FAULTS = {
         "sft",
         "common/checkpoint.py",
         together(
-            replace("save", "write(run, temporary, final)", by="write(run, final, final)"),
-            drop_call("write", "folders.replace"),
+            replace(
+                "Checkpoint.save", "self.write(temporary, final)", by="self.write(final, final)"
+            ),
+            drop_call("Checkpoint.write", "folders.replace"),
         ),
     ),
     "a skipped update is counted": Fault(
@@ -243,22 +245,22 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "(losses * weights).sum() * divisor / len(update_rows)",
-            by="(losses * weights).sum() * divisor / args.train_batch_size",
+            "(losses * weights).sum() * update.divisor / update.n_samples",
+            by="(losses * weights).sum() * update.divisor / args.train_batch_size",
         ),
     ),
     "the sums of a log line are not emptied": Fault(
         "means",
         "sft",
         "common/metrics.py",
-        replace("Means.reduce", "self.sums = {}", by="pass"),
+        replace("Sums.reduce", "self.sums = {}", by="pass"),
     ),
     "a skipped update is logged with the next one": Fault(
         "overflow",
         "sft",
         "common/metrics.py",
         replace(
-            "Metrics.update_done",
+            "Means.close_update",
             "self.pending.sums = {}",
             by="self.pending.sums = {} if applied else self.pending.sums",
         ),
@@ -278,19 +280,19 @@ with torch.no_grad():
         "sft",
         "common/checkpoint.py",
         replace(
-            "save",
-            "write(run, temporary, final)",
-            by="[shutil.rmtree(path) for path in earlier if run.accelerator.is_main_process]; write(run, temporary, final)",
+            "Checkpoint.save",
+            "self.write(temporary, final)",
+            by="[shutil.rmtree(path) for path in earlier if self.accelerator.is_main_process]; self.write(temporary, final)",
         ),
     ),
     "samples that a killed run wrote stay": Fault(
         "resume",
         "ppo",
-        "common/left_behind.py",
+        "common/checkpoint.py",
         replace(
-            "move_beyond",
-            "is_longer(file, whole)",
-            by="file == metrics and is_longer(file, whole)",
+            "Checkpoint.restore_logs",
+            "not same(output_dir / name, log_in(path, name))",
+            by="name == 'metrics.jsonl' and not same(output_dir / name, log_in(path, name))",
         ),
     ),
     "Adam's moments are not restored": Fault(
@@ -298,9 +300,9 @@ with torch.no_grad():
         "sft",
         "common/checkpoint.py",
         replace(
-            "load",
-            "engine_state.load(run, path / 'engine')",
-            by="engine_state.load(run, path / 'engine'); run.optimizer.state.clear()",
+            "Checkpoint.load",
+            "self.note_new_horizon(state)",
+            by="self.note_new_horizon(state); self.optimizer.state.clear()",
         ),
     ),
     "the last rows of an epoch are dropped": Fault(
@@ -351,13 +353,13 @@ with torch.no_grad():
         together(
             replace(
                 "main",
-                "guard = guards.FiniteLosses(run)",
-                by="guard = guards.FiniteLosses(run)\nfactor = 1.0",
+                "max_norm = args.max_grad_norm or math.inf",
+                by="max_norm = args.max_grad_norm or math.inf\nfactor = 1.0",
             ),
             replace(
                 "main",
-                "(losses * weights).sum() * divisor / len(update_rows)",
-                by="(losses * weights).sum() * factor * divisor / len(update_rows)",
+                "(losses * weights).sum() * update.divisor / update.n_samples",
+                by="(losses * weights).sum() * factor * update.divisor / update.n_samples",
             ),
             replace(
                 "main",
@@ -465,8 +467,8 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = Reference(run)",
-            by="reference = Reference(run); reference.model.train()",
+            "reference = Reference(accelerator, args, tokenizer, model)",
+            by="reference = Reference(accelerator, args, tokenizer, model); reference.model.train()",
         ),
     ),
     "the learning rate is logged an update late": Fault(
@@ -506,11 +508,11 @@ with torch.no_grad():
     "no checkpoint is written at the end": Fault(
         "log-lines",
         "dpo",
-        "recipes/dpo.py",
+        "common/checkpoint.py",
         replace(
-            "log_evaluate_save",
-            "run.progress.save_due(args.save_steps)",
-            by="args.save_steps and run.progress.global_step % args.save_steps == 0",
+            "Checkpoint.save_if_due",
+            "run.due(run.args.save_steps)",
+            by="run.global_step % run.args.save_steps == 0",
         ),
     ),
     "old checkpoints stay": Fault(
@@ -518,8 +520,8 @@ with torch.no_grad():
         "sft",
         "common/checkpoint.py",
         replace(
-            "write",
-            "folders.replace(temporary, final, run.args.save_total_limit)",
+            "Checkpoint.write",
+            "folders.replace(temporary, final, self.run.args.save_total_limit)",
             by="folders.replace(temporary, final)",
         ),
     ),
@@ -539,12 +541,12 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "divisor = engine.begin_update(run, micro_batches)",
+            "update = run.next_update(train)",
             by="""
+update = run.next_update(train)
 full = args.micro_train_batch_size * accelerator.num_processes
-update_rows = update_rows[: max(len(update_rows) // full * full, 1)]
-micro_batches = batches.split_update(run, update_rows, lengths)
-divisor = engine.begin_update(run, micro_batches)
+kept = update.rows[: max(update.n_samples // full * full, 1)]
+update = run.update_of(kept, train.lengths, int(train.lengths[kept].sum()))
 """,
         ),
     ),
@@ -558,23 +560,23 @@ divisor = engine.begin_update(run, micro_batches)
         "resume",
         "sft",
         "common/checkpoint.py",
-        drop_call("load_schedule", "scheduler.load_state_dict"),
+        drop_call("Checkpoint.load_schedule", "scheduler.load_state_dict"),
     ),
     "the sums of an open line are lost": Fault(
         "resume",
         "sft",
         "common/checkpoint.py",
-        drop_call("load_open_sums", "run.metrics.open.load_state"),
+        drop_call("Checkpoint.load_open_sums", "self.means.open.load_state"),
     ),
     "all processes resume with the first one's random states": Fault(
         "resume",
         "sft",
         "common/checkpoint.py",
         replace(
-            "load",
-            "load_schedule(run, state['scheduler'])",
+            "Checkpoint.load",
+            "self.load_schedule(state['scheduler'])",
             by="""
-load_schedule(run, state['scheduler'])
+self.load_schedule(state['scheduler'])
 from accelerate.utils import broadcast
 torch.set_rng_state(broadcast(torch.get_rng_state()))
 """,
@@ -597,8 +599,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = Reference(run)",
-            by="reference = Reference(run); reference.model = model",
+            "reference = Reference(accelerator, args, tokenizer, model)",
+            by="reference = Reference(accelerator, args, tokenizer, model); reference.model = model",
         ),
     ),
     "advantages are whitened in each micro-batch": Fault(
@@ -624,8 +626,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/grpo.py",
         replace(
             "main",
-            "advance_rollout(run)",
-            by="if not accelerator.optimizer_step_was_skipped:\n    advance_rollout(run)",
+            "state.advance(args)",
+            by="if applied:\n    state.advance(args)",
         ),
     ),
 }
