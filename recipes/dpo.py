@@ -231,15 +231,8 @@ def main():
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     of_bases = lora.fingerprints(accelerator, policy)
     identity = {"data": data.fingerprint, **of_bases, **reference.fingerprints}
-    checkpoint = Checkpoint(
-        run,
-        identity=identity,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        means=means,
-        actor=actor,
-    )
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, **parts)
     checkpoint.resume()  # loads what --resume names, and opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"

@@ -181,14 +181,8 @@ def main():
     scorer = ScoreModel(load.score_model(args.model_name_or_path, tokenizer, args, new_head=True))
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
     prepare.choose_parameters(accelerator, scorer, args)  # what is trained: all, or adapters
-    run = Run(
-        accelerator,
-        args,
-        data.mixture,
-        flop=lora.flop(scorer),
-        bar_metric="accuracy",
-        charts=CHARTS,
-    )
+    flop = lora.flop(scorer)
+    run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="accuracy", charts=CHARTS)
     optimizer = optim.adamw(accelerator, optim.parameter_groups(scorer, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
@@ -201,16 +195,8 @@ def main():
     moments = Moments(scorer.config)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, scorer)}
-    checkpoint = Checkpoint(
-        run,
-        identity=identity,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        means=means,
-        actor=actor,
-        moments=moments,
-    )
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
     checkpoint.resume()  # loads what --resume names, and opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"

@@ -262,15 +262,8 @@ def main():
     answers.check_room(sampler)  # do held-out prompts leave room for an answer?
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
-    checkpoint = Checkpoint(
-        run,
-        identity=identity,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        means=means,
-        actor=actor,
-    )
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, **parts)
     checkpoint.resume()  # loads what --resume names, and opens the log
     layout = f"rows are {'packed' if packer.share else 'padded'}"
     what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens; {layout}"

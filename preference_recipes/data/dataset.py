@@ -58,6 +58,9 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     Raises:
         SystemExit: see `load`, `load_mixture` and `load_evaluation_sets`.
     """
+    # Held-out sets are read last: a missing one is refused before all that.
+    for name in as_list(args.dataset_name) + as_list(args.eval_dataset_name):
+        files.data_files(name)
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
     how = dict(function=function, tokenizer=tokenizer, columns=formats.column_names(args.columns))
     train, mixture = load_mixture(

@@ -13,12 +13,13 @@ from torch import nn
 
 from common import arguments, distributed
 from common.shared_args import refuse_changed
+from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.models import load, prepare
 from preference_recipes.models.logprobs import ScoreModel
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts import answers, environments, reward_calls
+from preference_recipes.rollouts import answers, environments, episodes, reward_calls
 from preference_recipes.rollouts.environments import OF_ENVIRONMENT
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
@@ -65,6 +66,24 @@ def check_settings(args) -> None:
         refuse_changed(args, unused, "only an --environment needs it")
     elif args.rollouts_ahead:
         sys.exit("--environment with --rollouts_ahead 1: not supported together")
+
+
+def load_prompts(accelerator, args, tokenizer) -> Data:
+    """Loads prompts to respond to, and checks that they have what the reward functions ask for.
+
+    Raises:
+        SystemExit: see `dataset.load_data` and `check_signatures`.
+    """
+    data = dataset.load_data(
+        accelerator,
+        args,
+        tokenizer,
+        function=prompts.prompt_row,
+        max_new_tokens=args.max_new_tokens,
+        tools=episodes.tools(args),
+    )
+    check_signatures(args, data)
+    return data
 
 
 class Judge:

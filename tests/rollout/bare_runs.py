@@ -6,10 +6,10 @@ import types
 import datasets
 import torch
 
+from common.mixture import Mixture
 from common.progress import Progress
 from common.run import Run
 from preference_recipes.data.dataset import Data
-from common.mixture import Mixture
 from preference_recipes.models.packing import Packer
 
 # As in the recipes' defaults, but for what a test names.

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import batches
-from common.progress import Progress
 from common.mixture import mixture_of
+from common.progress import Progress
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position
 from runs import (

@@ -245,8 +245,8 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "(losses * weights).sum() * divisor / len(update_rows)",
-            by="(losses * weights).sum() * divisor / args.train_batch_size",
+            "(losses * weights).sum() * update.divisor / update.n_samples",
+            by="(losses * weights).sum() * update.divisor / args.train_batch_size",
         ),
     ),
     "the sums of a log line are not emptied": Fault(
@@ -278,18 +278,17 @@ with torch.no_grad():
         replace(
             "Checkpoint.save",
             "self.write(temporary, final)",
-            by="[shutil.rmtree(path) for path in earlier if self.accelerator.is_main_process]; "
-            "self.write(temporary, final)",
+            by="[shutil.rmtree(path) for path in earlier if self.accelerator.is_main_process]; self.write(temporary, final)",
         ),
     ),
     "samples that a killed run wrote stay": Fault(
         "resume",
         "ppo",
-        "common/left_behind.py",
+        "common/checkpoint.py",
         replace(
-            "move_beyond",
-            "is_longer(file, whole)",
-            by="file == metrics and is_longer(file, whole)",
+            "Checkpoint.restore_logs",
+            "not same(output_dir / name, log_in(path, name))",
+            by="name == 'metrics.jsonl' and not same(output_dir / name, log_in(path, name))",
         ),
     ),
     "Adam's moments are not restored": Fault(
@@ -298,9 +297,8 @@ with torch.no_grad():
         "common/checkpoint.py",
         replace(
             "Checkpoint.load",
-            "engine_state.load(accelerator, self.optimizer, self.actor.unwrapped, path / 'engine')",
-            by="engine_state.load(accelerator, self.optimizer, self.actor.unwrapped, path / 'engine'); "
-            "self.optimizer.state.clear()",
+            "self.note_new_horizon(state)",
+            by="self.note_new_horizon(state); self.optimizer.state.clear()",
         ),
     ),
     "the last rows of an epoch are dropped": Fault(
@@ -351,13 +349,13 @@ with torch.no_grad():
         together(
             replace(
                 "main",
-                "guard = guards.FiniteLosses(run)",
-                by="guard = guards.FiniteLosses(run)\nfactor = 1.0",
+                "max_norm = args.max_grad_norm or math.inf",
+                by="max_norm = args.max_grad_norm or math.inf\nfactor = 1.0",
             ),
             replace(
                 "main",
-                "(losses * weights).sum() * divisor / len(update_rows)",
-                by="(losses * weights).sum() * factor * divisor / len(update_rows)",
+                "(losses * weights).sum() * update.divisor / update.n_samples",
+                by="(losses * weights).sum() * factor * update.divisor / update.n_samples",
             ),
             replace(
                 "main",
@@ -463,8 +461,8 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = Reference(run)",
-            by="reference = Reference(run); reference.model.train()",
+            "reference = Reference(accelerator, args, tokenizer, model)",
+            by="reference = Reference(accelerator, args, tokenizer, model); reference.model.train()",
         ),
     ),
     "the learning rate is logged an update late": Fault(
@@ -503,11 +501,11 @@ with torch.no_grad():
     "no checkpoint is written at the end": Fault(
         "log-lines",
         "dpo",
-        "recipes/dpo.py",
+        "common/checkpoint.py",
         replace(
-            "log_evaluate_save",
-            "run.progress.save_due(args.save_steps)",
-            by="args.save_steps and run.progress.global_step % args.save_steps == 0",
+            "Checkpoint.save_if_due",
+            "run.due(run.args.save_steps)",
+            by="run.global_step % run.args.save_steps == 0",
         ),
     ),
     "old checkpoints stay": Fault(
@@ -536,12 +534,12 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "divisor = engine.begin_update(run, micro_batches)",
+            "update = run.next_update(train)",
             by="""
+update = run.next_update(train)
 full = args.micro_train_batch_size * accelerator.num_processes
-update_rows = update_rows[: max(len(update_rows) // full * full, 1)]
-micro_batches = batches.split_update(run, update_rows, lengths)
-divisor = engine.begin_update(run, micro_batches)
+kept = update.rows[: max(update.n_samples // full * full, 1)]
+update = run.update_of(kept, train.lengths, int(train.lengths[kept].sum()))
 """,
         ),
     ),
@@ -594,8 +592,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = Reference(run)",
-            by="reference = Reference(run); reference.model = model",
+            "reference = Reference(accelerator, args, tokenizer, model)",
+            by="reference = Reference(accelerator, args, tokenizer, model); reference.model = model",
         ),
     ),
     "advantages are whitened in each micro-batch": Fault(
@@ -621,8 +619,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/grpo.py",
         replace(
             "main",
-            "advance_rollout(run)",
-            by="if not accelerator.optimizer_step_was_skipped:\n    advance_rollout(run)",
+            "state.advance(args)",
+            by="if applied:\n    state.advance(args)",
         ),
     ),
 }
@@ -725,7 +723,7 @@ def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
     """What is not handed to `Checkpoint` is not in one."""
     file = fork(tmp_path, "sft", "ema")
     text = file.read_text()
-    kept = "        average=average,\n"
+    kept = " average=average,"
     assert text.count(kept) == 1
     file.write_text(text.replace(kept, ""))
     report, output = prove(file, tmp_path, only=["resume"])
