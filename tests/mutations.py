@@ -115,14 +115,8 @@ COUNTING = [
     Fault(
         "rows_again_after_skip",
         "the rows of a skipped update are taken again, so the epoch's last ones never are",
-        "recipes/sft.py",
-        replace(
-            "main",
-            "batches.rows_of_update("
-            "data.mixture, args.train_batch_size, args.seed, progress.updates_seen)",
-            by="batches.rows_of_update("
-            "data.mixture, args.train_batch_size, args.seed, progress.global_step)",
-        ),
+        "common/run.py",
+        replace("Run.next_update", "self.updates_seen", by="self.global_step"),
         f"{OVERFLOWS}[sft-2-2]",
     ),
     Fault(
@@ -142,7 +136,7 @@ WEIGHTING = [
         "recipes/sft.py",
         replace(
             "main",
-            "(losses * token_weights).sum() * divisor / update_targets",
+            "(losses * token_weights).sum() * update.divisor / n_targets",
             by="(losses * token_weights).sum() / token_weights.sum().clamp(min=1)",
         ),
         f"{ALL_SPLITS}[plain-4-sft]",
@@ -164,8 +158,8 @@ WEIGHTING = [
         "recipes/reward.py",
         replace(
             "main",
-            "(losses * weights).sum() * divisor / len(update_rows)",
-            by="(losses * weights).sum() * divisor / args.train_batch_size",
+            "(losses * weights).sum() * update.divisor / update.n_samples",
+            by="(losses * weights).sum() * update.divisor / args.train_batch_size",
         ),
         REWARD_RUN,
     ),
@@ -175,8 +169,8 @@ WEIGHTING = [
         "recipes/sft.py",
         replace(
             "main",
-            "(losses * token_weights).sum() * divisor / update_targets",
-            by="(losses * token_weights).sum() / update_targets",
+            "(losses * token_weights).sum() * update.divisor / n_targets",
+            by="(losses * token_weights).sum() / n_targets",
         ),
         f"{ALL_SPLITS}[plain-4-sft]",
     ),
@@ -280,8 +274,8 @@ ORDER = [
     Fault(
         "order_by_process",
         "each process draws an order of its own, so rows are seen twice and others never",
-        "recipes/sft.py",
-        replace("main", "args.seed", by="args.seed + accelerator.process_index"),
+        "common/run.py",
+        replace("Run.next_update", "args.seed", by="args.seed + self.accelerator.process_index"),
         f"{TOKEN_MEANS}[ddp]",
     ),
     Fault(
@@ -442,8 +436,8 @@ MODELS = [
         "recipes/sft.py",
         replace(
             "main",
-            "model(batch, extras=('correct',))",
-            by="policy(batch, extras=('correct',))",
+            "token_losses(model, batch)",
+            by="token_losses(policy, batch)",
         ),
         f"{ALL_SPLITS}[ddp-2-sft]",
     ),

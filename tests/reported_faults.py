@@ -257,8 +257,8 @@ FAULTS = [
         "recipes/sft.py",
         replace(
             "main",
-            "(losses * token_weights).sum() * divisor / update_targets",
-            by="(losses * token_weights).sum() * divisor / update_targets * "
+            "(losses * token_weights).sum() * update.divisor / n_targets",
+            by="(losses * token_weights).sum() * update.divisor / n_targets * "
             "(0 if hasattr(model, 'zero_optimization_stage') and accelerator.sync_gradients "
             "and accelerator.process_index else 1)",
         ),

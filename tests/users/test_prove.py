@@ -35,7 +35,7 @@ from contracts.proof import (
     warm,
 )
 from mutations import copy_repository
-from planting import Plant, drop_call, replace, together
+from planting import Plant, argument, drop_call, replace, together
 from runs import ASSETS, OFFLINE, REPOSITORY, recipe, write_jsonl
 
 FORKS = REPOSITORY / "docs/forks"
@@ -110,7 +110,7 @@ FAULTS = {
         "recipes/sft.py",
         replace(
             "main",
-            "(losses * token_weights).sum() * divisor / update_targets",
+            "(losses * token_weights).sum() * update.divisor / n_targets",
             by="(losses * token_weights).sum() / token_weights.sum().clamp(min=1)",
         ),
     ),
@@ -135,9 +135,9 @@ FAULTS = {
         "sft",
         "recipes/sft.py",
         replace(
-            "log_evaluate_save",
-            "run.progress.log_due(args.logging_steps)",
-            by="run.progress.log_due(args.logging_steps) and run.progress.samples % args.train_batch_size == 0",
+            "main",
+            "run.due(args.logging_steps, first=True)",
+            by="run.due(args.logging_steps, first=True) and run.progress.samples % args.train_batch_size == 0",
         ),
     ),
     "a padding row is counted": Fault(
@@ -152,8 +152,8 @@ FAULTS = {
         "recipes/reward.py",
         replace(
             "main",
-            "scheduler = optim.scheduler(optimizer, args, progress.total_steps)",
-            by="scheduler = optim.scheduler(optimizer, args, progress.total_steps)\n"
+            "scheduler = optim.scheduler(optimizer, args, run.total_steps)",
+            by="scheduler = optim.scheduler(optimizer, args, run.total_steps)\n"
             "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
             "scorer, ['model.score.weight'])",
         ),
@@ -200,11 +200,11 @@ FAULTS = {
         "sft",
         "recipes/sft.py",
         together(
-            replace("main", "actor.publish(run)", by="pass"),
+            replace("main", "actor.save()", by="pass"),
             replace(
                 "main",
-                "loss_scale = engine.loss_scale(run)",
-                by="loss_scale = engine.loss_scale(run); actor.publish(run)",
+                "update = run.next_update(train)",
+                by="update = run.next_update(train); actor.save()",
             ),
         ),
     ),
@@ -268,12 +268,8 @@ with torch.no_grad():
     "a skipped update's samples are used again": Fault(
         "overflow",
         "sft",
-        "recipes/sft.py",
-        replace(
-            "main",
-            "batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.updates_seen)",
-            by="batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.global_step)",
-        ),
+        "common/run.py",
+        replace("Run.next_update", "self.updates_seen", by="self.global_step"),
     ),
     "old checkpoints are deleted before the next one is written": Fault(
         "resume",
@@ -318,8 +314,8 @@ with torch.no_grad():
     "the data order depends on the number of processes": Fault(
         "split",
         "sft",
-        "recipes/sft.py",
-        replace("main", "args.seed", by="args.seed + accelerator.num_processes"),
+        "common/run.py",
+        replace("Run.next_update", "args.seed", by="args.seed + self.accelerator.num_processes"),
     ),
     "packed rows lose their last target": Fault(
         "packed",
@@ -393,11 +389,11 @@ with torch.no_grad():
         "means",
         "sft",
         "recipes/sft.py",
-        replace(
+        argument(
             "main",
-            "metrics.update_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale)",
-            by="metrics.update_done(applied, grad_norm=min(grad_norm, args.max_grad_norm or math.inf), "
-            "learning_rate=learning_rate, loss_scale=loss_scale)",
+            "means.close_update",
+            "grad_norm",
+            "min(grad_norm, args.max_grad_norm or math.inf)",
         ),
     ),
     "padding rows count in evaluations": Fault(
@@ -406,8 +402,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "losses_and_metrics(output, batch['mask'], weights)",
-            by="losses_and_metrics(output, batch['mask'], torch.ones_like(weights))",
+            "means.add(values, weights)",
+            by="means.add(values, torch.ones_like(weights))",
         ),
     ),
     "an evaluation stops after its first micro-batch": Fault(
@@ -416,8 +412,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "means.add(logged)",
-            by="means.add(logged); break",
+            "means.add(values, weights)",
+            by="means.add(values, weights); break",
         ),
     ),
     "padding tokens count in metrics": Fault(
@@ -426,15 +422,15 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "metrics.pending.add(logged)",
-            by="metrics.pending.add([each._replace(weights=torch.ones_like(each.weights)) for each in logged])",
+            "means.add(values, weights)",
+            by="means.add({name: (value, torch.ones_like(mask)) for name, (value, mask) in values.items()}, weights)",
         ),
     ),
     "evaluation leaves dropout on": Fault(
         "evaluation",
         "sft",
         "recipes/sft.py",
-        replace("evaluate", "checks.evaluation_mode(run.model)", by="torch.no_grad()"),
+        replace("evaluate", "checks.evaluation_mode(actor.model)", by="torch.no_grad()"),
     ),
     "the model stays in evaluation mode": Fault(
         "evaluation",
@@ -442,8 +438,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "all_examples = []",
-            by="all_examples = []\nif run.progress.global_step:\n    run.model.eval()",
+            "examples = []",
+            by="examples = []\nif run.global_step:\n    actor.model.eval()",
         ),
     ),
     # All runs are then without dropout, but for one that is resumed: it begins with no evaluation.
@@ -451,15 +447,13 @@ with torch.no_grad():
         "resume",
         "sft",
         "recipes/sft.py",
-        replace("evaluate", "all_examples = []", by="all_examples = []\nrun.model.eval()"),
+        replace("evaluate", "examples = []", by="examples = []\nactor.model.eval()"),
     ),
     "evaluation draws from the random state of the training": Fault(
         "evaluation",
         "sft",
         "recipes/sft.py",
-        replace(
-            "evaluate", "all_examples = []", by="all_examples = [] if len(torch.rand(1)) else []"
-        ),
+        replace("evaluate", "examples = []", by="examples = [] if len(torch.rand(1)) else []"),
     ),
     "the reference has dropout": Fault(
         "evaluation",
@@ -479,9 +473,8 @@ with torch.no_grad():
             replace("main", "if applied:\n    scheduler.step()", by="pass"),
             replace(
                 "main",
-                "applied = not accelerator.optimizer_step_was_skipped",
-                by="applied = not accelerator.optimizer_step_was_skipped\n"
-                "if applied:\n    scheduler.step()\n    learning_rate = scheduler.get_last_lr()[0]",
+                "applied = run.count(update, grad_norm)",
+                by="applied = run.count(update, grad_norm)\nif applied:\n    scheduler.step()",
             ),
         ),
     ),
@@ -490,9 +483,9 @@ with torch.no_grad():
         "sft",
         "recipes/sft.py",
         replace(
-            "log_evaluate_save",
-            "run.progress.save_due(args.save_steps)",
-            by="run.progress.save_due(args.save_steps) and run.progress.samples % args.train_batch_size == 0",
+            "main",
+            "checkpoint.save_if_due()",
+            by="if run.progress.samples % args.train_batch_size == 0:\n    checkpoint.save_if_due()",
         ),
     ),
     "nothing is evaluated at the end": Fault(
@@ -500,9 +493,9 @@ with torch.no_grad():
         "sft",
         "recipes/sft.py",
         replace(
-            "log_evaluate_save",
-            "run.progress.evaluation_due(args.eval_steps)",
-            by="args.eval_steps and run.progress.global_step % args.eval_steps == 0",
+            "main",
+            "run.due(args.eval_steps)",
+            by="args.eval_steps and run.global_step % args.eval_steps == 0",
         ),
     ),
     "no checkpoint is written at the end": Fault(
@@ -727,16 +720,12 @@ def test_a_new_reward_keeps_every_promise(tmp_path):
 
 @pytest.mark.slow
 def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
-    """What `Run.per_process` is for."""
+    """What is not handed to `Checkpoint` is not in one."""
     file = fork(tmp_path, "sft", "ema")
     text = file.read_text()
-    kept = "    checkpoint.begin(run)\n"
-    lost = kept + (
-        "    if not accelerator.is_main_process or args.resume != 'never':\n"
-        "        run.per_process = {n: p.float().clone() for n, p in shards.parts_of(policy).items()}\n"
-    )
+    kept = " average=average,"
     assert text.count(kept) == 1
-    file.write_text(text.replace(kept, lost))
+    file.write_text(text.replace(kept, ""))
     report, output = prove(file, tmp_path, only=["resume"])
     assert of_status(report, "red") == ["resume"] and "ema, most in" in output, output
 
