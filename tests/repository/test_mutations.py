@@ -1,7 +1,7 @@
 """Every planted fault still fits the code; the edits of planting.py do what they say.
 
 The faults are those of mutations.py and of reported_faults.py. docs/counting.md names each of the
-latter.
+latter, with the file of its test.
 """
 
 import ast
@@ -48,12 +48,16 @@ def test_names_are_given_once():
     assert len(set(names)) == len(names)
 
 
-def test_the_page_of_miscounts_names_each_fault_that_was_reported():
-    rows = re.findall(r"^\| .* \| (`.*`) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    named = re.findall(r"`(\w+)`", " ".join(rows))
+def test_the_page_of_miscounts_names_each_fault_that_was_reported_and_its_test():
+    tests = {fault.name: fault.test.partition("::")[0] for fault in FAULTS}
+    named = []
+    for row in re.findall(r"\| (`\w+`.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE):
+        faults, _, files = row.rpartition(" | ")[2].partition("; ")
+        names = re.findall(r"`(\w+)`", faults)
+        assert set(re.findall(r"`(.*?)`", files)) == {tests[name] for name in names}, row
+        named += names
     assert len(set(named)) == len(named)
     assert {fault.name for fault in reported_faults.FAULTS} <= set(named)
-    assert set(named) <= {fault.name for fault in FAULTS}
 
 
 def test_an_edit_finds_code_whatever_its_layout():
