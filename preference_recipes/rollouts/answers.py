@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from common import counted
 from common.run import Run
-from preference_recipes.data import thoughts
+from preference_recipes.data import answer_column, thoughts
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.models import architecture
 from preference_recipes.rollouts import generation
@@ -55,7 +55,19 @@ PLAIN_FORMS = [
 LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 
 
-def is_right(response: str, answer: str | float) -> bool:
+def is_right(response: str, answer: str | float | list) -> bool:
+    """Returns whether a response has the final answer of an answer; of a list, of any entry.
+
+    See `has_answer`.
+
+    Args:
+        answer: as the data has it, or as `answer_column.to_text` keeps it.
+    """
+    text = answer_column.to_text(answer)
+    return any(has_answer(response, entry) for entry in answer_column.entries(text))
+
+
+def has_answer(response: str, answer: str) -> bool:
     """Returns whether a response and an answer have the same final answer.
 
     If the answer is a number, the final answer of the response must hold exactly one number, of
@@ -81,7 +93,7 @@ def with_opened_thought(prompt: str, response: str) -> str:
     return opener + response
 
 
-def final_answer(text: str | float) -> str:
+def final_answer(text: str) -> str:
     r"""Returns the part of a text that states its answer, without any thinking.
 
     That is the last of these in the text:
@@ -93,7 +105,7 @@ def final_answer(text: str | float) -> str:
     If there is none, it is what follows the last "the answer is" or "answer:" that something
     follows, or else the whole text. What thinking is: `thoughts.outside_of`.
     """
-    answer = thoughts.outside_of(str(text))
+    answer = thoughts.outside_of(text)
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
@@ -272,7 +284,7 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
                 "row": rows["row"][number],
                 "prompt": prompt,
                 "response": tokenizer.decode(response_ids[number]),
-                "answer": rows["answer"][number],
+                "answer": " or ".join(answer_column.entries(rows["answer"][number])),
                 "right": right[number],
             }
         )

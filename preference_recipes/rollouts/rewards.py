@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import arguments, distributed
+from common import arguments, as_list, distributed
 from common.run import Run
 from common.shared_args import refuse_changed
+from preference_recipes.data import answer_column
 from preference_recipes.data.dataset import Data
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.models import load, prepare
@@ -261,6 +262,8 @@ def check_signatures(args, data: Data) -> None:
     Raises:
         SystemExit: see `reward_calls.check_signature` and `environments.check_columns`.
     """
+    if answer_reward in load_functions(args.reward_function).values():
+        answer_column.refuse_objects(" ".join(as_list(args.dataset_name)), data.train)
     for name_of_data, rows in first_rows(data).items():
         if args.environment:
             columns = reward_calls.columns_of(rows)
@@ -326,11 +329,15 @@ def answer_reward(
 ) -> list[float | None]:
     """Returns 1 if the response's final answer is the column `answer`, else 0.
 
-    Returns None if the row has no answer. `answers.is_right` decides what is right.
+    Of a column of lists it is any of their entries. Returns None if the row has no answer.
+    `answers.is_right` decides what is right.
     """
     scores: list[float | None] = []
     for prompt, response, right in zip(rendered_prompts or prompts, responses, answer):
-        if right in (None, ""):
+        right = answer_column.to_text(right)
+        if right == answer_column.OBJECT:
+            raise ValueError(f"the column answer holds an object, at the prompt {prompt!r:.80}")
+        if right == "":
             scores.append(None)
             continue
         if isinstance(prompt, str):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -10,9 +11,10 @@ import pytest
 import architectures
 import templates
 from bare_runs import bare_run, data_of
+from preference_recipes.data import answer_column
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.rollouts import answers, generation, rewards
-from runs import launch, recipe, refuses, write_jsonl
+from runs import ASSETS, launch, recipe, refuses, write_jsonl
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"
 
@@ -227,6 +229,61 @@ def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
 
 def test_a_row_without_an_answer_is_not_scored():
     assert rewards.answer_reward([""] * 3, ["4"] * 3, ["4", "", None]) == [1.0, None, None]
+
+
+@pytest.mark.parametrize("answer", [["2", "two"], ("2", None, "two", ""), ["two", 2], [2.0, "two"]])
+def test_of_a_list_any_entry_is_right(answer):
+    """As in nq_open and TriviaQA. All responses were wrong: the list was compared as one text."""
+    responses = ["2", "The answer is Two.", "#### 2", "3", "2 or 3"]
+    expected = [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert rewards.answer_reward([""] * 5, responses, [answer] * 5) == expected
+    kept = answer_column.to_text(answer)
+    assert [float(answers.is_right(text, kept)) for text in responses] == expected
+
+
+def test_a_text_that_looks_like_a_list_is_a_text():
+    assert answers.is_right("The answer is [1, 2]", answer_column.to_text("[1, 2]"))
+    assert not answers.is_right("1", answer_column.to_text("[1, 2]"))
+    assert rewards.answer_reward([""] * 3, ["2"] * 3, [[], ["", None], [[]][:0]]) == [None] * 3
+
+
+OBJECTS = [{"value": "2"}, [{"value": "2"}], [["2"], "two"]]
+
+
+@pytest.mark.parametrize("answer", OBJECTS)
+def test_an_answer_that_is_an_object_is_refused(answer):
+    with pytest.raises(ValueError, match="column answer holds an object, at the prompt 'b'"):
+        rewards.answer_reward(["a", "b"], ["2", "2"], ["2", answer])
+    column = [answer_column.to_text(value) for value in ("2", answer)]
+    rows = datasets.Dataset.from_dict({"row": [4, 7], "answer": column})
+    refuses(
+        "data set 'mine', row 7: column 'answer' holds an object",
+        call=lambda: answer_column.refuse_objects("mine", rows),
+    )
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_an_object_is_refused_before_a_model_is_loaded(tmp_path, name):
+    """In a held-out set, and of prompts that `answer_reward` judges. The model has no weights."""
+    shutil.copytree(ASSETS / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safe*"))
+    good = {"prompt": "a", "completion": "2", "answer": ["2", "two"]}
+    bad = good | {"answer": {"value": "2"}}
+    write_jsonl(tmp_path / "train.jsonl", [good, good if name == "sft" else bad])
+    write_jsonl(tmp_path / "held_out.jsonl", [good, bad if name == "sft" else good])
+    words = (
+        ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
+        if name == "grpo"
+        else []
+    )
+    done = launch(
+        [], recipe(name), "--model_name_or_path", "model", "--dataset_name", "train.jsonl", "--eval_dataset_name",
+        "held_out.jsonl", *words, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    said = done.stdout.strip().splitlines()[-1]
+    where = "held_out.jsonl" if name == "sft" else "train.jsonl"
+    assert done.returncode == 1 and f"data set '{where}', row 2: column 'answer' holds" in said, (
+        said
+    )
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the data is not here")
