@@ -119,6 +119,18 @@ def test_every_dependency_has_a_lower_bound_that_its_pin_meets():
                 assert requirement.specifier.contains(pins[requirement.name]), requirement
 
 
+def test_a_version_that_only_adapters_cannot_use_is_excluded_with_them_alone():
+    """transformers 5.24.0 demands a peft that is not published."""
+    excluding = {
+        name
+        for name, requirements in {None: DEPENDENCIES, **EXTRAS}.items()
+        for each in requirements
+        if each.name == "transformers" and not each.specifier.contains("5.24.0")
+    }
+    with_peft = {name for name, requirements in EXTRAS.items() if "peft" in names_of(requirements)}
+    assert excluding == with_peft == {"lora", "qlora", "test"}
+
+
 def test_the_lock_is_of_this_project_and_names_public_places_only():
     lock = tomllib.loads((REPOSITORY / "uv.lock").read_text())
     (own,) = [package for package in lock["package"] if package["name"] == PROJECT["name"]]
