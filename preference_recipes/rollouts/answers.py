@@ -51,6 +51,10 @@ PLAIN_FORMS = [
     (re.compile("\u2212"), "-"),  # a minus sign
     (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]
+# What `is_equal` does not compare as mathematics.
+WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
+LONGEST_EXPRESSION = 300
+MATH_MODE = re.compile(r"^\s*(?:\${1,2}|\\[(\[])|(?:\${1,2}|\\[)\]])?\.?\s*$")
 # A space that is not between two words.
 LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 
@@ -65,6 +69,30 @@ def is_right(response: str, answer: str | float | list) -> bool:
     """
     text = answer_column.to_text(answer)
     return any(has_answer(response, entry) for entry in answer_column.entries(text))
+
+
+def is_equal(response: str, answer: str | float | list) -> bool:
+    """As `is_right`; what that denies is right, too, if math-verify finds it equal: 0.5 is 1/2.
+
+    Words are left to `is_right`: math-verify reads products of letters, so that no would be on. So
+    are long texts, which state no answer.
+    """
+    if is_right(response, answer):
+        return True
+    stated = final_answer(response)
+    if len(stated) > LONGEST_EXPRESSION:
+        return False
+    entries = answer_column.entries(answer_column.to_text(answer))
+    right = [final_answer(entry) for entry in entries]
+    return any(equal_by_math_verify(text, stated) for text in right if not WORDS.fullmatch(text))
+
+
+def equal_by_math_verify(right: str, stated: str) -> bool:
+    """Whether math-verify finds two final answers equal. In a box, it takes each as a whole."""
+    from math_verify import parse, verify  # of an extra, see `rewards.math_reward`
+
+    boxed = [rf"\boxed{{{MATH_MODE.sub('', text)}}}" for text in (right, stated)]
+    return verify(*map(parse, boxed))
 
 
 def has_answer(response: str, answer: str) -> bool:
