@@ -129,17 +129,19 @@ def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.
         kl_coef=1.0,
         kl_estimator=estimator,
         max_new_tokens=MAX_NEW_TOKENS,
+        temperature=1.0,
         vllm_url=None,
     )
     samples = logps.flatten(0, 1)
-    old = {
+    stored = {  # no log-probs of the old policy: it is the one that this pass reads
         "mask": MASK.repeat(PROMPTS, 1),
         "advantages": torch.zeros(len(samples), 1, dtype=torch.float64),
-        "logps": samples.detach(),
+        "sampler_logps": samples.detach(),
         "ref_logps": token_logps(reference).flatten(0, 1),
     }
-    output = {"logps": samples, "entropy": torch.zeros_like(samples)}
-    losses, weights, _ = grpo.losses_and_metrics(output, old, probabilities.flatten(), args)
+    model = lambda *_, **__: {"logps": samples, "entropy": torch.zeros_like(samples)}
+    losses, weights, _ = grpo.sample_losses(model, {}, stored, args, policy_has_moved=False)
+    weights = weights * probabilities.flatten()
     found = torch.autograd.grad((losses * weights).sum(), policy, retain_graph=True)[0]
 
     new, ref = policy.log_softmax(-1), reference.log_softmax(-1)

@@ -12,7 +12,7 @@ import pytest
 
 import architectures
 import templates
-from bare_runs import bare_run, data_of
+from bare_runs import bare_sampler, data_of
 from preference_recipes.data import answer_column
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.rollouts import answers, generation, rewards
@@ -445,16 +445,18 @@ def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, mo
     # No token of the vocabulary, so no answer ends early.
     monkeypatch.setattr(generation.tokens, "stop_tokens", lambda *_: {10**6})
 
-    def run_with(eval_sets: dict, room: int):
+    def sampler_with(eval_sets: dict, room: int):
         data = data_of([], eval_sets=eval_sets)
         sizes = dict(max_new_tokens=room, exact_match_rows=None)
-        return bare_run(accelerator, tokenizer, model, data=data, **sizes)
+        return bare_sampler(accelerator, tokenizer, model, data=data, **sizes)
 
     def answer(eval_sets: dict, room: int):
-        return answers.exact_match(run_with(eval_sets, room), eval_sets["eval/sums/"], "eval/sums/")
+        return answers.exact_match(
+            sampler_with(eval_sets, room), eval_sets["eval/sums/"], "eval/sums/"
+        )
 
     def check_room(eval_sets: dict, room: int):
-        answers.check_room(run_with(eval_sets, room))
+        answers.check_room(sampler_with(eval_sets, room))
 
     just, beyond = held_out(5, 57, 9), held_out(5, 58, 9)
     check_room(just, 8)
@@ -488,11 +490,11 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
     eval_sets = held_out(5, 6, 7)
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     data = data_of([], eval_sets=eval_sets)
-    run = bare_run(accelerator, tokenizer, architectures.build("llama"), data=data, **sizes)
-    shares, examples = answers.exact_match(run, eval_sets["eval/sums/"], "eval/sums/")
+    sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), data=data, **sizes)
+    shares, examples = answers.exact_match(sampler, eval_sets["eval/sums/"], "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert list(shares) == (["eval/sums/exact_match"] if rows else [])
-    announced = answers.describe(run)
+    announced = answers.describe(sampler)
     assert announced.startswith(f"{len(rows)} answers of up to 3 tokens" if rows else "")
     assert ("--exact_match_rows" in announced) == bool(rows)
 
