@@ -22,44 +22,23 @@ Every metric: docs/grpo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import common
-
-# Another package called `common` may come first on the path.
-if getattr(common, "PROJECT", None) != "preference-recipes":
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 
-from common import (
-    actor,
-    arguments,
-    batches,
-    checkpoint,
-    console,
-    engine,
-    errors,
-    guards,
-    hub,
-    launch,
-    optim,
-)
-from common.metrics import Logged, Metrics
-from common.progress import Progress
-from common.run import Run
+from common import arguments, console, distributed, errors, launch, optim
+from common.actor import Actor
+from common.checkpoint import Checkpoint, carried
+from common.metrics import Means
+from common.run import Run, Update
 from common.shared_args import RewardArgs, SchedulerType, arg, refuse_changed
-from preference_recipes.data import dataset, prompts
 from preference_recipes.models import checks, load, lora, prepare
-from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import (
@@ -68,11 +47,14 @@ from preference_recipes.rollouts import (
     evaluation,
     generation,
     rewards,
+    rollout,
     schedule,
     vllm,
 )
 from preference_recipes.rollouts.rewards import Judge, Scores
-from preference_recipes.rollouts.samples import Collected, Samples
+from preference_recipes.rollouts.rollout import Rollout
+from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.tools import preview
 
@@ -501,122 +483,90 @@ def surrogate_losses(
     return policy_losses(logps, ratios, old["advantages"], args.loss_type, *limits)
 
 
-def losses_and_metrics(
-    output: dict, old: dict, weights: torch.Tensor, args: Args
-) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of samples, their weights, and what to log about them.
+def sample_losses(
+    model: torch.nn.Module, batch: dict, stored: dict, args: Args, policy_has_moved: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Returns the losses of samples, how much each counts, and values to log about them.
 
     Args:
-        output: what `LogProbModel.forward` returned, with `entropy`.
-        old: `Rollout.tokens` of the same samples, with `logps`.
-        weights: `[samples]`, 0 for a padding row.
+        stored: `Rollout.tokens` of the same samples.
+        policy_has_moved: whether an update was applied since the rollout was made. If not, the
+            log-probs of this very pass are the old ones, so all ratios are exactly 1.
 
     Returns:
-        losses and weights `[samples]`; metrics.
+        losses and weights `[samples]`; values, each with how much it counts.
     """
+    output = model(batch, args.temperature, extras=("entropy",))
     logps = output["logps"]
-    mask = old["mask"]
-    token_weights = mask * weights[:, None]
-    ratios = ratios_to_old(logps, old["logps"], mask, args.ratio)
+    mask = stored["mask"].to(logps.dtype)
+    values = {}
+    old = stored
+    if not policy_has_moved:
+        # How far the sampler's log-probs are from those of this pass.
+        values = correction.sampler_differences(output, stored, mask)
+        old = {**stored, "logps": logps.detach()}
+
+    ratios = ratios_to_old(logps, old["logps"], stored["mask"], args.ratio)
     token_losses, clipped_low, clipped_high = surrogate_losses(logps, ratios, old, args)
-    sampler_metrics = []
     if args.vllm_url and not is_dppo(args):
         # A server's log-probs differ from those of training, so the policy's losses are weighted.
         # The KL below is not: its own ratios take the old policy for the sampler.
-        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
+        corrections, of_sampler = correction.importance_weights(old, mask, args)
         token_losses = token_losses * corrections
-    kl_metrics = {}
+        values |= of_sampler
     if args.kl_coef:
         # The ratio of each token, also with --ratio sequence.
-        token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
+        token_ratios = ratios_to_old(logps, old["logps"], stored["mask"], "token")
         kl, kl_terms = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
         token_losses = token_losses + args.kl_coef * kl_terms
-        kl_metrics["kl"] = kl
-    losses, weights_in_mean = average_tokens(token_losses, mask, args.average, args.max_new_tokens)
-    sample_weights = weights_in_mean * weights
-
-    per_token = {
-        "clip_ratio/low_mean": clipped_low.expand_as(mask).float(),
-        "clip_ratio/high_mean": clipped_high.expand_as(mask).float(),
-        "entropy": output["entropy"],
-        "policy/approxkl_avg": (logps - old["logps"]) ** 2 / 2,
-        "val/ratio": ratios.expand_as(logps),
-        **kl_metrics,
+        values["kl"] = (kl, mask)
+    losses, weights_in_mean = average_tokens(
+        token_losses, stored["mask"], args.average, args.max_new_tokens
+    )
+    values |= {
+        "loss": (losses, weights_in_mean),
+        "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
+        "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
+        "entropy": (output["entropy"], mask),
+        "policy/approxkl_avg": ((logps - old["logps"]) ** 2 / 2, mask),
+        "val/ratio": (ratios.expand_as(logps), mask),
     }
-    logged = [Logged({"loss": losses}, sample_weights), Logged(per_token, token_weights)]
-    return losses, sample_weights, logged + sampler_metrics
-
-
-def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
-    """Returns what is logged while the policy is still the one that made the rollout.
-
-        sampling/*    how far the sampler's log-probs are from those of this pass
-
-    Args:
-        output: of this pass, with `logps`.
-        stored: `Rollout.tokens` of the same samples.
-        weights: `[samples]`, 0 for a padding row.
-    """
-    token_weights = stored["mask"] * weights[:, None]
-    return correction.sampler_differences(output, stored, token_weights)
+    return losses, weights_in_mean, values
 
 
 # ============================================================ the rollout
-@checkpoint.carried
+@carried
 @dataclass
-class Rollout:
-    """Samples and what their updates need to know about them; on the CPU of every process.
+class State(rollout.State):
+    """What the run carries from update to update, see `rollout.State`.
 
     Attributes:
-        samples: those of the groups that are kept.
-        is_trained: bool `[samples]`, which are trained on. Truncated samples that are left out
-            still count in their group's baseline; failed episodes do not.
-        tokens: tensors by name, each `[samples, longest response]` except `advantages`:
-            `mask`: which are tokens of the response.
-            `advantages`: `[samples, 1]`, the same for all tokens of a response.
-            `sampler_logps`: log-probs as the sampler computed them.
-            `logps`, if an update needs them: those of the policy before the first update.
-            `ref_logps`, if there is a reference: those of the reference.
-        started_at: `global_step` before the rollout's first update.
-    """
-
-    samples: Samples
-    is_trained: torch.Tensor
-    tokens: dict[str, torch.Tensor]
-    started_at: int
-
-
-@checkpoint.carried
-@dataclass
-class State:
-    """What a run carries from update to update.
-
-    Attributes:
-        position: where the run is in its prompts and rollouts.
-        rollout: the one whose updates are being made; None: the next one is due.
         prompts_seen_when_trainable: `position.prompts_seen` as it was when a rollout last had
             something to train on.
     """
 
-    position: Position
-    rollout: Rollout | None = None
     prompts_seen_when_trainable: int = 0
 
 
 def make_rollout(
-    run: Run, judge: Judge, reference: Reference | None, packer: Packer
+    run: Run,
+    sampler: Sampler,
+    state: State,
+    judge: Judge,
+    reference: Reference | None,
+    packer: Packer,
 ) -> Rollout | None:
     """Samples groups, scores them, and computes what their updates need.
 
-    Returns None if no response is left to train on.
+    Truncated samples that are not trained on (`--mask_truncated`) still count in their group's
+    baseline; failed episodes do not. Returns None if no response is left to train on.
 
     Raises:
         SystemExit: a score of a group that is kept is negative, and `--advantage_std mean` divides
             by mean scores.
     """
     args = run.args
-    state: State = run.extra
-    samples, scores = sample_groups(run, judge, packer)
+    samples, scores = sample_groups(run, sampler, state.position, judge, packer)
     is_trained = ~samples.failed
     if args.mask_truncated:
         is_trained &= samples.ended
@@ -630,21 +580,21 @@ def make_rollout(
         args.advantage_std,
         is_trained=is_trained,
     )
-    rollout = Rollout(
-        samples=samples,
-        is_trained=is_trained,
-        tokens={
-            "mask": samples.mask,
-            "advantages": advantages[:, None],
-            "sampler_logps": samples.padded_sampler_logps,
-        },
-        started_at=run.progress.global_step,
-    )
-    with run.metrics.timed("score"):
-        rollout.tokens |= compute_logps(run, rollout, reference, packer)
+    tokens = {
+        "mask": samples.mask,
+        "advantages": advantages[:, None],
+        "sampler_logps": samples.padded_sampler_logps,
+    }
+    made = Rollout(samples, is_trained, tokens, started_at=run.global_step)
+    with run.timed("score"):
+        # Later updates compare with the policy before the first one; the first needs nothing.
+        names = ("logps",) if made.n_updates(args) > 1 else ()
+        computed = rollout.compute_logps(sampler, samples, packer, names, reference)
+        samples.check_finite(sampler, **computed)
+    made.tokens |= computed
     # `skip_rollout` counts prompts from the last rollout that had something to train on.
     state.prompts_seen_when_trainable = state.position.prompts_seen
-    return rollout
+    return made
 
 
 def refuse_negative(scores: torch.Tensor, args: Args) -> None:
@@ -654,7 +604,9 @@ def refuse_negative(scores: torch.Tensor, args: Args) -> None:
         sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {negative.min():g}")
 
 
-def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torch.Tensor]:
+def sample_groups(
+    run: Run, sampler: Sampler, position: Position, judge: Judge, packer: Packer
+) -> tuple[Samples, torch.Tensor]:
     """Returns the groups of responses that a rollout trains on, and their scores.
 
     If groups are dropped, further rounds sample the next prompts in their place, until the rollout
@@ -669,19 +621,32 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     groups_missing = args.rollout_batch_size
     for round_number in range(1 + args.refill_rounds):
         samples, scores = sample_round(
-            run, judge, packer, n_prompts=groups_missing, round_number=round_number
+            run,
+            sampler,
+            position,
+            judge,
+            packer,
+            n_prompts=groups_missing,
+            round_number=round_number,
         )
         kept_samples.append(samples)
         kept_scores.append(scores)
         groups_missing -= len(samples) // args.n_samples_per_prompt
-        at_end_of_epoch = run.extra.position.prompts_seen % run.data.mixture.samples == 0
+        at_end_of_epoch = position.prompts_seen % run.mixture.samples == 0
         if groups_missing == 0 or at_end_of_epoch:
             break
     return Samples.joined(kept_samples), torch.cat(kept_scores)
 
 
 def sample_round(
-    run: Run, judge: Judge, packer: Packer, *, n_prompts: int, round_number: int
+    run: Run,
+    sampler: Sampler,
+    position: Position,
+    judge: Judge,
+    packer: Packer,
+    *,
+    n_prompts: int,
+    round_number: int,
 ) -> tuple[Samples, torch.Tensor]:
     """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
 
@@ -693,20 +658,19 @@ def sample_round(
         `[samples]`.
     """
     args = run.args
-    position = run.extra.position
-    prompts_of_round = position.take_prompts(run, n_prompts)
-    with run.metrics.timed("generate"):
+    prompts_of_round = position.take_prompts(sampler, n_prompts)
+    with run.timed("generate"):
         # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
-        samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
-        vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
-    samples.check_finite(run)
-    with run.metrics.timed("score"):
-        unpenalised = judge.score(run, samples, packer)
+        samples = generation.sample(sampler, prompts_of_round, uniforms, args.temperature)
+        vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
+    samples.check_finite(sampler)
+    with run.timed("score"):
+        unpenalised = judge.score(sampler, samples, packer)
     # By the scores without the penalty: a group that is all right, or all wrong, teaches nothing.
     group_is_kept = groups_to_keep(unpenalised.total, args)
     scores = with_penalty(unpenalised, samples, args)
-    log_rollout(run, samples, scores, group_is_kept)
+    log_rollout(run, sampler, samples, scores, group_is_kept)
     sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
     return samples.select(sample_is_kept), scores.total[sample_is_kept]
 
@@ -723,40 +687,9 @@ def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
     return scores.with_total(total)
 
 
-@torch.no_grad()
-def compute_logps(
-    run: Run, rollout: Rollout, reference: Reference | None, packer: Packer
-) -> dict[str, torch.Tensor]:
-    """Returns the log-probs of response tokens that a rollout's updates need, by name.
-
-        logps       of the policy before the first update, if the rollout makes several updates;
-                    the loop uses them once an update has been applied
-        ref_logps   of the reference, if there is one
-
-    Returns:
-        `[samples, longest response]` each, zero past the end of each response,
-        the same on every process.
-    """
-    needs_logps = updates_of(rollout, run.args) > 1
-    if not needs_logps and reference is None:
-        return {}
-    samples = rollout.samples
-    temperature = run.args.temperature
-    collected = Collected(run.accelerator)
-    with checks.evaluation_mode(run.model):
-        for rows, batch in samples.scoring_batches(run, packer):
-            per_token = {}
-            if needs_logps:
-                per_token["logps"] = run.model(batch, temperature)["logps"]
-            if reference is not None:
-                per_token["ref_logps"] = reference.logps(batch, temperature)
-            collected.add(rows, batch["mask"], **per_token)
-    tokens = collected.gather()
-    samples.check_finite(run, **tokens)
-    return tokens
-
-
-def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tensor) -> None:
+def log_rollout(
+    run: Run, sampler: Sampler, samples: Samples, scores: Scores, is_kept: torch.Tensor
+) -> None:
     """Adds the metrics of sampled groups to the next log line, and records the samples.
 
     Args:
@@ -771,14 +704,14 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     }
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
-    run.metrics.add_rollout(logged)
-    run.metrics.add_rollout({"frac_groups_dropped": ~is_kept})
+    sampler.means.add_rollout(logged)
+    sampler.means.add_rollout({"frac_groups_dropped": ~is_kept})
     if run.args.n_samples_per_prompt > 1:
         groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-        run.metrics.add_rollout(spread_of_groups(groups))
-    run.metrics.add_rollout({"completions/min_length": response_lengths}, reduce="min")
-    run.metrics.add_rollout({"completions/max_length": response_lengths}, reduce="max")
-    run.metrics.log_samples(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
+        sampler.means.add_rollout(spread_of_groups(groups))
+    sampler.means.add_rollout({"completions/min_length": response_lengths}, reduce="min")
+    sampler.means.add_rollout({"completions/max_length": response_lengths}, reduce="max")
+    run.logger.log_samples(scores.total, samples.examples(sampler.tokenizer, scores, "rollout"))
     note_dropped_groups(run, is_kept)
 
 
@@ -804,7 +737,7 @@ def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
     n_groups = len(is_kept)
     n_dropped = n_groups - int(is_kept.sum())
     if 2 * n_dropped > n_groups and not run.args.refill_rounds:
-        run.metrics.note_once(
+        run.logger.note_once(
             "dropped groups",
             f"{n_dropped} of {n_groups} groups ({n_dropped / n_groups:.0%}) have advantages of "
             "zero, such as those whose responses all score alike, and are dropped. So there are "
@@ -812,40 +745,6 @@ def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
             "help, and a reward of more than two values; --refill_rounds 3 samples other prompts "
             "in their place (not with --rollouts_ahead 1)",
         )
-
-
-# ============================================================ the updates of a rollout
-def updates_per_pass(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates of one pass over the samples that are trained on."""
-    return math.ceil(int(rollout.is_trained.sum()) / args.train_batch_size)
-
-
-def updates_of(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates that a rollout makes."""
-    return args.num_epochs_per_rollout * updates_per_pass(rollout, args)
-
-
-def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
-    """Returns which samples of the rollout form its next update, in a seeded order.
-
-    The updates of a pass differ in size by at most one sample: a small leftover would get a whole
-    optimizer step of its own. Of 10 samples, where `train_batch_size` is 4, they take 4, 3 and 3. A
-    group may be split.
-    """
-    n_updates = updates_per_pass(rollout, args)
-    pass_number, update_of_pass = divmod(position.update, n_updates)
-    rows = position.order_of_groups(args, rollout.samples, pass_number)
-    trained = rows[rollout.is_trained[rows].numpy()]
-    return np.array_split(trained, n_updates)[update_of_pass]
-
-
-def advance_rollout(run: Run) -> None:
-    """Counts an update. After the last one of its rollout, the next rollout is due."""
-    state: State = run.extra
-    state.position.update += 1
-    if state.position.update == updates_of(state.rollout, run.args):
-        state.position.end_rollout()
-        state.rollout = None
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -858,171 +757,126 @@ CHARTS = {
 
 
 def main():
-    # ============================================================ accelerator
-    args = arguments.parse(Args, demo=common.ASSETS / "grpo.yaml")
+    # ============================================================ set-up
+    args = arguments.parse(Args, demo="grpo.yaml")
     check_settings(args)
-    # This also fills in output_dir and the size of micro-batches.
-    accelerator = launch.make_accelerator(args, "grpo")
-    lora.complete_settings(accelerator, args)  # fills in lora_alpha
-
-    # ============================================================ data
+    accelerator = launch.make_accelerator(args, "grpo")  # it also makes the run's folder
+    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(
-        accelerator,
-        args,
-        tokenizer,
-        function=prompts.prompt_row,
-        max_new_tokens=args.max_new_tokens,
-        tools=episodes.tools(args),
-    )
-    rewards.check_signatures(args, data)  # can the functions be called with these columns?
+    data = rewards.load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
-    # The schedule of the learning rate is as long as if no group were dropped.
-    progress = Progress(
-        data.mixture.samples,
-        args.train_batch_size,
-        args.max_epochs,
-        args.max_steps,
-        updates_per_epoch=plan.updates_per_epoch,
-    )
 
-    # ============================================================ model and optimizer
-    policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.disable_dropout(policy)  # because responses are sampled without dropout
-    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
-    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    metrics = Metrics(
+    # Without dropout, because responses are sampled without.
+    policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
+    state = State(Position())
+    run = Run(
         accelerator,
         args,
-        progress,
+        data.mixture,
+        flop=lora.flop(policy),
         bar_metric="reward",
         bar_label=f"reward_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations, for perf/mfu
+        # The schedule of the learning rate is as long as if no group were dropped. Updates do not
+        # tell how much of the data is used up: a rollout that loses groups makes fewer.
+        updates_per_epoch=plan.updates_per_epoch,
+        position=state.position,
     )
-    run = Run(
-        accelerator=accelerator,
-        args=args,
-        tokenizer=tokenizer,
-        data=data,
-        model=model,
-        unwrapped=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        progress=progress,
-        metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
-        extra=State(Position()),  # what the loop carries; saved in checkpoints
-    )
-    # Refuses a model whose architecture is not interpreted correctly.
-    checks.check_logprobs(run, data.train[0]["prompt_ids"])
-    vllm.connect(run)  # does nothing without --vllm_url
-    episodes.start(run)  # does nothing without --environment
+    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
-    # ============================================================ reference and rewards
-    reference = Reference(run) if args.kl_coef else None
-    judge = Judge(run)
+    means = Means(accelerator)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    vllm.connect(sampler)  # does nothing without --vllm_url
+    episodes.start(sampler)  # does nothing without --environment
+    reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
+    judge = Judge(sampler)
     models = [model, judge.model, reference.model if reference else None]
-    packer = checks.make_packer(run, models, args.share_prompts)
+    packer = checks.make_packer(
+        accelerator, models, max_length=args.max_length, share=args.share_prompts
+    )
+
+    actor = Actor(run, model, tokenizer)
+    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity |= judge.fingerprints | (reference.fingerprints if reference else {})
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
+    checkpoint.resume()  # loads what --resume names, and opens the log
+    what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
+    console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
 
     # ============================================================ the loop
-    state = checkpoint.begin(run)  # `run.extra`, which a resume replaces
-    console.begin(
-        run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
-        updates=plan.describe(progress.total_steps),
-    )
-    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    # Updates do not tell how much of the data is used up: a rollout that loses groups makes fewer.
-    progress.position = state.position
     if state.position.prompts_seen == 0:  # at the start; `updates_seen` may be 0 later, too
-        evaluate(run, judge, packer)
-    while not progress.finished:
+        evaluate(run, actor, sampler, judge, packer)
+    while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, judge, reference, packer)
-        rollout = state.rollout
-        if rollout is None:  # nothing to train on: take the next prompts
-            skip_rollout(run)  # the run may end with it
-            log_evaluate_save(run, judge, packer)  # for the end of the run, or a signal
-            continue
+            state.rollout = make_rollout(run, sampler, state, judge, reference, packer)
+        if state.rollout is None:  # nothing to train on: take the next prompts
+            skip_rollout(run, state, means)  # the run may end with it
+        else:
+            samples, tokens = state.rollout.samples, state.rollout.tokens
+            update = next_update(run, state, packer)
+            # What the loss is a mean over: its tokens, or its samples, see --average.
+            sum_of_weights = total_weight(tokens["mask"][update.rows], args.average)
+            policy_has_moved = run.global_step > state.rollout.started_at
+            for rows, weights in update.micro_batches:
+                with run.timed("data"):
+                    batch, stored = samples.collate(rows, tokens, packer)
+                    data_rows = [samples.data_rows[row] for row in rows]
+                with accelerator.accumulate(model):
+                    losses, weights_in_mean, values = sample_losses(
+                        model, batch, stored, args, policy_has_moved
+                    )
+                    sample_weights = weights_in_mean * weights
+                    run.check_finite(update, data_rows, losses, sample_weights)
+                    # Part of the update's weighted mean; the engine divides by `divisor`.
+                    loss = (losses * sample_weights).sum() * update.divisor / sum_of_weights
+                    accelerator.backward(loss)  # DeepSpeed clips and steps in here
+                    if accelerator.sync_gradients:  # true once, in the last micro-batch
+                        grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                    # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                    optimizer.step()
+                    optimizer.zero_grad()
+                means.add(values, weights)
+                run.count_flop(batch, weights)
 
-        # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = rows_of_update(rollout, state.position, args)
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        # What the loss is a mean over: the update's tokens, or its samples, see --average.
-        sum_of_weights = total_weight(rollout.tokens["mask"][update_rows], args.average)
+            applied = run.count(update, grad_norm)  # False: gradients overflowed
+            means.close_update(
+                applied,
+                grad_norm=grad_norm,
+                learning_rate=scheduler.get_last_lr()[0],
+                loss_scale=update.loss_scale,
+            )
+            if applied:
+                scheduler.step()
+            state.advance(args)  # a skipped update has used up its samples, too
 
-        # Sorting by these keeps a group together where its prompt can be shared.
-        sort_lengths = rollout.samples.lengths_for_split(packer)
-        micro_batches = batches.split_update(run, update_rows, sort_lengths)
-        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
-        learning_rate = scheduler.get_last_lr()[0]
-        policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
+        if run.due(args.logging_steps, first=True):
+            run.log(means.reduce())
+        if run.due(args.eval_steps):
+            evaluate(run, actor, sampler, judge, packer)
+        actor.save_if_due()
+        checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-                batch, stored = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
-
-            with accelerator.accumulate(model):
-                output = model(batch, args.temperature, extras=("entropy",))
-                if policy_has_moved:
-                    old = stored
-                else:
-                    metrics.pending.add(first_pass_metrics(output, stored, weights))
-                    # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
-                    old = {**stored, "logps": output["logps"].detach()}
-                losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
-                guard.check(data_rows, losses, sample_weights, old=old, new=output)
-                # Part of the update's weighted mean; the engine divides by `divisor`.
-                loss = (losses * sample_weights).sum() * divisor / sum_of_weights
-                accelerator.backward(loss)  # DeepSpeed clips and steps in here
-                if accelerator.sync_gradients:  # true once, in the update's last micro-batch
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
-                optimizer.step()
-                optimizer.zero_grad()
-            metrics.pending.add(logged)
-            metrics.count_flop(batch, micro_batch.weights)
-
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
-        metrics.update_done(
-            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
-        )
-        if applied:
-            scheduler.step()
-        advance_rollout(run)  # a skipped update has used up its samples, too
-
-        log_evaluate_save(run, judge, packer)
-
-    actor.publish(run)
-    metrics.close()
-    console.end(run)
-    hub.push(run)
+    run.log(means.reduce())  # a line that is still open
+    actor.save()
+    console.end(actor, is_chat=any(data.train["roles"]))
 
 
-def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
-    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
-    args = run.args
-    if run.progress.log_due(args.logging_steps):
-        run.metrics.log()
-    if run.progress.evaluation_due(args.eval_steps):
-        evaluate(run, judge, packer)
-    if run.progress.save_due(args.save_steps):
-        checkpoint.save(run)
-    if run.progress.save_due(args.save_actor_steps):
-        actor.publish_step(run)
-    checkpoint.stop_if_asked(run)
+def next_update(run: Run, state: State, packer: Packer) -> Update:
+    """Returns the next update of the rollout. All processes agree on its samples."""
+    rows = state.rollout.rows_of_update(state.position, run.args)
+    # Sorted by these lengths a group stays together where its prompt can be shared.
+    lengths = state.rollout.samples.lengths_for_split(packer)
+    return run.update_of(rows, lengths, state.rollout.n_tokens(rows))
 
 
-def skip_rollout(run: Run) -> None:
+def skip_rollout(run: Run, state: State, means: Means) -> None:
     """Goes past a rollout that has nothing to train on, with a warning.
 
     The run ends there if these were its last prompts, or if a whole epoch of prompts has led to no
@@ -1032,7 +886,7 @@ def skip_rollout(run: Run) -> None:
         SystemExit: the run ends there, and no update was ever applied.
     """
     progress = run.progress
-    position = run.extra.position
+    position = state.position
     position.end_rollout()
     progress.idle = True  # the model has not changed, so nothing is due until the next update
 
@@ -1040,121 +894,124 @@ def skip_rollout(run: Run) -> None:
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
         "of all groups are zero, or all responses are truncated or failed)"
     )
-    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    if prompts_without_update >= run.data.mixture.samples:
+    prompts_without_update = position.prompts_seen - state.prompts_seen_when_trainable
+    if prompts_without_update >= run.mixture.samples:
         message += (
             f". The last {prompts_without_update} prompts, a whole epoch, led to no update, so the "
             "run ends here"
         )
         progress.stopped_early = True
     if progress.finished and progress.global_step == 0:
-        run.metrics.log()  # so that the rewards are in the log
+        run.log(means.reduce())  # so that the rewards are in the log
         sys.exit(f"{message}. The run has applied no update")
-    run.metrics.warn(message)
+    distributed.warn(run.accelerator, message)
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, judge: Judge, packer: Packer) -> None:
+def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Packer) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
-
-    def score(samples: Samples) -> Scores:
-        return with_penalty(judge.score(run, samples, packer), samples, run.args)
-
-    evaluation.evaluate(run, score)
+    line = {}
+    examples = []
+    with run.timed("paused"):
+        for prefix, eval_set in sampler.data.eval_sets.items():
+            samples = evaluation.sample_held_out(sampler, eval_set)
+            scores = with_penalty(judge.score(sampler, samples, packer), samples, run.args)
+            values, shown = evaluation.results(sampler, samples, scores, eval_set, prefix)
+            line |= values
+            examples += shown
+    run.log_evaluation(line, examples)
+    actor.keep_best(line)  # may end the run, see --stop_after
 
 
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
-    """Refuses settings that would be ignored or cannot work."""
+    """Refuses settings that would be ignored, or that contradict each other."""
     rewards.check_settings(args)
     evaluation.check_settings(args)
     vllm.check_settings(args)
-    check_unused(args)
-    check_groups(args)
-    check_dppo(args)
-    check_mean_advantages(args)
-    check_refills(args)
+    loss = f"--loss_type {args.loss_type}"
+    unused = [  # where, what is not used there, and what to do
+        (
+            args.kl_coef == 0,
+            ["ref_model_name_or_path", "kl_estimator"],
+            "not used, since there is no KL: give --kl_coef above 0, too",
+        ),
+        (
+            args.overlong_buffer == 0,
+            ["overlong_penalty"],
+            "not used: give --overlong_buffer above 0, too",
+        ),
+        (args.loss_type == "cispo", ["clip_range"], f"not used: {loss} clips only above 1"),
+        (is_dppo(args), ["sampler_correction_max"], f"not used by {loss}"),
+    ]
+    for is_so, names, why in unused:
+        if is_so:
+            refuse_changed(args, names, why)
+    for is_so, message in contradictions(args):
+        if is_so:
+            sys.exit(message)
     schedule.check_settings(args)
-    if args.overlong_buffer > args.max_new_tokens:
-        sys.exit(
-            f"--overlong_buffer {args.overlong_buffer}: longer than "
-            f"--max_new_tokens {args.max_new_tokens}"
-        )
 
 
-def check_unused(args: Args) -> None:
-    """Refuses settings that have no effect beside others, unless they have their defaults."""
-    if args.kl_coef == 0:
-        of_kl = ["ref_model_name_or_path", "kl_estimator"]
-        refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
-    if args.overlong_buffer == 0:
-        refuse_changed(args, ["overlong_penalty"], "not used: give --overlong_buffer above 0, too")
-    if args.loss_type == "cispo":
-        refuse_changed(args, ["clip_range"], "not used: --loss_type cispo clips only above 1")
-
-
-def check_groups(args: Args) -> None:
-    """Refuses settings of groups that would be ignored or cannot work."""
-    if args.n_samples_per_prompt == 1 and args.baseline != "none":
-        sys.exit(
+def contradictions(args: Args) -> list[tuple[bool, str]]:
+    """Returns which settings contradict each other: whether these do, and the message."""
+    loss = f"--loss_type {args.loss_type}"
+    refills = f"--refill_rounds {args.refill_rounds}"
+    wants_refills = args.refill_rounds > 0
+    over_rollout = args.baseline == "none" and args.advantage_std == "batch"
+    # DPPO ignores the default correction, too.
+    is_corrected = args.sampler_correction not in ("sequence_mask", "none")
+    return [
+        (
+            args.n_samples_per_prompt == 1 and args.baseline != "none",
             f"--baseline {args.baseline} compares the responses to a prompt: "
-            "--n_samples_per_prompt 1 leaves no other. Take 2 or more, or --baseline none"
-        )
-    if args.baseline == "none" and args.advantage_std == "group":
-        sys.exit(
+            "--n_samples_per_prompt 1 leaves no other. Take 2 or more, or --baseline none",
+        ),
+        (
+            args.baseline == "none" and args.advantage_std == "group",
             "--baseline none --advantage_std group: equal scores of a group would be divided by "
-            f"almost zero, {EPSILON:g}. Take --advantage_std batch or none"
-        )
-
-
-def check_dppo(args: Args) -> None:
-    """Refuses a ratio or a correction that DPPO's losses would ignore."""
-    if not is_dppo(args):
-        return
-    if args.ratio == "sequence":
-        sys.exit(
-            f"--loss_type {args.loss_type} --ratio sequence: this loss masks each token by itself"
-        )
-    refuse_changed(args, ["sampler_correction_max"], f"not used by --loss_type {args.loss_type}")
-    # The default is accepted, though it is ignored as well.
-    if args.sampler_correction not in ("sequence_mask", "none"):
-        sys.exit(
-            f"--loss_type {args.loss_type} --sampler_correction {args.sampler_correction}: its "
-            "ratio is already the one to the sampler. Leave the correction out"
-        )
-
-
-def check_mean_advantages(args: Args) -> None:
-    """Refuses `--advantage_std mean` with another baseline, or with a penalty for length."""
-    if args.advantage_std == "mean" and (args.baseline != "group" or args.overlong_buffer):
-        sys.exit(
+            f"almost zero, {EPSILON:g}. Take --advantage_std batch or none",
+        ),
+        (
+            is_dppo(args) and args.ratio == "sequence",
+            f"{loss} --ratio sequence: this loss masks each token by itself",
+        ),
+        (
+            is_dppo(args) and is_corrected,
+            f"{loss} --sampler_correction {args.sampler_correction}: its "
+            "ratio is already the one to the sampler. Leave the correction out",
+        ),
+        (
+            args.advantage_std == "mean" and (args.baseline != "group" or args.overlong_buffer > 0),
             "--advantage_std mean divides by a group's mean score: it needs --baseline group and "
-            "no penalty for length, which could make that mean zero or negative"
-        )
-
-
-def check_refills(args: Args) -> None:
-    """Refuses `--refill_rounds` where no group is dropped, and with `--rollouts_ahead`."""
-    if not args.refill_rounds:
-        return
-    if not args.drop_equal_groups:
-        sys.exit("--refill_rounds replaces dropped groups: it needs --drop_equal_groups true")
-    if args.rollouts_ahead:
-        sys.exit(
-            f"--refill_rounds {args.refill_rounds} --rollouts_ahead 1: which prompts the next "
-            "rollout has is known only once this one is refilled"
-        )
-    if args.kl_coef:
-        sys.exit(
-            f"--refill_rounds {args.refill_rounds} --kl_coef {args.kl_coef}: no group is left out, "
-            "since those without an advantage still learn from the KL. So none would be replaced"
-        )
-    if args.baseline == "none" and args.advantage_std == "batch":
-        sys.exit(
-            f"--refill_rounds {args.refill_rounds} with --baseline none --advantage_std batch: no "
+            "no penalty for length, which could make that mean zero or negative",
+        ),
+        (
+            wants_refills and not args.drop_equal_groups,
+            "--refill_rounds replaces dropped groups: it needs --drop_equal_groups true",
+        ),
+        (
+            wants_refills and args.rollouts_ahead > 0,
+            f"{refills} --rollouts_ahead 1: which prompts the next "
+            "rollout has is known only once this one is refilled",
+        ),
+        (
+            wants_refills and args.kl_coef > 0,
+            f"{refills} --kl_coef {args.kl_coef}: no group is left out, "
+            "since those without an advantage still learn from the KL. So none would be replaced",
+        ),
+        (
+            wants_refills and over_rollout,
+            f"{refills} with --baseline none --advantage_std batch: no "
             "group is left out, since its scores are compared with those of the whole rollout. So "
-            "none would be replaced"
-        )
+            "none would be replaced",
+        ),
+        (
+            args.overlong_buffer > args.max_new_tokens,
+            f"--overlong_buffer {args.overlong_buffer}: longer than "
+            f"--max_new_tokens {args.max_new_tokens}",
+        ),
+    ]
 
 
 if __name__ == "__main__":
