@@ -42,7 +42,6 @@ from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import RewardArgs, arg, refuse_changed
-from preference_recipes.data import dataset, prompts
 from preference_recipes.models import checks, load, lora, prepare
 from preference_recipes.models.logprobs import ActorCritic
 from preference_recipes.models.packing import Packer
@@ -555,30 +554,6 @@ CHARTS = {
 }
 
 
-def load_prompts(accelerator, args: Args, tokenizer) -> dataset.Data:
-    """Returns the prompts; refuses reward functions that cannot be called with their columns."""
-    data = dataset.load_data(
-        accelerator,
-        args,
-        tokenizer,
-        function=prompts.prompt_row,
-        max_new_tokens=args.max_new_tokens,
-        tools=episodes.tools(args),
-    )
-    rewards.check_signatures(args, data)
-    return data
-
-
-def load_reference(accelerator, args: Args, tokenizer, model) -> Reference | None:
-    """Returns the reference, which only the KL needs; None without a KL.
-
-    With LoRA it is the policy without its adapters, and `with_values` spares the critic's pass.
-    """
-    if args.kl_coef == 0:
-        return None
-    return Reference(accelerator, args, tokenizer, model, with_values=False)
-
-
 def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="ppo.yaml")
@@ -586,7 +561,7 @@ def main():
     accelerator = launch.make_accelerator(args, "ppo")  # it also makes the run's folder
     lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = load_prompts(accelerator, args, tokenizer)
+    data = rewards.load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
 
@@ -612,16 +587,17 @@ def main():
     sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
     vllm.connect(sampler)  # does nothing without --vllm_url
     episodes.start(sampler)  # does nothing without --environment
-    reference = load_reference(accelerator, args, tokenizer, model)
+    reference = None
+    if args.kl_coef:  # with LoRA the reference is the model without adapters: spare its critic
+        reference = Reference(accelerator, args, tokenizer, model, with_values=False)
     judge = Judge(sampler)
     readers = [model, judge.model, reference.model if reference else None]
     packer = checks.make_packer(
         accelerator, readers, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
-    of_bases = lora.fingerprints(accelerator, policy)
-    of_reference = reference.fingerprints if reference else {}
-    identity = {"data": data.fingerprint, **of_bases, **of_reference, **judge.fingerprints}
+    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
     checkpoint.resume()  # loads what --resume names, and opens the log
