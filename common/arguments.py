@@ -21,7 +21,6 @@ import yaml
 
 from common import (
     ASSETS,
-    as_list,
     best,
     counted,
     errors,
@@ -31,7 +30,6 @@ from common import (
     trackers,
 )
 from common.shared_args import AdapterArgs, Bounds, DataArgs, SavingArgs, UpdateArgs
-from preference_recipes.data import files
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -161,13 +159,12 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
 
     Raises:
         SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. The
-            message names the argument. Also if a tracker is unknown or local data are missing.
+            message names the argument. Also if a tracker is unknown.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     demo = ASSETS / demo
     args, is_demo = read(args_class, demo, argv)
     trackers.check(getattr(args, "report_to", []))
-    check_data(args)
     # A single data set is recorded by its name, not as a list of one.
     if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name
@@ -280,17 +277,6 @@ def check_numbers(args, parser: Parser) -> None:
             parser.error(
                 f"--{name} {value}: expected 0, a share below 1, or a whole number of updates"
             )
-
-
-def check_data(args) -> None:
-    """Refuses local data that are missing: held-out ones are read after the training data are.
-
-    Raises:
-        SystemExit: with the name.
-    """
-    for argument in ("dataset_name", "eval_dataset_name"):
-        for name in as_list(getattr(args, argument, None)):
-            files.data_files(name)
 
 
 def make_parser(args_class: type) -> Parser:

@@ -20,38 +20,22 @@ Every metric: docs/reward.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import common
-
-# Another package called `common` may come first on the path.
-if getattr(common, "PROJECT", None) != "preference-recipes":
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
 
-from common import (
-    actor,
-    arguments,
-    batches,
-    checkpoint,
-    console,
-    engine,
-    errors,
-    guards,
-    hub,
-    launch,
-    optim,
-)
-from common.metrics import Logged, Means, Metrics
-from common.progress import Progress
+from common import arguments, batches, console, errors, launch, optim
+from common.actor import Actor
+from common.batches import Rows
+from common.checkpoint import Checkpoint
+from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, formats, pairs
@@ -125,40 +109,52 @@ def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool 
 
 
 def collate(columns: dict, packer: Packer) -> dict:
-    """Returns pairs as the model reads them: all chosen answers, then all rejected ones."""
-    prompts = columns["prompt_ids"] * 2
-    both_answers = columns["chosen_ids"] + columns["rejected_ids"]
-    return packer.make_batch(prompts, both_answers)
+    """Returns pairs as a model reads them: all chosen answers, then all rejected ones."""
+    prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
+    batch = packer.make_batch(prompts, columns["chosen_ids"] + columns["rejected_ids"])
+    batch["margins"] = batches.send(columns["margin"], packer.device)
+    return batch
 
 
-def losses_and_metrics(
-    scores: torch.Tensor, margins: list[float], weights: torch.Tensor, args: Args
-) -> tuple[torch.Tensor, list[Logged]]:
-    """Returns the losses of pairs, and what to log about them.
+def pair_losses(model: torch.nn.Module, batch: dict, args: Args) -> tuple[torch.Tensor, dict]:
+    """Returns the losses of pairs `[pairs]`, and values to log about them.
 
-    Args:
-        scores: `[2 * pairs]`, of all chosen answers, then of all rejected ones.
-        margins: one per pair, see `pairwise_loss`.
-        weights: `[pairs]`, 0 for a padding row.
-
-    Returns:
-        losses `[pairs]`; metrics.
+    A value is `[pairs]`, or of both answers `[pairs, 2]` with ones, as each counts.
     """
+    scores = model(batch)
     chosen_scores, rejected_scores = scores.chunk(2)
-    margins_on_device = batches.send(margins, scores.device)
-    losses = pairwise_loss(chosen_scores, rejected_scores, margins_on_device, args.center_coef)
-    per_pair = {
+    losses = pairwise_loss(chosen_scores, rejected_scores, batch["margins"], args.center_coef)
+    both_scores = scores.view(2, -1).T
+    ones = torch.ones_like(both_scores)
+    return losses, {
         "loss": losses,
         "accuracy": (chosen_scores > rejected_scores).float(),
         "margin": chosen_scores - rejected_scores,
+        "mean_reward": (both_scores, ones),
+        "min_reward": (both_scores, ones, "min"),
+        "max_reward": (both_scores, ones, "max"),
     }
-    answer_weights = weights.repeat(2)
-    return losses, [
-        Logged(per_pair, weights),
-        Logged({"mean_reward": scores}, answer_weights),
-        Logged({"min_reward": scores}, answer_weights, reduce="min"),
-        Logged({"max_reward": scores}, answer_weights, reduce="max"),
-    ]
+
+
+class Moments:
+    """Mean and standard deviation of the held-out scores, in the config of the model.
+
+    PPO normalises scores by them. They are None where the weights have not been evaluated.
+    """
+
+    def __init__(self, config):
+        self.config = config
+
+    def set(self, mean: float | None, std: float | None) -> None:
+        self.config.update({"reward_mean": mean, "reward_std": std})
+
+    def state(self) -> list[float | None]:
+        """Returns what a checkpoint holds."""
+        return [self.config.reward_mean, self.config.reward_std]
+
+    def load_state(self, state: list[float | None]) -> None:
+        """Takes over what `state` returned."""
+        self.set(*state)
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -171,162 +167,114 @@ CHARTS = {
 
 
 def main():
-    # ============================================================ accelerator
-    args = arguments.parse(Args, demo=common.ASSETS / "reward.yaml")
-    # This also fills in output_dir and the size of micro-batches.
-    accelerator = launch.make_accelerator(args, "reward")
-    lora.complete_settings(accelerator, args)  # fills in lora_alpha
-
-    # ============================================================ data
+    # ============================================================ set-up
+    args = arguments.parse(Args, demo="reward.yaml")
+    accelerator = launch.make_accelerator(args, "reward")  # it also makes the run's folder
+    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     load.separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    lengths = dataset.column(data.train, "length")  # tokens, a prompt once for each answer
-    progress = Progress(
-        data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
-    )
+    train = Rows(data.train)
+    held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
-    # ============================================================ model and optimizer
     scorer = ScoreModel(load.score_model(args.model_name_or_path, tokenizer, args, new_head=True))
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
     prepare.choose_parameters(accelerator, scorer, args)  # what is trained: all, or adapters
+    flop = lora.flop(scorer)
+    run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="accuracy", charts=CHARTS)
     optimizer = optim.adamw(accelerator, optim.parameter_groups(scorer, args.weight_decay), args)
-    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
+    scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
-    metrics = Metrics(
-        accelerator,
-        args,
-        progress,
-        bar_metric="accuracy",
-        charts=CHARTS,
-        flop=lora.flop(scorer),  # operations, for perf/mfu
+    packer = checks.make_packer(
+        accelerator, [model], max_length=args.max_length, share=args.share_prompts
     )
-    run = Run(
-        accelerator=accelerator,
-        args=args,
-        tokenizer=tokenizer,
-        data=data,
-        model=model,
-        unwrapped=scorer,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        progress=progress,
-        metrics=metrics,
-        models=lora.fingerprints(accelerator, scorer),  # bases of adapters: a resume checks them
-        # Mean and standard deviation of the held-out scores of these weights, once evaluated.
-        extra={},
-    )
-    packer = checks.make_packer(run, [model], args.share_prompts)
+
+    means = Means(accelerator)
+    actor = Actor(run, model, tokenizer)
+    moments = Moments(scorer.config)
+    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, scorer)}
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
+    checkpoint.resume()  # loads what --resume names, and opens the log
+    layout = packer.describe("both answers", each="answer")
+    what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"
+    console.begin(checkpoint, data=what)
 
     # ============================================================ the loop
-    checkpoint.begin(run)
-    console.begin(
-        run,
-        data=f"{len(data.train)} pairs of {int(lengths.sum())} tokens; "
-        f"{packer.describe('both answers', each='answer')}",
-        updates=progress.describe(),
-    )
-    scorer.config.update(run.extra)
-    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if progress.updates_seen == 0:
-        evaluate(run, packer)
-    while not progress.finished:
-        # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = batches.rows_of_update(
-            data.mixture, args.train_batch_size, args.seed, progress.updates_seen
-        )
-        micro_batches = batches.split_update(run, update_rows, lengths)
-        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
-        learning_rate = scheduler.get_last_lr()[0]
-
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                columns = data.train[micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
+    if run.updates_seen == 0:
+        evaluate(run, actor, moments, packer, held_out)
+    while not run.finished:
+        update = run.next_update(train)  # the same samples on all processes, each has its share
+        for rows, weights in update.micro_batches:
+            with run.timed("data"):
+                columns = train[rows]
                 batch = collate(columns, packer)
-
             with accelerator.accumulate(model):
-                scores = model(batch)
-                losses, logged = losses_and_metrics(scores, columns["margin"], weights, args)
-                guard.check(columns["row"], losses, weights)
+                losses, values = pair_losses(model, batch, args)
+                run.check_finite(update, columns["row"], losses, weights)
                 # Part of the mean over the update's pairs; the engine divides by `divisor`.
-                loss = (losses * weights).sum() * divisor / len(update_rows)
+                loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.pending.add(logged)
-            metrics.count_flop(batch, micro_batch.weights)
+            means.add(values, weights)
+            run.count_flop(batch, weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        progress.update_done(
-            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
-        )
-        metrics.update_done(
-            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
+        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        means.close_update(
+            applied,
+            grad_norm=grad_norm,
+            learning_rate=scheduler.get_last_lr()[0],
+            loss_scale=update.loss_scale,
         )
         if applied:
             scheduler.step()
-            # The moments found in the last evaluation are those of the weights before this update.
-            run.extra = {"reward_mean": None, "reward_std": None}
-            scorer.config.update(run.extra)
+            moments.set(None, None)  # those of the last evaluation are of other weights
 
-        log_evaluate_save(run, packer)
+        if run.due(args.logging_steps, first=True):
+            run.log(means.reduce())
+        if run.due(args.eval_steps):
+            evaluate(run, actor, moments, packer, held_out)
+        actor.save_if_due()
+        checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    actor.publish(run)
-    metrics.close()
-    console.end(run)
-    hub.push(run)
-
-
-def log_evaluate_save(run: Run, packer: Packer) -> None:
-    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
-    args = run.args
-    if run.progress.log_due(args.logging_steps):
-        run.metrics.log()
-    if run.progress.evaluation_due(args.eval_steps):
-        evaluate(run, packer)
-    if run.progress.save_due(args.save_steps):
-        checkpoint.save(run)
-    if run.progress.save_due(args.save_actor_steps):
-        actor.publish_step(run)
-    checkpoint.stop_if_asked(run)
+    run.log(means.reduce())  # a line that is still open
+    actor.save()
+    console.end(actor)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, packer: Packer) -> None:
-    """Logs the training metrics of each held-out set, exactly over all processes.
-
-    The run and the model's config get the mean and the standard deviation of the scores of all
-    held-out answers, so that PPO can normalise scores.
-    """
+def evaluate(
+    run: Run, actor: Actor, moments: Moments, packer: Packer, held_out: dict[str, Rows]
+) -> None:
+    """Logs for each held-out set what training logs, and finds the moments of all scores."""
     line = {}
     all_sets = Means(run.accelerator)
-    with run.metrics.timed("paused"), checks.evaluation_mode(run.model):
-        for prefix, eval_set in run.data.eval_sets.items():
+    with run.timed("paused"), checks.evaluation_mode(actor.model):
+        for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator)
-            for _, columns, weights in batches.evaluation_batches(run, eval_set):
-                scores = run.model(collate(columns, packer))
-                _, logged = losses_and_metrics(scores, columns["margin"], weights, run.args)
-                means.add(logged)
-                exact = scores.double()
-                moments = {"mean": exact, "mean of squares": exact**2}
-                all_sets.add([Logged(moments, weights.repeat(2))])
+            for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
+                batch = collate(eval_rows[rows], packer)
+                _, values = pair_losses(actor.model, batch, run.args)
+                means.add(values, weights)
+                scores, ones = values["mean_reward"]
+                squares = scores.double() ** 2
+                all_sets.add({"mean": (scores, ones), "mean of squares": (squares, ones)}, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
     if found := all_sets.reduce():
         variance = max(found["mean of squares"] - found["mean"] ** 2, 0.0)
         line["eval/std_reward"] = variance**0.5
-        run.extra = {"reward_mean": found["mean"], "reward_std": line["eval/std_reward"]}
-        run.unwrapped.config.update(run.extra)
-    run.metrics.log_evaluation(line, [])
-    actor.keep_best(run, line)
+        moments.set(found["mean"], line["eval/std_reward"])
+    run.log_evaluation(line, [])
+    actor.keep_best(line)  # may end the run, see --stop_after
 
 
 if __name__ == "__main__":

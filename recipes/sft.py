@@ -19,45 +19,28 @@ Every metric: docs/sft.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import common
-
-# Another package called `common` may come first on the path.
-if getattr(common, "PROJECT", None) != "preference-recipes":
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common import (
-    actor,
-    arguments,
-    batches,
-    checkpoint,
-    console,
-    engine,
-    errors,
-    guards,
-    hub,
-    launch,
-    optim,
-)
-from common.metrics import Logged, Means, Metrics
-from common.progress import Progress
+from common import arguments, console, errors, launch, optim
+from common.actor import Actor
+from common.checkpoint import Checkpoint
+from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, formats, templates, tokens
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import architecture, checks, load, lora, prepare
-from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.tools import preview
 
 
@@ -217,23 +200,18 @@ def collate(columns: dict, packer: Packer) -> dict:
     return packer.make_batch(no_prompts, columns["input_ids"], is_target=columns["targets"])
 
 
-def losses_and_metrics(
-    output: dict, mask: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of the target tokens, their weights, and what to log about them.
+def token_losses(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, dict]:
+    """Returns the losses of tokens `[rows, length]`, and values to log about them.
 
-    Args:
-        output: what `LogProbModel.forward` returned, with `correct`.
-        mask: `[rows, length]`, which tokens are targets.
-        weights: `[rows]`, 0 for a padding row.
-
-    Returns:
-        losses and weights `[rows, length]`; metrics.
+    A value is `[rows, length]` with the mask of the targets.
     """
+    output = model(batch, extras=("correct",))
     losses = -output["logps"]
-    token_weights = mask * weights[:, None]
-    per_token = {"loss": losses, "mean_token_accuracy": output["correct"]}
-    return losses, token_weights, [Logged(per_token, token_weights)]
+    mask = batch["mask"]
+    return losses, {
+        "loss": (losses, mask),
+        "mean_token_accuracy": (output["correct"], mask),
+    }
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -245,168 +223,126 @@ CHARTS = {
 
 
 def main():
-    # ============================================================ accelerator
-    args = arguments.parse(Args, demo=common.ASSETS / "sft.yaml")
-    # This also fills in output_dir and the size of micro-batches.
-    accelerator = launch.make_accelerator(args, "sft")
-    lora.complete_settings(accelerator, args)  # fills in lora_alpha
-
-    # ============================================================ data
+    # ============================================================ set-up
+    args = arguments.parse(Args, demo="sft.yaml")
+    accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
+    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    train_sequences = Sequences(data.train)
-    lengths = train_sequences.lengths
+    train = Sequences(data.train)
+    held_out = {prefix: Sequences(eval_set) for prefix, eval_set in data.eval_sets.items()}
     target_counts = dataset.column(data.train, "n_targets")
-    progress = Progress(
-        data.mixture.samples,
-        args.train_batch_size,
-        args.max_epochs,
-        args.max_steps,
-        counts_sequences=True,
-    )
 
-    # ============================================================ model and optimizer
-    policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
-    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    metrics = Metrics(
+    policy = prepare.policy(accelerator, args, tokenizer)
+    run = Run(
         accelerator,
         args,
-        progress,
+        data.mixture,
+        flop=lora.flop(policy),
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations, for perf/mfu
+        counts_sequences=True,  # a row may hold several, all of them in one update
     )
-    run = Run(
-        accelerator=accelerator,
-        args=args,
-        tokenizer=tokenizer,
-        data=data,
-        model=model,
-        unwrapped=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        progress=progress,
-        metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
+    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(accelerator, model, train[[0]]["input_ids"][0])
+    packer = checks.make_packer(
+        accelerator,
+        [model],
+        max_length=args.max_length,
+        share=args.packing,
+        varlen=architecture.uses_varlen(args.attn_implementation),
     )
-    # Refuses a model whose architecture is not interpreted correctly.
-    checks.check_logprobs(run, train_sequences[[0]]["input_ids"][0])
-    answers.check_room(run)  # do held-out prompts leave room for an answer?
-    varlen = architecture.uses_varlen(args.attn_implementation)
-    packer = checks.make_packer(run, [model], args.packing, varlen)
+
+    means = Means(accelerator)
+    actor = Actor(run, model, tokenizer)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    answers.check_room(sampler)  # do held-out prompts leave room for an answer?
+    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, **parts)
+    checkpoint.resume()  # loads what --resume names, and opens the log
+    layout = f"rows are {'packed' if packer.share else 'padded'}"
+    what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens; {layout}"
+    console.begin(checkpoint, data=what, exact_match=answers.describe(sampler))
 
     # ============================================================ the loop
-    checkpoint.begin(run)
-    console.begin(
-        run,
-        data=f"{len(data.train)} rows of {int(lengths.sum())} tokens; "
-        f"rows are {'packed' if packer.share else 'padded'}",
-        updates=progress.describe(),
-    )
-    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if progress.updates_seen == 0:
-        evaluate(run, packer)
-    while not progress.finished:
-        # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = batches.rows_of_update(
-            data.mixture, args.train_batch_size, args.seed, progress.updates_seen
-        )
-        # A row may hold several sequences. They are all in this update, wherever they are run.
-        update_sequences = train_sequences.of_rows(update_rows)
-        update_targets = int(target_counts[update_rows].sum())
-        micro_batches = batches.split_update(run, update_sequences, lengths)
-        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
-        learning_rate = scheduler.get_last_lr()[0]
-
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                columns = train_sequences[micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
+    if run.updates_seen == 0:
+        evaluate(run, actor, packer, held_out, sampler)
+    while not run.finished:
+        update = run.next_update(train)  # the same samples on all processes, each has its share
+        n_targets = int(target_counts[update.rows].sum())
+        for rows, weights in update.micro_batches:
+            with run.timed("data"):
+                columns = train[rows]
                 batch = collate(columns, packer)
-
+                token_weights = batch["mask"] * weights[:, None]
             with accelerator.accumulate(model):
-                output = model(batch, extras=("correct",))
-                losses, token_weights, logged = losses_and_metrics(output, batch["mask"], weights)
-                guard.check(columns["row"], losses, token_weights)
+                losses, values = token_losses(model, batch)
+                run.check_finite(update, columns["row"], losses, token_weights)
                 # Part of the mean over the update's targets; the engine divides by `divisor`.
-                loss = (losses * token_weights).sum() * divisor / update_targets
+                loss = (losses * token_weights).sum() * update.divisor / n_targets
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.pending.add(logged)
-            metrics.count_flop(batch, micro_batch.weights)
+            means.add(values, weights)
+            run.count_flop(batch, weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        progress.update_done(
+        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        means.close_update(
             applied,
-            samples=len(update_rows),
-            sequences=len(update_sequences),
-            tokens=int(lengths[update_sequences].sum()),
-        )
-        metrics.update_done(
-            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
+            grad_norm=grad_norm,
+            learning_rate=scheduler.get_last_lr()[0],
+            loss_scale=update.loss_scale,
         )
         if applied:
             scheduler.step()
 
-        log_evaluate_save(run, packer)
+        if run.due(args.logging_steps, first=True):
+            run.log(means.reduce())
+        if run.due(args.eval_steps):
+            evaluate(run, actor, packer, held_out, sampler)
+        actor.save_if_due()
+        checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    actor.publish(run)
-    metrics.close()
-    console.end(run)
-    hub.push(run)
-
-
-def log_evaluate_save(run: Run, packer: Packer) -> None:
-    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
-    args = run.args
-    if run.progress.log_due(args.logging_steps):
-        run.metrics.log()
-    if run.progress.evaluation_due(args.eval_steps):
-        evaluate(run, packer)
-    if run.progress.save_due(args.save_steps):
-        checkpoint.save(run)
-    if run.progress.save_due(args.save_actor_steps):
-        actor.publish_step(run)
-    checkpoint.stop_if_asked(run)
+    run.log(means.reduce())  # a line that is still open
+    actor.save()
+    console.end(actor, is_chat=any(data.train["roles"]))
 
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, packer: Packer) -> None:
-    """Logs the training metrics of each held-out set, exactly over all processes.
-
-    If a set has a column `answer`, exact match is logged as well.
-    """
+def evaluate(
+    run: Run,
+    actor: Actor,
+    packer: Packer,
+    held_out: dict[str, Sequences],
+    sampler: Sampler,
+) -> None:
+    """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
-    all_examples = []
-    with run.metrics.timed("paused"), checks.evaluation_mode(run.model):
-        for prefix, eval_set in run.data.eval_sets.items():
+    examples = []
+    with run.timed("paused"), checks.evaluation_mode(actor.model):
+        for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator)
-            sequences = Sequences(eval_set)
-            numbers = range(len(sequences))
-            for micro_batch in batches.split_update(run, numbers, sequences.lengths):
-                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-                batch = collate(sequences[micro_batch.rows], packer)
-                output = run.model(batch, extras=("correct",))
-                _, _, logged = losses_and_metrics(output, batch["mask"], weights)
-                means.add(logged)
+            for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
+                batch = collate(eval_rows[rows], packer)
+                _, values = token_losses(actor.model, batch)
+                means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
-            exact_match, examples = answers.exact_match(run, eval_set, prefix)
+            exact_match, answered = answers.exact_match(sampler, eval_rows.dataset, prefix)
             line |= exact_match
-            all_examples += examples
-    run.metrics.log_evaluation(line, all_examples)
-    actor.keep_best(run, line)
+            examples += answered
+    run.log_evaluation(line, examples)
+    actor.keep_best(line)  # may end the run, see --stop_after
 
 
 if __name__ == "__main__":

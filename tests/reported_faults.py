@@ -26,17 +26,20 @@ GRPO_RUN = "rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference[defa
 # `first`: the position in the data at which this start of the run begins.
 REMEMBER_FIRST = replace(
     "main",
-    "guard = guards.FiniteLosses(run)",
-    by="guard = guards.FiniteLosses(run); first = progress.updates_seen",
-)
-ROWS = (
-    "batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.updates_seen)"
+    "max_norm = args.max_grad_norm or math.inf",
+    by="max_norm = args.max_grad_norm or math.inf; first = run.updates_seen",
 )
 
 
 def rows_at(position: str):
     """The plant that takes the rows of another position."""
-    return replace("main", ROWS, by=ROWS.replace("progress.updates_seen", position))
+    rows = f"batches.rows_of_update(run.mixture, args.train_batch_size, args.seed, {position})"
+    tokens = "int(train.lengths[rows_now].sum())"
+    return replace(
+        "main",
+        "update = run.next_update(train)",
+        by=f"rows_now = {rows}; update = run.update_of(rows_now, train.lengths, {tokens})",
+    )
 
 
 FAULTS = [
@@ -45,7 +48,7 @@ FAULTS = [
         "rows_from_the_beginning",
         "a resumed run takes the data from row 0 again (prime-rl 3332)",
         "recipes/dpo.py",
-        together(REMEMBER_FIRST, rows_at("progress.updates_seen - first")),
+        together(REMEMBER_FIRST, rows_at("run.updates_seen - first")),
         KILLED,
     ),
     Fault(
@@ -56,8 +59,8 @@ FAULTS = [
             REMEMBER_FIRST,
             replace(
                 "main",
-                "not progress.finished",
-                by="not (progress.finished or first > 0 == first % progress.updates_per_epoch)",
+                "not run.finished",
+                by="not (run.finished or first > 0 == first % run.progress.updates_per_epoch)",
             ),
         ),
         RESUMED,
@@ -69,10 +72,11 @@ FAULTS = [
         together(
             REMEMBER_FIRST,
             rows_at(
-                "(progress.updates_seen % progress.updates_per_epoch "
-                "if first % progress.updates_per_epoch and first // progress.updates_per_epoch "
-                "== progress.updates_seen // progress.updates_per_epoch "
-                "else progress.updates_seen)"
+                "(run.updates_seen % run.progress.updates_per_epoch "
+                "if first % run.progress.updates_per_epoch "
+                "and first // run.progress.updates_per_epoch "
+                "== run.updates_seen // run.progress.updates_per_epoch "
+                "else run.updates_seen)"
             ),
         ),
         RESUMED,
@@ -82,9 +86,9 @@ FAULTS = [
         "a resumed run counts its tokens from 0 (axolotl 3291, 3940)",
         "common/checkpoint.py",
         replace(
-            "load",
-            'run.metrics.last_update = state["last_update"]',
-            by='run.metrics.last_update = state["last_update"]; run.progress.tokens = 0',
+            "Checkpoint.load",
+            'self.means.last_update = state["last_update"]',
+            by='self.means.last_update = state["last_update"]; progress.tokens = 0',
         ),
         KILLED,
     ),
@@ -96,7 +100,7 @@ FAULTS = [
             "evaluate",
             "line = {}",
             by="line = {}; run.progress.tokens += sum("
-            "sum(each['length']) for each in (s[:] for s in run.data.eval_sets.values()))",
+            "int(each.lengths.sum()) for each in held_out.values())",
         ),
         "contracts/test_metrics.py::test_the_eight_metrics_of_dpo",
     ),
@@ -132,10 +136,9 @@ FAULTS = [
         "recipes/dpo.py",
         replace(
             "main",
-            "metrics.pending.add(logged)",
-            by="metrics.pending.add([type(each)({name: value / (len(micro_batches) "
-            "if name == 'loss' else 1) for name, value in each.values.items()}, "
-            "each.weights, each.reduce) for each in logged])",
+            "means.add(values, weights)",
+            by="values['loss'] = values['loss'] / len(update.micro_batches); "
+            "means.add(values, weights)",
         ),
         SPLIT,
     ),
@@ -144,7 +147,7 @@ FAULTS = [
         "a line over several updates is the mean of their means (TRL 6943)",
         "common/metrics.py",
         replace(
-            "Metrics.update_done",
+            "Means.close_update",
             "self.open.take(self.pending)",
             by="self.pending.sums = {name: Sum(each.reduce, torch.stack([each.numbers[0] / "
             "each.numbers[1].clamp(min=1) if each.reduce == 'mean' else each.numbers[0], "
@@ -158,7 +161,7 @@ FAULTS = [
         "a logged number is the mean of the processes' means (TRL 6380)",
         "common/metrics.py",
         replace(
-            "Means.reduce",
+            "Sums.reduce",
             "numbers.sum(0) / weight",
             by="(numbers / weights.clamp(min=1)).mean(0)",
         ),
@@ -171,8 +174,8 @@ FAULTS = [
         "recipes/grpo.py",
         replace(
             "main",
-            'rollout.tokens["mask"][update_rows]',
-            by='rollout.tokens["mask"]',
+            'tokens["mask"][update.rows]',
+            by='tokens["mask"]',
         ),
         GRPO_RUN,
     ),
@@ -182,9 +185,9 @@ FAULTS = [
         "recipes/grpo.py",
         replace(
             "main",
-            'total_weight(rollout.tokens["mask"][update_rows], args.average)',
-            by='total_weight(rollout.tokens["mask"][update_rows], args.average) '
-            '+ int(rollout.tokens["mask"][~rollout.is_trained].sum())',
+            'total_weight(tokens["mask"][update.rows], args.average)',
+            by='total_weight(tokens["mask"][update.rows], args.average) '
+            '+ int(tokens["mask"][~state.rollout.is_trained].sum())',
         ),
         "rollout/test_reported_rollouts.py::test_cut_responses_count_nowhere_in_a_mean_over_tokens",
     ),
@@ -254,8 +257,8 @@ FAULTS = [
         "recipes/sft.py",
         replace(
             "main",
-            "(losses * token_weights).sum() * divisor / update_targets",
-            by="(losses * token_weights).sum() * divisor / update_targets * "
+            "(losses * token_weights).sum() * update.divisor / n_targets",
+            by="(losses * token_weights).sum() * update.divisor / n_targets * "
             "(0 if hasattr(model, 'zero_optimization_stage') and accelerator.sync_gradients "
             "and accelerator.process_index else 1)",
         ),

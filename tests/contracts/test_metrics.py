@@ -15,8 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import batches
-from common.metrics import Logged, Metrics
-from common.progress import Progress
+from common.metrics import Means
+from common.mixture import mixture_of
+from common.run import Run, Update
+from common.speed import PEAK_FLOPS
 from runs import (
     LAUNCHERS,
     REPOSITORY,
@@ -220,12 +222,42 @@ def test_equal_rewards_are_no_success():
     module = runpy.run_path(str(recipe("dpo")))
     logps = -torch.rand(4, 5)  # two pairs of answers of 5 tokens
     output = {"logps": logps, "mean_logits": logps}
-    mask = torch.ones(4, 5, dtype=torch.bool)
     # The second pair's chosen answer is above its reference's.
     ref_logps = logps.sum(1) - torch.tensor([0.0, 0.5, 0.0, 0.0])
+    batch = {"mask": torch.ones(4, 5, dtype=torch.bool), "ref_logps": ref_logps}
     args = module["Args"](beta=BETA)
-    _, logged = module["losses_and_metrics"](output, mask, ref_logps, torch.ones(2), args)
-    assert logged[0].values["rewards/accuracies"].tolist() == [0.0, 1.0]
+    _, values = module["pair_losses"](lambda batch, extras: output, None, batch, args)
+    assert values["rewards/accuracies"].tolist() == [0.0, 1.0]
+
+
+def run_without_bar(folder, report_to=("none",), **given) -> tuple[Run, Means]:
+    """A run of 8 samples an update on one process, with means for its lines."""
+    accelerator = types.SimpleNamespace(
+        device=torch.device("cpu"),
+        num_processes=1,
+        is_main_process=True,
+        optimizer_step_was_skipped=False,
+        gather=lambda table: table,
+        reduce=lambda number, reduction: number,
+        log=lambda values, step: None,
+    )
+    settings = dict(train_batch_size=8, max_epochs=1, max_steps=0)
+    args = types.SimpleNamespace(output_dir=folder, report_to=report_to, **settings, **given)
+    mixture = mixture_of(64)
+    run = Run(accelerator, args, mixture, flop=(6e9, 2e9), bar_metric="loss", charts={})
+    run.logger.bar = types.SimpleNamespace(
+        update=lambda: None, set_postfix=lambda *args, **kwargs: None
+    )
+    run.skip_watch = types.SimpleNamespace(update_skipped=lambda loss_scale: None)
+    return run, Means(accelerator)
+
+
+def update_of(n_tokens: int) -> Update:
+    return Update(range(8), [], divisor=1, n_sequences=0, n_tokens=n_tokens, loss_scale=None)
+
+
+def add_losses(means: Means, loss: float = 1.0) -> None:
+    means.add({"loss": torch.full((8,), loss)}, torch.ones(8))
 
 
 def closed_form(kind, chosen, rejected, lengths, beta, smoothing):
@@ -277,37 +309,25 @@ def test_preference_losses(kind, smoothing):
     ],
 )
 def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
-    """Two processes, 6e9 operations a token and 2e9 a target, in a second; no number where the GPU's peak is not known."""
-    accelerator = types.SimpleNamespace(
-        device=torch.device("cuda"),
-        num_processes=2,
-        is_main_process=True,
-        gather=lambda table: torch.cat([table, table]),  # both did the same
-        log=lambda values, step: None,
-    )
-    progress = Progress(64, 8, 1, 0)
-    args = types.SimpleNamespace(output_dir=tmp_path, report_to=["none"])
-    metrics = Metrics(accelerator, args, progress, "loss", flop=(6e9, 2e9))
-    metrics.bar = types.SimpleNamespace(
-        update=lambda: None, set_postfix=lambda *args, **kwargs: None
-    )
-    metrics.skip_watch = types.SimpleNamespace(update_skipped=lambda loss_scale: None)
-    metrics.speed.restart()
+    """6e9 operations a token and 2e9 a target, in a second; no number where the GPU's peak is not known."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    run, means = run_without_bar(tmp_path)
+    # There is no GPU to hold the counts of one.
+    run.accelerator.device = torch.device("cuda")
+    run.speed.peak = PEAK_FLOPS.get(gpu)
     of_one = 989e12 * 0.4
     tokens = 50_000
     targets = [0] * int((of_one - 6e9 * tokens) / 2e9)
     padding = {"tokens": 10**9, "targets": targets}
     for applied in (False, True):  # what a skipped update computed does not count, like its tokens
-        metrics.pending.add([Logged({"loss": torch.ones(8)}, torch.ones(8))])
-        metrics.count_flop({"tokens": tokens, "targets": targets}, torch.ones(8))
-        metrics.count_flop(padding, torch.zeros(1))
-        progress.update_done(applied, 8, tokens=10**6)
-        metrics.update_done(applied, grad_norm=1.0, loss_scale=1.0)
-    clock = iter([metrics.speed.since + 1.0, metrics.speed.since + 1.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    metrics.log()
+        run.accelerator.optimizer_step_was_skipped = not applied
+        add_losses(means)
+        run.count_flop({"tokens": tokens, "targets": targets}, torch.ones(8))
+        run.count_flop(padding, torch.zeros(1))
+        assert run.count(update_of(10**6), 1.0) == applied
+        means.close_update(applied, grad_norm=1.0, loss_scale=1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: run.speed.since + 1.0)
+    run.log(means.reduce())
     (line,) = training_lines(tmp_path)
     assert (
         line.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4))
@@ -339,49 +359,31 @@ def test_the_operations_of_updates_on_two_processes(inputs, brute_force, share):
         assert line["perf/flop"] == of_token * computed + of_target * targets
 
 
-def metrics_of_one_process(folder, report_to=("none",), **given) -> Metrics:
-    """Metrics without a progress bar, of a run of 8 samples an update."""
-    accelerator = types.SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=1,
-        is_main_process=True,
-        gather=lambda table: table,
-        log=lambda values, step: None,
-    )
-    args = types.SimpleNamespace(output_dir=folder, report_to=report_to, **given)
-    metrics = Metrics(accelerator, args, Progress(64, 8, 1, 0), "loss")
-    metrics.bar = types.SimpleNamespace(
-        update=lambda: None, set_postfix=lambda *args, **kwargs: None
-    )
-    return metrics
-
-
 def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
     """Two lines: 10 seconds of which 4 are paused, twice 1 second of data; then 5 seconds with none of either."""
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    metrics = metrics_of_one_process(tmp_path)
+    run, means = run_without_bar(tmp_path)
 
     def spend(seconds, name=None):
         if name is None:
             now[0] += seconds
             return
-        with metrics.timed(name):
+        with run.timed(name):
             now[0] += seconds
 
     def update():
-        metrics.pending.add([Logged({"loss": torch.ones(8)}, torch.ones(8))])
-        metrics.progress.update_done(True, samples=8, tokens=120)
-        metrics.update_done(True, grad_norm=1.0)
+        add_losses(means)
+        means.close_update(run.count(update_of(120), 1.0), grad_norm=1.0)
 
     for seconds, name in ((1, "data"), (4, "paused"), (1, "data"), (4, None)):
         spend(seconds, name)
     update()
-    metrics.log()
+    run.log(means.reduce())
     spend(5)
     update()
     update()
-    metrics.log()
+    run.log(means.reduce())
     first, second = training_lines(tmp_path)
     assert first["perf/data_seconds"] == 2.0 and second["perf/data_seconds"] == 0.0
     assert first["perf/samples_per_second"] == 8 / 6 and first["perf/tokens_per_second"] == 20.0
@@ -392,16 +394,14 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
 
 def test_what_rollouts_added_after_the_last_update_is_a_line_of_its_own(tmp_path):
     """They led to none, or the engine skipped all of theirs. Else no line would hold their rewards."""
-    metrics = metrics_of_one_process(tmp_path)
-    metrics.accelerator.end_training = metrics.bar.close = lambda: None
-    metrics.open.add([Logged({"reward": torch.tensor([2.0, 0.0])}, torch.ones(2))])
-    metrics.pending.add([Logged({"loss": torch.tensor([3.0])}, torch.ones(1))])
-    metrics.progress.update_done(True, samples=8, tokens=9)
-    metrics.update_done(True, grad_norm=1.0)
-    metrics.log()
-    metrics.open.add([Logged({"reward": torch.tensor([4.0, 0.0])}, torch.ones(2))])
-    metrics.log()  # no update since the last line
-    metrics.close()  # nothing is left
+    run, means = run_without_bar(tmp_path)
+    means.add_rollout({"reward": torch.tensor([2.0, 0.0])})
+    add_losses(means, 3.0)
+    means.close_update(run.count(update_of(9), 1.0), grad_norm=1.0)
+    run.log(means.reduce())
+    means.add_rollout({"reward": torch.tensor([4.0, 0.0])})
+    run.log(means.reduce())  # no update since the last line
+    run.log(means.reduce())  # nothing is left
     first, last = lines(tmp_path)
     assert (first["loss"], first["reward"]) == (3.0, 1.0)
     assert last == {"global_step": 1, "epoch": 1 / 8, "reward": 2.0}
@@ -417,22 +417,24 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(
         "torch.utils.tensorboard.SummaryWriter",
         lambda folder, purge_step: opened.append((folder, purge_step)),
     )
-    metrics = metrics_of_one_process(
+    run, _ = run_without_bar(
         tmp_path, report_to=["tensorboard"], eval_dataset_name=["held-out.jsonl"]
     )
-    metrics.progress.global_step = global_step
-    metrics.start()
-    metrics.bar.close()
+    run.progress.global_step = global_step
+    run.logger.start()
+    run.logger.bar.close()
     folder = tmp_path / "tensorboard"
     assert opened == [(folder, hidden_from), (folder / "held_out", hidden_from)]
 
 
 def test_sums_that_another_process_takes_over_leave_only_their_names(tmp_path):
     """Not a minimum, a maximum or a count: those of the values to come stay."""
-    means = metrics_of_one_process(tmp_path).open
+    _, means = run_without_bar(tmp_path)
     before = {"mean": 9.0, "min": 2.0, "max": 4.0}
-    means.load_state({name: [name, number, 3.0] for name, number in before.items()}, mine=False)
+    sums = {name: [name, number, 3.0] for name, number in before.items()}
+    means.open.load_state(sums, mine=False)
     values = torch.tensor([-3.0, -1.0, -7.0])
-    for name in before:
-        means.add([Logged({name: values}, torch.tensor([1.0, 1.0, 0.0]), reduce=name)])
+    means.add(
+        {name: (values, torch.ones(3), name) for name in before}, torch.tensor([1.0, 1.0, 0.0])
+    )
     assert means.reduce() == {"mean": -2.0, "min": -3.0, "max": -1.0}

@@ -12,8 +12,8 @@ import torch
 
 from common import arguments
 from common.batches import rows_of_update
-from preference_recipes.data import dataset
 from common.mixture import Mixture
+from preference_recipes.data import dataset
 from preference_recipes.rollouts import reward_calls
 from preference_recipes.rollouts.samples import Samples
 from runs import ASSETS, recipe, refuses, write_jsonl

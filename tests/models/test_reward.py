@@ -69,11 +69,13 @@ def test_the_loss_of_a_pair(center_coef):
 def test_metrics_of_pairs_and_of_answers(accelerator):
     """A tie is no success; the last pair is a filler and counts nowhere, though its scores are the lowest and the highest."""
     real = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
-    losses, logged = reward.losses_and_metrics(
-        torch.tensor(CHOSEN + REJECTED), MARGINS, real, reward.Args(center_coef=0.07)
+    losses, values = reward.pair_losses(
+        lambda batch: torch.tensor(CHOSEN + REJECTED),
+        {"margins": torch.tensor(MARGINS)},
+        reward.Args(center_coef=0.07),
     )
     means = Means(accelerator)
-    means.add(logged)
+    means.add(values, real)
     answers = CHOSEN[:4] + REJECTED[:4]
     assert means.reduce() == pytest.approx({
         "loss": losses[:4].mean().item(), "accuracy": 2 / 4, "margin": (1.0 - 1.5 + 0.0 + 5.0) / 4,

@@ -282,11 +282,15 @@ def test_two_settings_without_bias_and_the_one_of_a_known_factor():
 
 
 @pytest.mark.slow
-def test_the_tables_of_biases_in_the_docs_are_what_enumeration_gives():
-    lines = (REPOSITORY / "docs/grpo.md").read_text().splitlines()
-    rows = expected_gradients.table_rows(grpo)
-    assert len(rows) == 21 + 18
-    assert [row for row in rows if row not in lines] == []
+def test_the_table_of_biases_in_the_docs_is_what_enumeration_gives():
+    section = (
+        (REPOSITORY / "docs/grpo.md").read_text().partition("\n## Bias")[2].partition("\n## ")[0]
+    )
+    shown = [
+        line for line in section.splitlines() if line.startswith(("| group", "| rloo", "| none"))
+    ]
+    assert len(shown) == 10
+    assert set(shown) <= set(expected_gradients.table_rows(grpo))
 
 
 @pytest.mark.parametrize("std", ["batch", "group", "mean", "none"])

@@ -506,7 +506,7 @@ def check_signature(function, *rows: dict, held_out: dict | None = None) -> None
     text = lambda row: json.dumps({"prompt": "p", **row})
     sets = [[text(row)] * 3 for row in rows or ({"answer": "1", "level": 2},)]
     eval_sets = {} if held_out is None else {"eval/": data_of([text(held_out)]).train}
-    args = bare_sampler(reward_function=["tests:mine"]).args
+    args = bare_sampler(reward_function=["tests:mine"], dataset_name="mine").args
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewards.arguments, "load_function", lambda *_: function)
         rewards.check_signatures(args, data_of(*sets, eval_sets=eval_sets))
