@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
-from common import best, engine, folders, record, zero
+from common import best, engine, errors, folders, record, zero
 from common.run import Run
 from preference_recipes.models import lora
 
@@ -66,7 +65,9 @@ def publish(
     try:
         with run.metrics.timed("paused"):
             written = save(run, directory, keep=keep, dtype=dtype, weights=weights)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not errors.is_of_disk(error):
+            raise
         shutil.rmtree(being_written(directory), ignore_errors=True)
         sys.exit(
             f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run wrote "

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object, set_seed
-from safetensors import SafetensorError
 
 from common import (
     actor,
@@ -22,6 +21,7 @@ from common import (
     distributed,
     engine,
     engine_state,
+    errors,
     folders,
     left_behind,
     record,
@@ -274,14 +274,17 @@ def save(run: Run) -> None:
     try:
         with run.metrics.timed("paused"):
             write(run, temporary, final)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
+    except Exception as error:
+        if not errors.is_of_disk(error) and not isinstance(error, RuntimeError):  # torch's
+            raise
+        why = errors.why_not_written(error, run.output_dir)
         # Only the main process removes the folder. Another one might do so while it is renamed.
         if run.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
         way_on = "This folder has none before it."
         if earlier:
             way_on = f"--resume auto goes on from {earlier[-1].name}."
-        sys.exit(f"{final} could not be written: {str(error)[:200]}. {way_on}")
+        sys.exit(f"{final} could not be written: {why}. {way_on}")
     run.last_saved = step
 
 

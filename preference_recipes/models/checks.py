@@ -4,10 +4,11 @@ import contextlib
 import sys
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common import print_once
+from common import print_once, shards
 from common.run import Run
 from preference_recipes.models import architecture
 from preference_recipes.models.logprobs import LogProbModel
@@ -25,7 +26,8 @@ def check_logprobs(run: Run, ids: list[int]) -> None:
         ids: some tokens of the data, at least one.
 
     Raises:
-        SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
+        SystemExit: the architecture does something to its logits that `LogProbModel` does not know,
+            or weights are not finite.
     """
     row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
     batch = Packer(run.device).make_batch([row[:1]], [row[1:]])
@@ -38,10 +40,26 @@ def check_logprobs(run: Run, ids: list[int]) -> None:
     largest = output["own_logps"].abs().max().item()
     tolerance = 1e-5 if output["is_fp32"].max() else 1e-2
     if not typical <= tolerance * (1 + largest):  # also where it is not a number
+        if names := not_finite(run.model):
+            others = f", nor are {len(names) - 1} other parameters" if len(names) > 1 else ""
+            sys.exit(
+                f"{run.args.model_name_or_path}: {names[0]} is not finite{others}: the model's "
+                "file holds NaN or infinite weights"
+            )
         sys.exit(
             f"{run.args.model_name_or_path}: its head's log-probs differ from its own logits' by "
             f"{typical:.3g}: this architecture is not supported yet"
         )
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """Returns the parameters that hold a NaN or an infinity. All processes must call it."""
+    own = [
+        name
+        for name, parameter in model.named_parameters()
+        if not shards.part_of(parameter).isfinite().all()
+    ]
+    return sorted(set(gather_object(own)))
 
 
 def check_positions(models: list[nn.Module], max_length: int) -> None:
