@@ -65,7 +65,6 @@ RESUMED_UPDATE = 8
 WEIGHTS_BOUND = 1e-4
 NUMBERS_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
-MOST_SHOWN = 3
 
 
 class Unasked(Exception):
@@ -624,7 +623,7 @@ def read(folder: Path = RESULTS) -> list[dict]:
 
 
 def render(results: list[dict]) -> str:
-    """Returns one table of all programs, and below it what does not hold, and why some is not asked."""
+    """Returns one table of all programs, and below it which versions were asked."""
     header = ["program", "work", *QUESTIONS]
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     for result in results:
@@ -632,9 +631,7 @@ def render(results: list[dict]) -> str:
             rows = {row["question"]: row for row in result["rows"] if row["work"] == work}
             cells = [cell(rows.get(question)) for question in QUESTIONS]
             lines.append(f"| {' | '.join([result['program'], work, *cells])} |")
-    for result in results:
-        lines += ["", *details(result)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(asked(result) for result in results)])
 
 
 def cell(row: dict | None) -> str:
@@ -655,36 +652,13 @@ def shown(distance: float) -> str:
     return f"{distance:.1e}" if math.isfinite(distance) else "any bound"
 
 
-def details(result: dict) -> list[str]:
-    """Returns what must be said of one program."""
+def asked(result: dict) -> str:
+    """Returns which versions of a program were asked, and how. Its JSON has every check and note."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    lines = [
-        f"**{result['program']}** ({versions}), asked by `{result['command']}` on "
-        f"{result['date']}, {result['repeats']} times from scratch."
-    ]
-    lines += [f"- {note}" for note in result["notes"]]
-    reasons: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        if row["result"] == "could not be asked":
-            reasons.setdefault(row["why"], []).append(f"{row['work']} {row['question']}")
-    lines += [f"- not asked: {', '.join(names)}: {why}" for why, names in reasons.items()]
-    for row in result["rows"]:
-        if row["result"] == "does not hold":
-            lines.append(f"- {row['work']} {row['question']}: {worst_of(failed_checks(row))}")
-    return lines
-
-
-def worst_of(checks: list[dict]) -> str:
-    """Returns what is farthest off, and how much else is. The JSON has all of it."""
-    checks = sorted(checks, key=lambda check: -check["distance"])
-    said = "; ".join(say(check) for check in checks[:MOST_SHOWN])
-    others = len(checks) - MOST_SHOWN
-    return f"{said}; and {others} more" if others > 0 else said
-
-
-def say(check: dict) -> str:
-    what = check["what"].partition(":")[0]
-    return f"{what}: {check['where']} ({shown(check['distance'])})"
+    return (
+        f"- {result['program']}: {versions}; `{result['command']}`, {result['date']}, "
+        f"{result['repeats']} times from scratch"
+    )
 
 
 def with_tables(text: str, tables: str) -> str:

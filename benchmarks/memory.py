@@ -1,4 +1,4 @@
-"""What each state takes per parameter, measured on CPU processes: the figures of docs/memory.md.
+"""What each state takes per parameter, measured on CPU processes: docs/memory.md has the formulas.
 
     python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--steps 2] [--lora_r 0] [--configs YAML_OR_JSON ...]
 

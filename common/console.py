@@ -7,14 +7,10 @@ from pathlib import Path
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, best, board, counted, engine, hub, optim, record
+from common import adapters, best, counted, engine, hub, optim, record, trackers
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.run import Run
-
-# Without smoothing: TensorBoard would smooth a few evaluations as it does hundreds of updates, and
-# draw them far from their values.
-KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
 
 
 def begin(checkpoint: Checkpoint, data: str, updates: str = "", exact_match: str = "") -> None:
@@ -51,7 +47,9 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "", exact_match: str
     else:
         lines["checkpoints"] = "none but when a signal ends the run; give --save_steps for others"
     if "tensorboard" in args.report_to:
-        lines["curves"] = f"{board.command(run.output_dir)}; the key ones are at {KEY_CHARTS}"
+        lines["curves"] = (
+            f"tensorboard --logdir {args.output_dir}; the key ones are at {trackers.KEY_CHARTS}"
+        )
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
     run.logger.bar.write("\n".join(rows))  # above the bar
@@ -156,7 +154,7 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
     titles = ("before", "after") if ends.evaluations else ("first line", "last line")
     if not shown or shown[0] == shown[1]:
         return []
-    patterns = [board.pattern_of(tags) for tags in charts.values()]
+    patterns = [trackers.pattern_of(tags) for tags in charts.values()]
     figures = [
         (name, before, after)
         for name, before, after in record.compared(shown)

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from common import board, errors, record, trackers, transcript
+from common import errors, trackers, transcript
 from common.progress import Progress
 
 
@@ -24,11 +24,11 @@ class Logger:
         args: `output_dir` gets the files and, if `report_to` says so, `tensorboard/`.
         bar_metric: the recipe's key metric, shown in the bar next to the loss.
         charts: the key metrics, by the title of the chart that shows them together; see
-            `board.Board`.
+            `trackers.start`.
         bar_label: what the bar calls `bar_metric`; by default the last part of its name.
 
     Attributes:
-        board, bar, started: made by `start`, which also reads the clock.
+        bar, started: made by `start`, which also reads the clock.
         noted: the names of what `note_once` has printed.
     """
 
@@ -53,7 +53,6 @@ class Logger:
             "perf/tokens_per_second": "tokens_per_second",
         }
         self.shown_in_bar: dict[str, float] = {}
-        self.board: board.Board | None = None
         self.bar: tqdm | None = None
         self.started = 0.0
         self.noted: set[str] = set()
@@ -61,19 +60,7 @@ class Logger:
     def start(self) -> None:
         """Opens TensorBoard, other trackers and the bar. All processes must call it."""
         if self.accelerator.is_main_process:
-            report_to = self.args.report_to
-            settings = record.plain_settings(self.args)
-            trackers.start(self.accelerator, report_to, self.output_dir, settings)
-            if "tensorboard" in report_to:
-                folder = self.output_dir / "tensorboard"
-                self.board = board.Board(
-                    folder,
-                    self.progress.global_step,
-                    charts=self.charts,
-                    settings=settings,
-                    first=record.not_default(self.args),
-                    has_held_out=bool(self.args.eval_dataset_name),
-                )
+            trackers.start(self.accelerator, self.args, self.charts, self.progress.global_step)
         self.started = time.monotonic()
         self.bar = tqdm(
             total=self.progress.total_steps,
@@ -95,13 +82,14 @@ class Logger:
         """
         if self.accelerator.is_main_process:
             transcript.write(self.output_dir, self.progress.global_step, examples)
-        if self.board:
+        writer = trackers.writer_of(self.accelerator)
+        if writer:
             next_update = self.progress.global_step + 1
             if scores is not None:
                 # Not `scores`: TensorBoard cannot show a scalar and a histogram under one tag.
-                self.board.add_histogram("rollout/scores", scores[~scores.isnan()], next_update)
-            shown = transcript.as_markdown(examples)
-            self.board.add_text("samples/rollout", shown, next_update)
+                scored = scores[~scores.isnan()]
+                trackers.add_histogram(writer, "rollout/scores", scored, next_update)
+            writer.add_text("samples/rollout", transcript.as_markdown(examples), next_update)
 
     def warn(self, message: str) -> None:
         """Prints a line above the bar. All processes may call it."""
@@ -132,9 +120,10 @@ class Logger:
             global_step = self.progress.global_step
             if examples:
                 transcript.write(self.output_dir, global_step, examples)
-            if examples and self.board:
+            writer = trackers.writer_of(self.accelerator)
+            if examples and writer:
                 text = transcript.as_markdown(examples)
-                self.board.add_text("samples/evaluation", text, global_step)
+                writer.add_text("samples/evaluation", text, global_step)
             lines = [f"evaluation at global_step {global_step}:", *in_columns(values)]
             lines += transcript.on_console(examples)
             self.bar.write("\n".join(lines))
@@ -146,8 +135,6 @@ class Logger:
             line = {"global_step": global_step, **values}
             with open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        if self.board:
-            self.board.add_scalars(values, global_step)
         self.accelerator.log(values, step=global_step)
 
     def show_in_bar(self, line: dict[str, float]) -> None:

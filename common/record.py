@@ -62,12 +62,6 @@ def plain_settings(args) -> dict[str, bool | int | float | str]:
     return settings
 
 
-def not_default(args) -> set[str]:
-    """Returns the names of the arguments that differ from their defaults."""
-    defaults = vars(type(args)())
-    return {name for name, value in vars(args).items() if value != defaults.get(name)}
-
-
 def date_of_run(accelerator, args) -> str:
     """Returns the date that chat templates print, as in 2026-01-31; the same on all processes.
 

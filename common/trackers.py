@@ -1,19 +1,24 @@
-"""Reports a run to the trackers that accelerate knows: wandb, trackio, mlflow and others."""
+"""Where log lines go besides the files: TensorBoard, and the other trackers of accelerate."""
 
-import json
+import re
 import sys
 import uuid
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    TensorBoardTracker,
+    get_available_trackers,
+)
 
-from common import folders
+from common import record
 
-# Which run of each tracker this is, so that a resumed run continues it.
-FILE = "trackers.json"
-# TensorBoard is not one of accelerate's here: see `common/board.py`.
-OWN = ("tensorboard", "none")
+NONE = "none"  # of `--report_to`
+# Where TensorBoard shows the key charts. Without smoothing: it would smooth a few evaluations as it
+# does hundreds of updates, and draw them far from their values.
+KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
 
 
 def check(report_to: list[str]) -> None:
@@ -22,60 +27,85 @@ def check(report_to: list[str]) -> None:
     Raises:
         SystemExit: with the valid names.
     """
-    known = [*OWN, *sorted(set(LOGGER_TYPE_TO_CLASS) - set(OWN))]
-    installed = [str(name) for name in get_available_trackers()]
+    known = [NONE, *sorted(LOGGER_TYPE_TO_CLASS)]
+    installed = [NONE, *map(str, get_available_trackers())]
     for name in report_to:
         if name not in known:
             sys.exit(f"--report_to {name}: expected one or several of {', '.join(known)}")
-        if name not in OWN and name not in installed:
+        if name not in installed:
             sys.exit(f"--report_to {name}: its package is not installed, try `pip install {name}`")
-    if "none" in report_to and len(report_to) > 1:
+    if NONE in report_to and len(report_to) > 1:
         sys.exit(f"--report_to {' '.join(report_to)}: none goes with no other name")
 
 
-def start(accelerator: Accelerator, report_to: list[str], output_dir: Path, settings: dict) -> None:
-    """Opens a run in each tracker, or the one that a resumed run has there already.
+def start(accelerator: Accelerator, args, charts: dict[str, list[str]], global_step: int) -> None:
+    """Opens the trackers of `--report_to`; for the main process.
 
-    The project is the recipe's name, the run's name is that of `output_dir`. For the main process.
+    A resumed run continues in TensorBoard's folder, and in the same run of wandb and swanlab.
 
     Args:
-        settings: the run's arguments.
+        charts: the key charts of TensorBoard: title -> tags, see `pattern_of`.
+        global_step: where the run begins or continues. TensorBoard hides what a killed run wrote
+            after it.
     """
-    accelerator.log_with = [name for name in report_to if name not in OWN]
-    if not accelerator.log_with:
-        return
-    # For trackers that write files.
-    accelerator.project_configuration.set_directories(str(output_dir))
-    file = output_dir / FILE
-    is_new = not file.is_file()
-    ids = {"own": uuid.uuid4().hex[:12]} if is_new else folders.read_json(file)
-    accelerator.init_trackers(
-        project_name=Path(sys.argv[0]).stem,
-        config=settings if is_new else None,  # mlflow refuses another value later
-        init_kwargs=settings_of_trackers(output_dir, ids),
-    )
+    output_dir = Path(args.output_dir)
+    settings = record.plain_settings(args)
+    accelerator.log_with = [n for n in args.report_to if n not in ("tensorboard", NONE)]
+    if accelerator.log_with:
+        accelerator.project_configuration.set_directories(str(output_dir))
+        # The same for each start of this run, and another one for any other folder.
+        run_id = uuid.uuid5(uuid.NAMESPACE_URL, str(output_dir.resolve())).hex[:12]
+        continued = {"name": output_dir.resolve().name, "id": run_id, "resume": "allow"}
+        accelerator.init_trackers(
+            project_name=Path(sys.argv[0]).stem,
+            config=settings,
+            init_kwargs={"wandb": continued, "swanlab": continued},
+        )
+    if "tensorboard" in args.report_to:
+        is_new = not (output_dir / "tensorboard").is_dir()
+        # A new run starts at 0, the step of the evaluation before the first update.
+        purge_step = global_step + 1 if global_step else 0
+        tracker = TensorBoardTracker("tensorboard", str(output_dir), purge_step=purge_step)
+        tracker.start()
+        accelerator.trackers.append(tracker)
+        if is_new:
+            describe(tracker.writer, charts, settings)
+
+
+def describe(writer, charts: dict[str, list[str]], settings: dict) -> None:
+    """Writes TensorBoard's page of key charts (CUSTOM SCALARS) and the arguments (HPARAMS)."""
+    from torch.utils.tensorboard.summary import hparams  # slow to import
+
+    layout = {title: ["Multiline", [pattern_of(tags)]] for title, tags in charts.items()}
+    writer.add_custom_scalars({"key metrics": layout})
+    for summary in hparams(settings, {"loss": 0.0}):  # the metric's values are those of its curve
+        writer.file_writer.add_summary(summary)
+
+
+def writer_of(accelerator: Accelerator):
+    """Returns TensorBoard's writer; None where there is none: not asked for, or another process."""
     for tracker in accelerator.trackers:
-        if tracker.name == "mlflow":
-            ids["mlflow"] = tracker.tracker.info.run_id
-    folders.replace_file(file, json.dumps(ids, indent=1) + "\n")
+        if isinstance(tracker, TensorBoardTracker):
+            return tracker.writer
+    return None
 
 
-def settings_of_trackers(output_dir: Path, ids: dict[str, str]) -> dict[str, dict]:
-    """Returns, for each tracker, what makes a resumed run continue the same run there.
+def add_histogram(writer, name: str, values: torch.Tensor, global_step: int) -> None:
+    """Adds a histogram of values, of any shape, if there are any."""
+    if len(values) and values.abs().max() < 1e20:  # TensorBoard's bins end there
+        writer.add_histogram(name, values, global_step)
 
-    Trackers that are not listed begin a new one.
 
-    Args:
-        ids: `own`, which this run chose itself, and the one that `mlflow` chose.
+def pattern_of(tags: list[str]) -> str:
+    """Returns the regular expression of tags, in training and in evaluation.
+
+    Tags that begin with `eval/` are meant in evaluation alone, of each held-out set.
     """
-    name = output_dir.resolve().name
-    by_id = {"name": name, "id": ids["own"], "resume": "allow"}
-    # trackio knows runs by name alone, so two folders of the same name need different names.
-    by_name = {"name": f"{name}-{ids['own'][:4]}", "resume": "allow"}
-    return {
-        "wandb": by_id,
-        "swanlab": by_id,
-        "trackio": by_name,
-        "mlflow": {"run_name": name, "run_id": ids.get("mlflow")},
-        "dvclive": {"dir": str(output_dir / "dvclive"), "resume": True},
-    }
+    held_out = "eval/([^/]+/)?"
+    patterns = [
+        held_out + re.escape(tag.removeprefix("eval/"))
+        if tag.startswith("eval/")
+        else f"({held_out})?{re.escape(tag)}"
+        for tag in tags
+    ]
+    return f"({'|'.join(patterns)})$"

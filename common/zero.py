@@ -148,7 +148,7 @@ def read_json(path: str) -> dict:
         if config.get(half, {}).get(without_masters, False):
             sys.exit(
                 f'{path}: "{without_masters}": true gives the weights no fp32 masters, so that '
-                "steps smaller than the rounding are lost for good: remove it (docs/precision.md)"
+                "steps smaller than the rounding are lost for good: remove it (docs/fp16.md)"
             )
     return config
 

@@ -21,40 +21,22 @@ Every metric: docs/distill.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import common
-
-# Another package called `common` may come first on the path.
-if getattr(common, "PROJECT", None) != "preference-recipes":
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 
-from common import (
-    actor,
-    arguments,
-    batches,
-    checkpoint,
-    console,
-    engine,
-    errors,
-    guards,
-    hub,
-    launch,
-    optim,
-)
-from common.metrics import Logged, Means, Metrics
-from common.progress import Progress
+from common import arguments, batches, console, errors, launch, optim
+from common.actor import Actor
+from common.checkpoint import Checkpoint, carried
+from common.metrics import Means
 from common.run import Run
 from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
 from preference_recipes.data import dataset, prompts, tokens
@@ -63,6 +45,8 @@ from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.teachers import Teachers
 from preference_recipes.rollouts import correction, evaluation, generation, schedule, vllm
+from preference_recipes.rollouts.rollout import Rollout, State
+from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Collected, Samples
 from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.tools import preview
@@ -146,98 +130,105 @@ def sampled_losses(
     return -ratios * advantages
 
 
-def losses_and_metrics(
-    output: dict, old: dict, weights: torch.Tensor, args: Args
-) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of response tokens, their weights, and what to log about them.
+def token_losses(
+    model: torch.nn.Module,
+    batch: dict,
+    lessons: list[Lesson],
+    stored: dict,
+    args: Args,
+    has_moved: bool,
+) -> tuple[torch.Tensor, dict]:
+    """Returns the losses of response tokens `[samples, length]`, and values to log about them.
 
     Args:
-        output: what `DistillModel.forward` returned, given lessons. One of its values has a
-            gradient: `divergence` or, with `--loss_type sampled`, `logps`.
-        old: `Rollout.tokens` of the same samples, with `logps` for `--loss_type sampled`. Without
-            `sampler_logps`, as in an evaluation, nothing is corrected for the sampler.
-        weights: `[samples]`, 0 for a padding row.
+        lessons: what the teachers say of the batch.
+        stored: `TaughtRollout.tokens` of the same samples. Without `sampler_logps`, as in an
+            evaluation, nothing is compared with the sampler, nor corrected for it.
+        has_moved: whether an update was applied since the rollout was made. If not, the
+            log-probs of this very pass are the old ones, so all ratios are exactly 1.
 
     Returns:
-        losses and weights `[samples, length]`; metrics.
+        losses; values, each with the mask of the tokens that count.
     """
+    output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
+    mask = stored["mask"]
+    has_sampler = "sampler_logps" in stored
+    old = stored
+    values = {}
+    if not has_moved:
+        old = {**stored, "logps": output["logps"].detach()}
+        if has_sampler:  # the tokens of the data's completions were not sampled
+            values = correction.sampler_differences(output, stored, mask * stored["is_own"])
     if args.loss_type == "sampled":
         losses = sampled_losses(output["logps"], old["logps"], output["teacher_logps"])
     else:
         losses = output["divergence"]
-    token_weights = old["mask"] * weights[:, None]
-    sampler_metrics = []
     # A server's log-probs differ from those of training. The divergence needs no correction: its
     # gradient at a token does not depend on how the token was drawn.
-    is_corrected = args.vllm_url and args.loss_type == "sampled" and "sampler_logps" in old
-    if is_corrected:
-        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
+    if args.vllm_url and args.loss_type == "sampled" and has_sampler:
+        corrections, of_sampler = correction.importance_weights(old, mask, args)
         losses = losses * corrections
-    per_token = {
-        "loss": losses,
-        "kl/reverse": output["reverse_kl"],
-        "kl/forward": output["forward_kl"],
-        "entropy": output["entropy"],
-        "teacher/entropy": output["teacher_entropy"],
-        "teacher/agreement": output["agreement"],
+        values |= of_sampler
+    values |= {
+        "loss": (losses, mask),
+        "kl/reverse": (output["reverse_kl"], mask),
+        "kl/forward": (output["forward_kl"], mask),
+        "entropy": (output["entropy"], mask),
+        "teacher/entropy": (output["teacher_entropy"], mask),
+        "teacher/agreement": (output["agreement"], mask),
     }
-    logged = [Logged(per_token, token_weights)]
     for name in teachers.names(args):  # none if one teacher has all rows
-        is_taught_by = old["teacher"] == teachers.numbers(args)[name]
-        of_teacher = {f"kl/reverse/{name}": output["reverse_kl"]}
-        logged.append(Logged(of_teacher, token_weights * is_taught_by))
-    return losses, token_weights, logged + sampler_metrics
+        is_taught_by = stored["teacher"] == teachers.numbers(args)[name]
+        values[f"kl/reverse/{name}"] = (output["reverse_kl"], mask * is_taught_by)
+    return losses, values
+
+
+def beta_of(args: Args) -> float | None:
+    """Returns what `DistillModel` takes as `beta`. None asks for log-probs, not a divergence."""
+    return None if args.loss_type == "sampled" else args.beta
 
 
 # ============================================================ the rollout
-@checkpoint.carried
+@carried
 @dataclass
-class Rollout:
-    """Samples and what their updates need to know about them; on the CPU of every process.
+class TaughtRollout(Rollout):
+    """A rollout: responses of the student or, off policy, completions of the data; all are trained.
+
+    `tokens` are `[samples, longest response]`, or `[samples, 1]`:
+        `mask`: which are tokens of the response.
+        `is_own`: `[samples, 1]`, whether the student drew the response.
+        `teacher`: `[samples, 1]`, the number of the sample's teacher, for metrics.
+        `sampler_logps`: log-probs as the sampler computed them.
+        `logps`, if an update needs them: those of the student before the first update.
 
     Attributes:
-        samples: responses of the student or, off policy, completions of the data.
         teachers: the name of each sample's teacher.
         teacher_prompts: what its teacher reads before the response, token ids.
-        tokens: tensors by name, each `[samples, longest response]` or `[samples, 1]`:
-            `mask`: which are tokens of the response.
-            `is_own`: `[samples, 1]`, whether the student drew the response.
-            `teacher`: `[samples, 1]`, the number of the sample's teacher, for metrics.
-            `sampler_logps`: log-probs as the sampler computed them.
-            `logps`, if an update needs them: those of the student before the first update.
-        started_at: `global_step` before the rollout's first update.
     """
 
-    samples: Samples
     teachers: list[str]
     teacher_prompts: list[list[int]]
-    tokens: dict[str, torch.Tensor]
-    started_at: int
 
 
-@checkpoint.carried
+@carried
 @dataclass
-class State:
-    """What a run carries from update to update.
+class TaughtState(State):
+    """What a run carries from update to update."""
 
-    Attributes:
-        position: where the run is in its prompts and rollouts.
-        rollout: the one whose updates are being made; None: the next one is due.
-    """
-
-    position: Position
-    rollout: Rollout | None = None
+    rollout: TaughtRollout | None = None
 
 
-def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
+def make_rollout(
+    run: Run, sampler: Sampler, state: TaughtState, all_teachers: Teachers, packer: Packer
+) -> TaughtRollout:
     """Returns the next rollout: responses of the student, then completions of the data.
 
     At `--on_policy_share 1`, the default, there are no completions.
     """
     args = run.args
-    position = run.extra.position
+    position = state.position
     first_place = position.prompts_seen  # before prompts are taken
-    prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
+    prompts_of_rollout = position.take_prompts(sampler, args.rollout_batch_size)
     places = range(first_place, position.prompts_seen)
     is_own = answered_by_student(places, args)  # bool `[prompts]`
     own = columns_where(prompts_of_rollout, is_own)
@@ -246,20 +237,22 @@ def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
     # The student's samples come first, then those of the data; the columns are in the same order.
     parts = []
     if own["row"]:
-        parts.append(sample_responses(run, own, is_own))
+        parts.append(sample_responses(run, sampler, position, own, is_own))
     if given["row"]:
         given = up_to_completions(given)
-        parts.append(completions_of(run, given))
+        parts.append(completions_of(sampler, given))
     samples = Samples.joined(parts)
     columns = {name: own[name] + given[name] for name in own}
-    rollout = rollout_of(run, samples, columns, n_own=int(is_own.sum()))
-    if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
-        with run.metrics.timed("score"):
-            rollout.tokens["logps"] = compute_logps(run, rollout, all_teachers, packer)
+    rollout = rollout_of(sampler, samples, columns, n_own=int(is_own.sum()))
+    if args.loss_type == "sampled" and rollout.n_updates(args) > 1:
+        with run.timed("score"):
+            rollout.tokens["logps"] = compute_logps(sampler, rollout, all_teachers, packer)
     return rollout
 
 
-def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samples:
+def sample_responses(
+    run: Run, sampler: Sampler, position: Position, own: dict[str, list], is_own: np.ndarray
+) -> Samples:
     """Samples the student's responses to its own prompts of a rollout, and logs them.
 
     Args:
@@ -268,13 +261,19 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
             rollout, whichever others the student answers.
     """
     args = run.args
-    with run.metrics.timed("generate"):
+    with run.timed("generate"):
         # Drawn for all processes, so that responses do not depend on how many there are.
-        uniforms = run.extra.position.draw_uniforms(args, len(is_own))[is_own]
-        samples = generation.sample(run, own, uniforms, args.temperature)
-        vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
-    samples.check_finite(run)
-    log_rollout(run, samples)
+        uniforms = position.draw_uniforms(args, len(is_own))[is_own]
+        samples = generation.sample(sampler, own, uniforms, args.temperature)
+        vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
+    samples.check_finite(sampler)
+    lengths = samples.mask.sum(1)
+    sampler.means.add_rollout(
+        {"completions/mean_length": lengths, "completions/clipped_ratio": ~samples.ended}
+    )
+    sampler.means.add_rollout({"completions/min_length": lengths}, reduce="min")
+    sampler.means.add_rollout({"completions/max_length": lengths}, reduce="max")
+    run.logger.log_samples(None, samples.examples(sampler.tokenizer, None, "rollout"))
     return samples
 
 
@@ -315,10 +314,10 @@ def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
     return cut
 
 
-def completions_of(run: Run, columns: dict[str, list]) -> Samples:
+def completions_of(sampler: Sampler, columns: dict[str, list]) -> Samples:
     """Returns the completions that the data has for some prompts."""
     completions = columns["completion_ids"]
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
     return Samples(
         prompts=columns["prompt_ids"],
         responses=completions,
@@ -329,7 +328,9 @@ def completions_of(run: Run, columns: dict[str, list]) -> Samples:
     )
 
 
-def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_own: int) -> Rollout:
+def rollout_of(
+    sampler: Sampler, samples: Samples, columns: dict[str, list], n_own: int
+) -> TaughtRollout:
     """Returns the rollout of some samples: adds who teaches each, and what that teacher reads.
 
     Args:
@@ -345,24 +346,26 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_own: int)
     teacher_names = for_each_sample(columns.get("teacher", one_teacher))
     # Without --teacher_prompt a teacher reads what the student reads.
     teacher_prompts = for_each_sample(columns.get("teacher_prompt_ids", columns["prompt_ids"]))
-    number_of = teachers.numbers(run.args)
+    number_of = teachers.numbers(sampler.args)
     is_own = torch.arange(len(samples)) < n_own * samples.per_prompt
-    return Rollout(
+    return TaughtRollout(
         samples=samples,
-        teachers=teacher_names,
-        teacher_prompts=teacher_prompts,
+        is_trained=torch.ones(len(samples), dtype=torch.bool),
         tokens={
             "mask": samples.mask,
             "is_own": is_own[:, None],
             "teacher": torch.tensor([[number_of[name]] for name in teacher_names]),
             "sampler_logps": samples.padded_sampler_logps,
         },
-        started_at=run.progress.global_step,
+        started_at=sampler.progress.global_step,
+        teachers=teacher_names,
+        teacher_prompts=teacher_prompts,
     )
 
 
+@torch.no_grad()
 def compute_logps(
-    run: Run, rollout: Rollout, all_teachers: Teachers, packer: Packer
+    sampler: Sampler, rollout: TaughtRollout, all_teachers: Teachers, packer: Packer
 ) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
@@ -374,73 +377,26 @@ def compute_logps(
         `[samples, longest response]`, zero past the end of each response,
         the same on every process.
     """
-    collected = Collected(run.accelerator)
-    for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        # A micro-batch is all samples or one padding row, which is not collected.
-        kept_rows = rows if weights.any() else []
-        collected.add(kept_rows, old["mask"], logps=output["logps"])
+    args = sampler.args
+    samples = rollout.samples
+    collected = Collected(sampler.accelerator)
+    micro_batches = batches.split_update(
+        sampler.accelerator, args, range(len(samples)), samples.lengths
+    )
+    with checks.evaluation_mode(sampler.model):
+        for rows, weights in micro_batches:
+            batch = samples.make_batch(rows, packer)
+            lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
+            output = sampler.model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
+            # A micro-batch is all samples or one padding row, which is not collected.
+            collected.add(rows if weights.any() else [], batch["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
-    rollout.samples.check_finite(run, logps=logps)
+    samples.check_finite(sampler, logps=logps)
     return logps
 
 
-@torch.no_grad()
-def forward_passes(
-    run: Run, rollout: Rollout, all_teachers: Teachers, packer: Packer
-) -> Iterator[tuple[list[int], torch.Tensor, dict, dict]]:
-    """Runs the student and its teachers over a rollout, without gradients.
-
-    Yields:
-        for each micro-batch of this process: rows, their weights `[rows]`, 0 for a padding row,
-        their `Rollout.tokens`, and what the student's model returned.
-    """
-    all_rows = np.arange(len(rollout.samples))
-    with checks.evaluation_mode(run.model):
-        for micro_batch in batches.split_update(run, all_rows, rollout.samples.lengths):
-            rows = micro_batch.rows
-            weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-            batch, old = rollout.samples.collate(rows, rollout.tokens, packer)
-            lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
-            output = run.model(batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args))
-            yield rows, weights, old, output
-
-
-def log_rollout(run: Run, samples: Samples) -> None:
-    """Adds the metrics of responses to the next log line, and records the samples."""
-    lengths = samples.mask.sum(1)
-    run.metrics.add_rollout(
-        {"completions/mean_length": lengths, "completions/clipped_ratio": ~samples.ended}
-    )
-    run.metrics.add_rollout({"completions/min_length": lengths}, reduce="min")
-    run.metrics.add_rollout({"completions/max_length": lengths}, reduce="max")
-    run.metrics.log_samples(None, samples.examples(run.tokenizer, None, "rollout"))
-
-
-# ============================================================ the updates of a rollout
-def updates_per_pass(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates of one pass over the samples."""
-    return math.ceil(len(rollout.samples) / args.train_batch_size)
-
-
-def updates_of(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates that a rollout makes."""
-    return args.num_epochs_per_rollout * updates_per_pass(rollout, args)
-
-
-def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
-    """Returns which samples of the rollout form its next update, in a seeded order.
-
-    The updates of a pass differ in size by at most one sample: a small leftover would get a whole
-    optimizer step of its own. The samples of a prompt may be split.
-    """
-    n_updates = updates_per_pass(rollout, args)
-    pass_number, update_of_pass = divmod(position.update, n_updates)
-    rows = position.order_of_groups(args, rollout.samples, pass_number)
-    return np.array_split(rows, n_updates)[update_of_pass]
-
-
 def lessons_of(
-    all_teachers: Teachers, rollout: Rollout, rows: list[int], *, batch: dict, packer: Packer
+    all_teachers: Teachers, rollout: TaughtRollout, rows: list[int], *, batch: dict, packer: Packer
 ) -> list[Lesson]:
     """Returns one `Lesson` for each teacher that teaches any of these samples.
 
@@ -460,20 +416,6 @@ def lessons_of(
     )
 
 
-def beta_of(args: Args) -> float | None:
-    """Returns what `DistillModel` takes as `beta`. None asks for log-probs, not a divergence."""
-    return None if args.loss_type == "sampled" else args.beta
-
-
-def advance_rollout(run: Run) -> None:
-    """Counts an update. After the last one of its rollout, the next rollout is due."""
-    state: State = run.extra
-    state.position.update += 1
-    if state.position.update == updates_of(state.rollout, run.args):
-        state.position.end_rollout()
-        state.rollout = None
-
-
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "KL to the teacher": ["kl/reverse", "kl/forward"],
@@ -484,17 +426,18 @@ CHARTS = {
 }
 
 
-def main():
-    # ============================================================ accelerator
-    args = arguments.parse(Args, demo=common.ASSETS / "distill.yaml")
-    check_settings(args)
-    # This also fills in output_dir and the size of micro-batches.
-    accelerator = launch.make_accelerator(args, "distill")
-    lora.complete_settings(accelerator, args)  # fills in lora_alpha
+def make_student(accelerator, args: Args, tokenizer) -> DistillModel:
+    """Returns the student, ready for `prepare.for_training`; see `prepare.policy`."""
+    student = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    policy = DistillModel(student, teachers.shared_vocabulary(args, tokenizer, student))
+    prepare.disable_dropout(policy)  # because responses are sampled without dropout
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
+    return policy
 
-    # ============================================================ data
-    tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(
+
+def load_prompts(accelerator, args: Args, tokenizer) -> dataset.Data:
+    """Returns the prompts, and completions and teachers' prompts where the arguments name them."""
+    return dataset.load_data(
         accelerator,
         args,
         tokenizer,
@@ -504,170 +447,136 @@ def main():
         teacher_prompt=args.teacher_prompt,
         with_completion=args.on_policy_share < 1,
     )
+
+
+def main():
+    # ============================================================ set-up
+    args = arguments.parse(Args, demo="distill.yaml")
+    check_settings(args)
+    accelerator = launch.make_accelerator(args, "distill")  # it also makes the run's folder
+    lora.complete_settings(accelerator, args)
+    tokenizer = load.tokenizer_of_run(accelerator, args)
+    data = load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     check_completions(args, data)
     plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
-    progress = Progress(
-        data.mixture.samples,
-        args.train_batch_size,
-        args.max_epochs,
-        args.max_steps,
-        updates_per_epoch=plan.updates_per_epoch,
-    )
 
-    # ============================================================ model and optimizer
-    student = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    policy = DistillModel(student, teachers.shared_vocabulary(args, tokenizer, student))
-    prepare.disable_dropout(policy)  # because responses are sampled without dropout
-    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
-    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    metrics = Metrics(
+    policy = make_student(accelerator, args, tokenizer)
+    state = TaughtState(Position())  # where the run is in its prompts, and its rollout
+    run = Run(
         accelerator,
         args,
-        progress,
+        data.mixture,
+        flop=lora.flop(policy),
         bar_metric="kl/reverse",
         bar_label="reverse_kl",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations, for perf/mfu
+        updates_per_epoch=plan.updates_per_epoch,
     )
-    run = Run(
-        accelerator=accelerator,
-        args=args,
-        tokenizer=tokenizer,
-        data=data,
-        model=model,
-        unwrapped=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        progress=progress,
-        metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
-        extra=State(Position()),  # what the loop carries; saved in checkpoints
-    )
-    # Refuses a model whose architecture is not interpreted correctly.
-    checks.check_logprobs(run, data.train[0]["prompt_ids"])
-    vllm.connect(run)  # does nothing without --vllm_url
+    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
-    # ============================================================ teachers
-    all_teachers = Teachers(run)
-    packer = checks.make_packer(run, [model, *all_teachers.models], args.share_prompts)
+    means = Means(accelerator)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    vllm.connect(sampler)  # does nothing without --vllm_url
+    all_teachers = Teachers(accelerator, args, tokenizer, model)
+    readers = [model, *all_teachers.models]
+    packer = checks.make_packer(
+        accelerator, readers, max_length=args.max_length, share=args.share_prompts
+    )
+    actor = Actor(run, model, tokenizer)
+    of_bases = lora.fingerprints(accelerator, policy)
+    identity = {"data": data.fingerprint, **of_bases, **all_teachers.fingerprints}
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
+    checkpoint.resume()  # loads what --resume names, and opens the log
+    what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
+    console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
 
     # ============================================================ the loop
-    state = checkpoint.begin(run)  # `run.extra`, which a resume replaces
-    console.begin(
-        run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
-        updates=plan.describe(progress.total_steps),
-    )
-    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    beta = beta_of(args)
-    if progress.updates_seen == 0:
-        evaluate(run, all_teachers, packer)
-    while not progress.finished:
+    if run.updates_seen == 0:
+        evaluate(run, actor, sampler, all_teachers, packer)
+    while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, all_teachers, packer)
+            state.rollout = make_rollout(run, sampler, state, all_teachers, packer)
         rollout = state.rollout
-
         # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = rows_of_update(rollout, state.position, args)
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        # Sorting by these keeps a group together where its prompt can be shared.
-        sort_lengths = rollout.samples.lengths_for_split(packer)
-        micro_batches = batches.split_update(run, update_rows, sort_lengths)
-        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
-        learning_rate = scheduler.get_last_lr()[0]
-        student_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
-
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-                batch, stored = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
-            with metrics.timed("teacher"):  # what the teachers say about the same tokens
-                lessons = lessons_of(
-                    all_teachers, rollout, micro_batch.rows, batch=batch, packer=packer
-                )
-
+        rows = rollout.rows_of_update(state.position, args)
+        # Sorting by these lengths keeps a group together where its prompt can be shared.
+        lengths = rollout.samples.lengths_for_split(packer)
+        update = run.update_of(rows, lengths, rollout.n_tokens(rows))
+        response_tokens = int(rollout.tokens["mask"][rows].sum())  # the loss is their mean
+        has_moved = run.global_step > rollout.started_at  # since it made the rollout
+        for rows, weights in update.micro_batches:
+            with run.timed("data"):
+                data_rows = [rollout.samples.data_rows[row] for row in rows]
+                batch, stored = rollout.samples.collate(rows, rollout.tokens, packer)
+                token_weights = stored["mask"] * weights[:, None]
+            with run.timed("teacher"):  # what the teachers say about the same tokens
+                lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
             with accelerator.accumulate(model):
-                output = model(batch, args.temperature, lessons=lessons, beta=beta)
-                if student_has_moved:
-                    old = stored
-                else:
-                    # Which tokens were sampled. Those of the data's completions were not.
-                    sampled = stored["mask"] * stored["is_own"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, stored, sampled))
-                    # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
-                    old = {**stored, "logps": output["logps"].detach()}
-                losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
-                guard.check(data_rows, losses, token_weights, old=old, new=output)
+                losses, values = token_losses(model, batch, lessons, stored, args, has_moved)
+                run.check_finite(update, data_rows, losses, token_weights, stored)
                 # Part of the mean over response tokens; the engine divides by `divisor`.
-                loss = (losses * token_weights).sum() * divisor / response_tokens
+                loss = (losses * token_weights).sum() * update.divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.pending.add(logged)
-            metrics.count_flop(batch, micro_batch.weights)
+            means.add(values, weights)
+            run.count_flop(batch, weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
-        metrics.update_done(
-            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
-        )
+        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **of_update)
         if applied:
             scheduler.step()
-        advance_rollout(run)  # a skipped update has used up its samples, too
+        state.advance(args)  # a skipped update has used up its samples, too
 
-        log_evaluate_save(run, all_teachers, packer)
+        if run.due(args.logging_steps, first=True):
+            run.log(means.reduce())
+        if run.due(args.eval_steps):
+            evaluate(run, actor, sampler, all_teachers, packer)
+        actor.save_if_due()
+        checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    actor.publish(run)
-    metrics.close()
-    console.end(run)
-    hub.push(run)
-
-
-def log_evaluate_save(run: Run, all_teachers: Teachers, packer: Packer) -> None:
-    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
-    args = run.args
-    if run.progress.log_due(args.logging_steps):
-        run.metrics.log()
-    if run.progress.evaluation_due(args.eval_steps):
-        evaluate(run, all_teachers, packer)
-    if run.progress.save_due(args.save_steps):
-        checkpoint.save(run)
-    if run.progress.save_due(args.save_actor_steps):
-        actor.publish_step(run)
-    checkpoint.stop_if_asked(run)
+    run.log(means.reduce())  # a line that is still open
+    actor.save()
+    console.end(actor, is_chat=any(data.train["roles"]))
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, all_teachers: Teachers, packer: Packer) -> None:
+@torch.no_grad()
+def evaluate(
+    run: Run, actor: Actor, sampler: Sampler, all_teachers: Teachers, packer: Packer
+) -> None:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
     line = {}
     examples = []
-    with run.metrics.timed("paused"):
-        for prefix, eval_set in run.data.eval_sets.items():
-            samples = evaluation.sample_held_out(run, eval_set)
-            rollout = rollout_of(run, samples, eval_set[:], n_own=len(eval_set))
+    with run.timed("paused"), checks.evaluation_mode(actor.model):
+        for prefix, eval_set in sampler.data.eval_sets.items():
+            samples = evaluation.sample_held_out(sampler, eval_set)
+            rollout = rollout_of(sampler, samples, eval_set[:], n_own=len(eval_set))
             del rollout.tokens["sampler_logps"]  # so that nothing is corrected for the sampler
-            token_means = Means(run.accelerator)
-            for _, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-                old = {**old, "logps": output["logps"]}  # it has not moved: all ratios are 1
-                _, _, logged = losses_and_metrics(output, old, weights, run.args)
-                token_means.add(logged)
-            line |= {prefix + name: value for name, value in token_means.reduce().items()}
-            of_responses = evaluation.of_responses(run, samples, eval_set)  # lengths, whether right
+            means = Means(run.accelerator)
+            for rows, weights in run.split(range(len(samples)), samples.lengths):
+                batch, stored = samples.collate(rows, rollout.tokens, packer)
+                lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
+                _, values = token_losses(
+                    actor.model, batch, lessons, stored, run.args, has_moved=False
+                )
+                means.add(values, weights)
+            line |= {prefix + name: value for name, value in means.reduce().items()}
+            of_responses = evaluation.of_responses(sampler, samples, eval_set)  # lengths, right
             line |= evaluation.means(of_responses, prefix)
-            examples += samples.examples(run.tokenizer, None, prefix.rstrip("/"))
-    run.metrics.log_evaluation(line, examples)
-    actor.keep_best(run, line)
+            examples += samples.examples(sampler.tokenizer, None, prefix.rstrip("/"))
+    run.log_evaluation(line, examples)
+    actor.keep_best(line)  # may end the run, see --stop_after
 
 
 # ============================================================ refusals
@@ -680,27 +589,32 @@ def check_settings(args: Args) -> None:
     if args.loss_type == "divergence":
         of_correction = ["sampler_correction", "sampler_correction_max"]
         refuse_changed(args, of_correction, "only --loss_type sampled is corrected")
-    if args.loss_type == "sampled" and args.beta != 1:
-        sys.exit(
+    refusals = [
+        (
+            args.loss_type == "sampled" and args.beta != 1,
             f"--beta {args.beta:g} --loss_type sampled: sampled tokens estimate the reverse KL "
-            "alone. Take --beta 1, or --loss_type divergence"
-        )
-    if args.loss_type == "sampled" and args.on_policy_share < 1:
-        sys.exit(
+            "alone. Take --beta 1, or --loss_type divergence",
+        ),
+        (
+            args.loss_type == "sampled" and args.on_policy_share < 1,
             f"--on_policy_share {args.on_policy_share:g} --loss_type sampled: the tokens of a "
-            "completion were not drawn by the student. Take --loss_type divergence"
-        )
-    if args.on_policy_share < 1 and args.rollouts_ahead:
-        sys.exit(
+            "completion were not drawn by the student. Take --loss_type divergence",
+        ),
+        (
+            args.on_policy_share < 1 and args.rollouts_ahead,
             f"--on_policy_share {args.on_policy_share:g} --rollouts_ahead 1: not supported "
-            "together. Leave one of them out"
-        )
-    if args.on_policy_share < 1 and args.n_samples_per_prompt > 1:
-        sys.exit(
+            "together. Leave one of them out",
+        ),
+        (
+            args.on_policy_share < 1 and args.n_samples_per_prompt > 1,
             f"--n_samples_per_prompt {args.n_samples_per_prompt} --on_policy_share "
             f"{args.on_policy_share:g}: the data has one completion of a prompt, so the student "
-            "answers once, too: give --n_samples_per_prompt 1"
-        )
+            "answers once, too: give --n_samples_per_prompt 1",
+        ),
+    ]
+    for is_wrong, message in refusals:
+        if is_wrong:
+            sys.exit(message)
 
 
 def check_completions(args: Args, data: dataset.Data) -> None:

@@ -37,7 +37,7 @@ from common.batches import Rows
 from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
-from common.shared_args import SharedArgs, arg
+from common.shared_args import SharedArgs, arg, refuse_changed
 from preference_recipes.data import dataset, pairs
 from preference_recipes.models import checks, load, lora, prepare
 from preference_recipes.models.packing import Packer
@@ -53,9 +53,18 @@ class Args(SharedArgs):
     ref_model_name_or_path: str | None = arg(
         default=None, help="the reference policy; default: the policy before training"
     )
-    beta: float = arg(default=0.1, above=0, help="strength of the pull towards the reference")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = arg(
-        default="sigmoid", help="sigmoid is DPO's own; for the others see docs/dpo.md"
+    beta: float = arg(
+        default=0.1,
+        above=0,
+        help="strength of the pull towards the reference; simpo: scale of the rewards, such as 2; "
+        "orpo: weight of the odds ratio",
+    )
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
+        default="sigmoid",
+        help="sigmoid is DPO's own; simpo and orpo have no reference; see docs/dpo.md",
+    )
+    gamma: float = arg(
+        default=1.0, at_least=0, help="simpo: the margin that the chosen answer should have"
     )
     label_smoothing: float = arg(
         default=0.0,
@@ -133,6 +142,36 @@ def preference_loss(
     return (chosen_average - rejected_average - 1 / (2 * beta)) ** 2
 
 
+# These losses know no reference: none is loaded.
+REFERENCE_FREE = ("simpo", "orpo")
+
+
+def reference_free_loss(
+    chosen_averages: torch.Tensor,
+    rejected_averages: torch.Tensor,
+    beta: float,
+    loss_type: str,
+    gamma: float,
+) -> torch.Tensor:
+    """Returns the loss of each pair, fp32 `[pairs]`.
+
+    simpo: `-log sigmoid(beta * (chosen - rejected) - gamma)`; arXiv:2405.14734 eq. 6.
+    orpo: `-chosen - beta * log sigmoid(log odds(chosen) - log odds(rejected))`, where
+    odds = p / (1 - p); arXiv:2403.07691 eq. 6 and 7.
+
+    Args:
+        chosen_averages, rejected_averages: `[pairs]`, the mean log-prob of an answer's tokens.
+    """
+    difference = chosen_averages - rejected_averages
+    if loss_type == "simpo":
+        return -F.logsigmoid(beta * difference - gamma)
+    # orpo
+    chosen_rest = torch.log(-torch.expm1(chosen_averages))  # log(1 - p)
+    rejected_rest = torch.log(-torch.expm1(rejected_averages))
+    log_odds_ratio = difference - (chosen_rest - rejected_rest)
+    return -chosen_averages - beta * F.logsigmoid(log_odds_ratio)
+
+
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns pairs as a model reads them: all chosen answers, then all rejected ones."""
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
@@ -143,30 +182,41 @@ def collate(columns: dict, packer: Packer) -> dict:
 
 
 def pair_losses(
-    model: torch.nn.Module, reference: Reference, batch: dict, args: Args
+    model: torch.nn.Module, reference: Reference | None, batch: dict, args: Args
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of pairs `[pairs]`, and values to log about them.
 
     A value is `[pairs]`, or with a mask of what counts `[pairs, tokens]`.
     """
-    ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
     output = model(batch, extras=("mean_logits",))
     logps = output["logps"].sum(1)  # zero past an answer's end
     mask = batch["mask"]
+    tokens = mask.sum(1)
     chosen_logps, rejected_logps = logps.chunk(2)
-    chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
-    chosen_tokens, rejected_tokens = mask.sum(1).chunk(2)
-    losses = preference_loss(
-        chosen_log_ratios,
-        rejected_log_ratios,
-        chosen_tokens,
-        rejected_tokens,
-        beta=args.beta,
-        loss_type=args.loss_type,
-        label_smoothing=args.label_smoothing,
-    )
-    chosen_rewards = args.beta * chosen_log_ratios
-    rejected_rewards = args.beta * rejected_log_ratios
+    if reference is None:
+        chosen_averages, rejected_averages = (logps / tokens).chunk(2)
+        losses = reference_free_loss(
+            chosen_averages,
+            rejected_averages,
+            beta=args.beta,
+            loss_type=args.loss_type,
+            gamma=args.gamma,
+        )
+        chosen_rewards = args.beta * chosen_averages
+        rejected_rewards = args.beta * rejected_averages
+    else:
+        ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
+        chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
+        losses = preference_loss(
+            chosen_log_ratios,
+            rejected_log_ratios,
+            *tokens.chunk(2),
+            beta=args.beta,
+            loss_type=args.loss_type,
+            label_smoothing=args.label_smoothing,
+        )
+        chosen_rewards = args.beta * chosen_log_ratios
+        rejected_rewards = args.beta * rejected_log_ratios
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)  # means over the vocabulary
     chosen_mask, rejected_mask = mask.chunk(2)
     return losses, {
@@ -214,12 +264,12 @@ def main():
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])
-    reference = Reference(accelerator, args, tokenizer, model)
+    reference = None
+    if args.loss_type not in REFERENCE_FREE:
+        reference = Reference(accelerator, args, tokenizer, model)
+    models = [model, reference.model if reference else None]
     packer = checks.make_packer(
-        accelerator,
-        [model, reference.model],
-        max_length=args.max_length,
-        share=args.share_prompts,
+        accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
         reference.precompute([train, *held_out.values()], collate, packer)
@@ -229,8 +279,8 @@ def main():
     sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
     answers.check_room(sampler)  # do held-out prompts leave room for an answer?
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    of_bases = lora.fingerprints(accelerator, policy)
-    identity = {"data": data.fingerprint, **of_bases, **reference.fingerprints}
+    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity |= reference.fingerprints if reference else {}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
     checkpoint.resume()  # loads what --resume names, and opens the log
@@ -289,7 +339,7 @@ def main():
 def evaluate(
     run: Run,
     actor: Actor,
-    reference: Reference,
+    reference: Reference | None,
     packer: Packer,
     held_out: dict[str, Rows],
     sampler: Sampler,
@@ -316,6 +366,12 @@ def evaluate(
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored."""
+    loss = f"--loss_type {args.loss_type}"
+    if args.loss_type in REFERENCE_FREE:
+        of_reference = ["ref_model_name_or_path", "precompute_ref_log_probs"]
+        refuse_changed(args, of_reference, f"not used: {loss} has no reference")
+    if args.loss_type != "simpo":
+        refuse_changed(args, ["gamma"], f"not used by {loss}")
     if args.label_smoothing and args.loss_type not in ("sigmoid", "robust"):
         raise SystemExit(
             f"--label_smoothing {args.label_smoothing}: expected 0, "

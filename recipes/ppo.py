@@ -25,49 +25,32 @@ Every metric: docs/ppo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import common
-
-# Another package called `common` may come first on the path.
-if getattr(common, "PROJECT", None) != "preference-recipes":
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 
-from common import (
-    actor,
-    arguments,
-    batches,
-    checkpoint,
-    console,
-    engine,
-    errors,
-    guards,
-    hub,
-    launch,
-    optim,
-)
-from common.metrics import Logged, Metrics
-from common.progress import Progress
+from common import arguments, batches, console, errors, launch, optim
+from common.actor import Actor
+from common.checkpoint import Checkpoint, carried
+from common.metrics import Means
 from common.run import Run
 from common.shared_args import RewardArgs, arg, refuse_changed
-from preference_recipes.data import dataset, prompts
 from preference_recipes.models import checks, load, lora, prepare
 from preference_recipes.models.logprobs import ActorCritic
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import correction, episodes, evaluation, generation, rewards, vllm
 from preference_recipes.rollouts.rewards import Judge, Scores
-from preference_recipes.rollouts.samples import Collected, Samples
+from preference_recipes.rollouts.rollout import Rollout, State, compute_logps
+from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.tools import preview
 
@@ -288,26 +271,36 @@ def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, sampl
     return kl_coef * (1 + error * samples / horizon)
 
 
-def losses_and_metrics(
-    output: dict,
-    old: dict,
-    weights: torch.Tensor,
+def token_losses(
+    model: torch.nn.Module,
+    batch: dict,
+    stored: dict,
+    rollout: "PPORollout",
     args: Args,
-    kl_coef: float,
-    actor_learns: bool,
-) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of response tokens, their weights, and what to log about them.
+    policy_has_moved: bool,
+) -> tuple[torch.Tensor, dict]:
+    """Returns the losses of response tokens `[samples, length]`, and values to log about them.
 
     Args:
-        output: what `ActorCritic.forward` returned, with `entropy`.
-        old: `Rollout.tokens` of the same samples.
-        weights: `[samples]`, 0 for a padding row.
-        kl_coef, actor_learns: those of the rollout.
+        stored: `rollout.tokens` of the same samples.
+        policy_has_moved: whether an update was applied since the rollout was made. If not, the
+            log-probs of this very pass are the old ones, so all ratios are exactly 1.
 
     Returns:
-        losses and weights `[samples, length]`; metrics.
+        losses; values, each with the mask of the tokens that count.
     """
+    output = model(batch, args.temperature, extras=("entropy",))
     logps = output["logps"]
+    mask = stored["mask"]
+    old = stored
+    values = {}
+    if not policy_has_moved:
+        old = {**stored, "logps": logps.detach()}
+        values = correction.sampler_differences(output, stored, mask)
+        # How far ratios to the stored log-probs are from 1: other micro-batches round differently.
+        rounding = (old["logps"] - stored["logps"]).expm1().abs()
+        values["val/max_rounding"] = (rounding, mask, "max")
+
     log_ratios = logps - old["logps"]
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
@@ -321,111 +314,91 @@ def losses_and_metrics(
     critic_losses, value_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
-    token_weights = old["mask"] * weights[:, None]
     actor_terms = actor_losses  # times the correction, plus the KL, where there are any
-    sampler_metrics = []
     if args.vllm_url:
         # A server's log-probs differ from those of training, so the actor's losses are weighted.
         # The critic is not corrected: it fits the returns of these samples, whoever drew them.
-        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
+        corrections, of_sampler = correction.importance_weights(old, mask, args)
         actor_terms = actor_terms * corrections
-    if args.kl_in == "loss":  # then `check_kl` has seen to it that there is a reference
+        values |= of_sampler
+    if args.kl_in == "loss":  # then `check_settings` has seen to it that there is a reference
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
-        actor_terms = actor_terms + kl_coef * kl
+        actor_terms = actor_terms + rollout.kl_coef * kl
     # While only the critic learns, the actor's gradient is zero. It must exist: engines expect it.
-    losses = actor_terms * float(actor_learns) + args.vf_coef * critic_losses
-
-    per_token = {
-        "loss/policy_avg": actor_losses,  # without correction and KL
-        "loss/value_avg": critic_losses,
-        "loss": losses,
-        "policy/approxkl_avg": log_ratios**2 / 2,
-        "policy/clipfrac_avg": policy_clipped.float(),
-        "policy/entropy_avg": output["entropy"],
-        "val/clipfrac_avg": value_clipped.float(),
-        "val/ratio": torch.exp(log_ratios),
+    losses = actor_terms * float(rollout.actor_learns) + args.vf_coef * critic_losses
+    return losses, values | {
+        "loss/policy_avg": (actor_losses, mask),  # without correction and KL
+        "loss/value_avg": (critic_losses, mask),
+        "loss": (losses, mask),
+        "policy/approxkl_avg": (log_ratios**2 / 2, mask),
+        "policy/clipfrac_avg": (policy_clipped.float(), mask),
+        "policy/entropy_avg": (output["entropy"], mask),
+        "val/clipfrac_avg": (value_clipped.float(), mask),
+        "val/ratio": (torch.exp(log_ratios), mask),
     }
-    return losses, token_weights, [Logged(per_token, token_weights), *sampler_metrics]
-
-
-def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
-    """Returns what is logged while the policy is still the one that made the rollout.
-
-        sampling/*          how far the sampler's log-probs are from those of this pass
-        val/max_rounding    how far the ratios to the stored log-probs are from 1, since other
-                            micro-batches rounded these differently
-
-    Args:
-        output: of this pass, with `logps`.
-        stored: `Rollout.tokens` of the same samples.
-        weights: `[samples]`, 0 for a padding row.
-    """
-    token_weights = stored["mask"] * weights[:, None]
-    log_ratios = output["logps"].detach() - stored["logps"]
-    rounding = {"val/max_rounding": log_ratios.expm1().abs()}
-    return [
-        *correction.sampler_differences(output, stored, token_weights),
-        Logged(rounding, token_weights, reduce="max"),
-    ]
 
 
 # ============================================================ the rollout
-@checkpoint.carried
+@carried
 @dataclass
-class Rollout:
-    """Samples and what their updates need to know about them; on the CPU of every process.
+class PPORollout(Rollout):
+    """A rollout. All its samples are trained on, and its updates are cut like those of an epoch.
+
+    `tokens` are `mask logps sampler_logps values advantages returns`, and `ref_logps` where there
+    is a reference.
 
     Attributes:
-        samples: prompts and responses.
-        tokens: tensors `[samples, longest response]` by name: `mask logps sampler_logps values
-            advantages returns`, and `ref_logps` where there is a reference.
         kl_coef: the coefficient of the KL when the rollout was made.
         actor_learns: false while only the critic does.
-        started_at: `global_step` before the rollout's first update.
     """
 
-    samples: Samples
-    tokens: dict[str, torch.Tensor]
     kl_coef: float
     actor_learns: bool
-    started_at: int
+
+    def rows_of_update(self, position: Position, args: Args) -> np.ndarray:
+        """Returns which samples form the next update, in a seeded order.
+
+        In the last rollout of an epoch, the last update of a pass may have fewer samples.
+        """
+        # The rollout is like a data set, and a pass over it like an epoch.
+        return batches.rows_of_update(
+            len(self.samples), args.train_batch_size, position.order_seed(args), position.update
+        )
 
 
-@checkpoint.carried
+@carried
 @dataclass
-class State:
-    """What a run carries from update to update.
+class PPOState(State):
+    """What a run carries from update to update; `kl_coef` is that of the next rollout."""
 
-    Attributes:
-        position: where the run is in its prompts and rollouts.
-        kl_coef: the coefficient of the KL for the next rollout.
-        rollout: the one whose updates are being made; None: the next one is due.
-    """
-
-    position: Position
-    kl_coef: float
-    rollout: Rollout | None = None
+    rollout: PPORollout | None = None
+    kl_coef: float = 0.0
 
 
-def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Packer) -> Rollout:
+def make_rollout(
+    run: Run,
+    sampler: Sampler,
+    state: PPOState,
+    judge: Judge,
+    reference: Reference | None,
+    packer: Packer,
+) -> PPORollout:
     """Samples responses, scores them, and estimates the advantage of each of their tokens."""
     args = run.args
-    state: State = run.extra
     position = state.position
-    prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
-    with run.metrics.timed("generate"):
+    prompts_of_rollout = position.take_prompts(sampler, args.rollout_batch_size)
+    with run.timed("generate"):
         # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
-        samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
-        vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
-    with run.metrics.timed("score"):
-        scores = score(run, judge, samples, packer)
-        computed = compute_logps_and_values(run, samples, reference, packer)
+        samples = generation.sample(sampler, prompts_of_rollout, uniforms, args.temperature)
+        vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
+    with run.timed("score"):
+        scores = score(sampler, judge, samples, packer)
+        computed = compute_logps(sampler, samples, packer, ("logps", "values"), reference)
     # Checked now, because whitening would spread a single NaN to all samples.
-    samples.check_finite(run, scores=scores.total[:, None], **computed)
+    samples.check_finite(sampler, scores=scores.total[:, None], **computed)
 
     logps = computed["logps"]
-    values = computed["values"]
     mask = samples.mask
     kl = torch.zeros_like(logps)
     if reference is not None:
@@ -434,10 +407,11 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     reward_kl_coef = state.kl_coef if args.kl_in == "reward" else 0.0
     per_token_rewards = token_rewards(scores.total, kl, mask, reward_kl_coef)
     advantages, returns = gae(
-        per_token_rewards, values, mask, gamma=args.gamma, gae_lambda=args.gae_lambda
+        per_token_rewards, computed["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
     )
-    rollout = Rollout(
+    rollout = PPORollout(
         samples=samples,
+        is_trained=torch.ones(len(samples), dtype=torch.bool),
         tokens={
             "mask": mask,
             **computed,
@@ -445,64 +419,36 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
             "returns": returns,
             "advantages": whiten(advantages, mask),
         },
+        started_at=run.global_step,
         kl_coef=state.kl_coef,
         actor_learns=position.rollouts_seen >= args.critic_warmup_rollouts,
-        started_at=run.progress.global_step,
     )
-    log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
+    log_rollout(run, sampler, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
     # While only the critic learns, the actor does not move: its KL tells nothing about the
     # coefficient.
     if args.kl_target and rollout.actor_learns:
-        adapt_kl_coef(state, args, kl.sum(1))
+        state.kl_coef = next_kl_coef(
+            state.kl_coef,
+            kl=kl.sum(1).mean().item(),
+            target=args.kl_target,
+            horizon=args.kl_horizon,
+            samples=len(samples),
+        )
     return rollout
 
 
-def adapt_kl_coef(state: State, args: Args, kl_of_samples: torch.Tensor) -> None:
-    """Sets the coefficient of the KL for the next rollout."""
-    state.kl_coef = next_kl_coef(
-        state.kl_coef,
-        kl=kl_of_samples.mean().item(),
-        target=args.kl_target,
-        horizon=args.kl_horizon,
-        samples=len(kl_of_samples),
-    )
-
-
-def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
+def score(sampler: Sampler, judge: Judge, samples: Samples, packer: Packer) -> Scores:
     """Returns the scores of responses, clipped, less the penalty of those that do not end."""
-    args = run.args
-    scores = judge.score(run, samples, packer)
+    args = sampler.args
+    scores = judge.score(sampler, samples, packer)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
     return scores.with_total(total)
 
 
-@torch.no_grad()
-def compute_logps_and_values(
-    run: Run, samples: Samples, reference: Reference | None, packer: Packer
-) -> dict[str, torch.Tensor]:
-    """Returns `logps` and `values` of response tokens, and `ref_logps` if there is a reference.
-
-    `logps` are computed by the training model, not taken from generation, which rounds differently.
-
-    Returns:
-        `[samples, longest response]` each, zero past the end of each response,
-        the same on every process.
-    """
-    temperature = run.args.temperature
-    collected = Collected(run.accelerator)
-    with checks.evaluation_mode(run.model):
-        for rows, batch in samples.scoring_batches(run, packer):
-            output = run.model(batch, temperature)
-            per_token = {"logps": output["logps"], "values": output["values"]}
-            if reference is not None:
-                per_token["ref_logps"] = reference.logps(batch, temperature)
-            collected.add(rows, batch["mask"], **per_token)
-    return collected.gather()
-
-
 def log_rollout(
     run: Run,
-    rollout: Rollout,
+    sampler: Sampler,
+    rollout: PPORollout,
     scores: Scores,
     kl: torch.Tensor,
     per_token_rewards: torch.Tensor,
@@ -534,77 +480,27 @@ def log_rollout(
         logged["objective/kl"] = kl.sum(1)
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
-    run.metrics.add_rollout(logged)
-    run.metrics.add_rollout({"responses/min_length": response_lengths}, reduce="min")
-    run.metrics.add_rollout({"responses/max_length": response_lengths}, reduce="max")
-    run.metrics.log_samples(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
+    sampler.means.add_rollout(logged)
+    sampler.means.add_rollout({"responses/min_length": response_lengths}, reduce="min")
+    sampler.means.add_rollout({"responses/max_length": response_lengths}, reduce="max")
+    run.logger.log_samples(scores.total, samples.examples(sampler.tokenizer, scores, "rollout"))
 
 
-# ============================================================ the updates of a rollout
-def updates_of(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates that a rollout makes."""
-    # Rounded up, because the last rollout of an epoch may be short.
-    updates_per_pass = math.ceil(len(rollout.samples) / args.train_batch_size)
-    return args.num_epochs_per_rollout * updates_per_pass
+# ============================================================ actor and critic
+def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
+    """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`.
 
-
-def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
-    """Returns which samples of the rollout form its next update, in a seeded order.
-
-    In the last rollout of an epoch, the last update of a pass may have fewer samples.
+    `--critic_model_name_or_path` says what the critic starts from.
     """
-    # The rollout is like a data set, and a pass over it like an epoch.
-    return batches.rows_of_update(
-        len(rollout.samples), args.train_batch_size, position.order_seed(args), position.update
-    )
-
-
-def advance_rollout(run: Run) -> None:
-    """Counts an update. After the last one of its rollout, the next rollout is due."""
-    state: State = run.extra
-    state.position.update += 1
-    if state.position.update == updates_of(state.rollout, run.args):
-        state.position.end_rollout()
-        state.rollout = None
-
-
-def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
-    """Sets the learning rates of actor and critic for the next update; returns them as metrics.
-
-    In the critic's warm-up the actor's is 0, so its weights do not decay either, and Adam does not
-    count its steps, see `optim.hold_step_counts`.
-    """
-    held = [] if rollout.actor_learns else ["actor"]
-    rates = optim.set_learning_rates(run, held)
-    return {"learning_rate": rates["actor"], "critic_learning_rate": rates["critic"]}
-
-
-def note_joint_clipping(run: Run, grad_norm: float) -> None:
-    """Prints a note, once, if the joint norm of actor and critic is far above `--max_grad_norm`.
-
-    Clipping then divides the actor's gradient by as much as the critic's. DeepSpeed can only clip
-    by the joint norm of all parameters, so every engine does here.
-    """
-    args = run.args
-    if args.max_grad_norm and grad_norm > 10 * args.max_grad_norm:
-        run.metrics.note_once(
-            "joint clipping",
-            f"the gradient of update {run.progress.global_step} has norm {grad_norm:.3g}. Actor "
-            f"and critic are clipped together to --max_grad_norm {args.max_grad_norm:g}, which "
-            "divides both gradients by the same number. Usually the critic's is the large one, "
-            "because scores are far from 0: scale them to about 1 (your reward function, "
-            "--normalize_reward, --reward_clip), or lower --vf_coef in proportion",
-        )
-
-
-def make_actor_critic(tokenizer, args: Args) -> ActorCritic:
-    """Loads actor and critic. `--critic_model_name_or_path` says what the critic starts from."""
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
     actor_model = load.causal_lm(args.model_name_or_path, tokenizer, args)
     critic_model = load.score_model(critic_name, tokenizer, args, new_head=True)
-    return ActorCritic(actor_model, critic_model)
+    policy = ActorCritic(actor_model, critic_model)
+    prepare.disable_dropout(policy)  # because responses are sampled without dropout
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
+    return policy
 
 
 def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
@@ -616,6 +512,35 @@ def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
         policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic"
     )
     return actor_groups + critic_groups
+
+
+def set_learning_rates(optimizer, scheduler, rollout: PPORollout) -> dict[str, float]:
+    """Sets the learning rates of actor and critic for the next update; returns them as metrics.
+
+    In the critic's warm-up the actor's is 0, so its weights do not decay either, and Adam does not
+    count its steps, see `optim.hold_step_counts`.
+    """
+    held = [] if rollout.actor_learns else ["actor"]
+    rates = optim.set_learning_rates(optimizer, scheduler, held)
+    return {"learning_rate": rates["actor"], "critic_learning_rate": rates["critic"]}
+
+
+def note_joint_clipping(run: Run, grad_norm: float) -> None:
+    """Prints a note, once, if the joint norm of actor and critic is far above `--max_grad_norm`.
+
+    Clipping then divides the actor's gradient by as much as the critic's. DeepSpeed can only clip
+    by the joint norm of all parameters, so every engine does here.
+    """
+    args = run.args
+    if args.max_grad_norm and grad_norm > 10 * args.max_grad_norm:
+        run.logger.note_once(
+            "joint clipping",
+            f"the gradient of update {run.global_step} has norm {grad_norm:.3g}. Actor "
+            f"and critic are clipped together to --max_grad_norm {args.max_grad_norm:g}, which "
+            "divides both gradients by the same number. Usually the critic's is the large one, "
+            "because scores are far from 0: scale them to about 1 (your reward function, "
+            "--normalize_reward, --reward_clip), or lower --vf_coef in proportion",
+        )
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -630,173 +555,122 @@ CHARTS = {
 
 
 def main():
-    # ============================================================ accelerator
-    args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
+    # ============================================================ set-up
+    args = arguments.parse(Args, demo="ppo.yaml")
     check_settings(args)
-    # This also fills in output_dir and the size of micro-batches.
-    accelerator = launch.make_accelerator(args, "ppo")
-    lora.complete_settings(accelerator, args)  # fills in lora_alpha
-
-    # ============================================================ data
+    accelerator = launch.make_accelerator(args, "ppo")  # it also makes the run's folder
+    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(
-        accelerator,
-        args,
-        tokenizer,
-        function=prompts.prompt_row,
-        max_new_tokens=args.max_new_tokens,
-        tools=episodes.tools(args),
-    )
-    rewards.check_signatures(args, data)  # can the functions be called with these columns?
+    data = rewards.load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
-    progress = Progress(
-        data.mixture.samples,
-        args.train_batch_size,
-        args.max_epochs,
-        args.max_steps,
-        updates_per_epoch=plan.updates_per_epoch,
-    )
-    check_critic_warmup(args, plan, progress.total_steps)
 
-    # ============================================================ model and optimizer
-    policy = make_actor_critic(tokenizer, args)
-    prepare.disable_dropout(policy)  # because responses are sampled without dropout
-    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
-    optimizer = optim.adamw(accelerator, parameter_groups(policy, args), args)
-    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    metrics = Metrics(
+    policy = make_actor_critic(accelerator, args, tokenizer)
+    state = PPOState(Position(), kl_coef=args.kl_coef)  # what the loop carries
+    run = Run(
         accelerator,
         args,
-        progress,
+        data.mixture,
+        flop=lora.flop(policy),
         bar_metric="objective/scores",
         bar_label=f"scores_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations, for perf/mfu
+        updates_per_epoch=plan.updates_per_epoch,
     )
-    run = Run(
-        accelerator=accelerator,
-        args=args,
-        tokenizer=tokenizer,
-        data=data,
-        model=model,
-        unwrapped=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        progress=progress,
-        metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
-        extra=State(Position(), args.kl_coef),  # what the loop carries; saved in checkpoints
-        saved_with_actor={"critic": policy.critic.model},
-    )
-    # Refuses a model whose architecture is not interpreted correctly.
-    checks.check_logprobs(run, data.train[0]["prompt_ids"])
-    vllm.connect(run)  # does nothing without --vllm_url
-    episodes.start(run)  # does nothing without --environment
+    check_critic_warmup(args, plan, run.total_steps)
+    optimizer = optim.adamw(accelerator, parameter_groups(policy, args), args)
+    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
-    # ============================================================ reference and rewards
-    # Only the KL needs the reference. With LoRA it is the policy without its adapters, and then
-    # `with_values=False` spares the critic's pass.
-    reference = Reference(run, with_values=False) if args.kl_coef else None
-    judge = Judge(run)
-    models = [model, judge.model, reference.model if reference else None]
-    packer = checks.make_packer(run, models, args.share_prompts)
+    means = Means(accelerator)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    vllm.connect(sampler)  # does nothing without --vllm_url
+    episodes.start(sampler)  # does nothing without --environment
+    reference = None
+    if args.kl_coef:  # with LoRA the reference is the model without adapters: spare its critic
+        reference = Reference(accelerator, args, tokenizer, model, with_values=False)
+    judge = Judge(sampler)
+    readers = [model, judge.model, reference.model if reference else None]
+    packer = checks.make_packer(
+        accelerator, readers, max_length=args.max_length, share=args.share_prompts
+    )
+    actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
+    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity |= judge.fingerprints | (reference.fingerprints if reference else {})
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
+    checkpoint.resume()  # loads what --resume names, and opens the log
+    what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
+    console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
 
     # ============================================================ the loop
-    state = checkpoint.begin(run)  # `run.extra`, which a resume replaces
-    console.begin(
-        run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
-        updates=plan.describe(progress.total_steps),
-    )
-    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if progress.updates_seen == 0:
-        evaluate(run, judge, packer)
-    while not progress.finished:
+    if run.updates_seen == 0:
+        evaluate(run, actor, sampler, judge, packer)
+    while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, judge, reference, packer)
+            state.rollout = make_rollout(run, sampler, state, judge, reference, packer)
         rollout = state.rollout
-
         # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = rows_of_update(rollout, state.position, args)
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
-        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
-        learning_rates = set_learning_rates(run, rollout)
-        policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
-
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-                batch, stored = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
-
+        rows = rollout.rows_of_update(state.position, args)
+        update = run.update_of(rows, rollout.samples.lengths, rollout.n_tokens(rows))
+        response_tokens = int(rollout.tokens["mask"][rows].sum())  # the loss is their mean
+        policy_has_moved = run.global_step > rollout.started_at  # since it made the rollout
+        rates = set_learning_rates(optimizer, scheduler, rollout)
+        for rows, weights in update.micro_batches:
+            with run.timed("data"):
+                data_rows = [rollout.samples.data_rows[row] for row in rows]
+                batch, stored = rollout.samples.collate(rows, rollout.tokens, packer)
+                token_weights = stored["mask"] * weights[:, None]
             with accelerator.accumulate(model):
-                output = model(batch, args.temperature, extras=("entropy",))
-                if policy_has_moved:
-                    old = stored
-                else:
-                    metrics.pending.add(first_pass_metrics(output, stored, weights))
-                    # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
-                    old = {**stored, "logps": output["logps"].detach()}
-                losses, token_weights, logged = losses_and_metrics(
-                    output,
-                    old,
-                    weights,
-                    args=args,
-                    kl_coef=rollout.kl_coef,
-                    actor_learns=rollout.actor_learns,
-                )
-                guard.check(data_rows, losses, token_weights, old=old, new=output)
+                losses, values = token_losses(model, batch, stored, rollout, args, policy_has_moved)
+                run.check_finite(update, data_rows, losses, token_weights, stored)
                 # Part of the mean over the update's tokens; the engine divides by `divisor`.
-                loss = (losses * token_weights).sum() * divisor / response_tokens
+                loss = (losses * token_weights).sum() * update.divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.pending.add(logged)
-            metrics.count_flop(batch, micro_batch.weights)
+            means.add(values, weights)
+            run.count_flop(batch, weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
-        metrics.update_done(applied, grad_norm=grad_norm, **learning_rates, loss_scale=loss_scale)
+        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        means.close_update(applied, grad_norm=grad_norm, **rates, loss_scale=update.loss_scale)
         if applied:
             scheduler.step()
             note_joint_clipping(run, float(grad_norm))
-        advance_rollout(run)  # a skipped update has used up its samples, too
+        state.advance(args)  # a skipped update has used up its samples, too
 
-        log_evaluate_save(run, judge, packer)
+        if run.due(args.logging_steps, first=True):
+            run.log(means.reduce())
+        if run.due(args.eval_steps):
+            evaluate(run, actor, sampler, judge, packer)
+        actor.save_if_due()
+        checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    actor.publish(run)
-    metrics.close()
-    console.end(run)
-    hub.push(run)
-
-
-def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
-    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
-    args = run.args
-    if run.progress.log_due(args.logging_steps):
-        run.metrics.log()
-    if run.progress.evaluation_due(args.eval_steps):
-        evaluate(run, judge, packer)
-    if run.progress.save_due(args.save_steps):
-        checkpoint.save(run)
-    if run.progress.save_due(args.save_actor_steps):
-        actor.publish_step(run)
-    checkpoint.stop_if_asked(run)
+    run.log(means.reduce())  # a line that is still open
+    actor.save()
+    console.end(actor, is_chat=any(data.train["roles"]))
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, judge: Judge, packer: Packer) -> None:
+@torch.no_grad()
+def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Packer) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
-    evaluation.evaluate(run, lambda samples: score(run, judge, samples, packer))
+    line = {}
+    examples = []
+    with run.timed("paused"):
+        for prefix, eval_set in sampler.data.eval_sets.items():
+            samples = evaluation.sample_held_out(sampler, eval_set)
+            scores = score(sampler, judge, samples, packer)
+            values, answered = evaluation.results(sampler, samples, scores, eval_set, prefix)
+            line |= values
+            examples += answered
+    run.log_evaluation(line, examples)
+    actor.keep_best(line)  # may end the run, see --stop_after
 
 
 # ============================================================ refusals
@@ -805,36 +679,53 @@ def check_settings(args: Args) -> None:
     rewards.check_settings(args)
     evaluation.check_settings(args)
     vllm.check_settings(args)
-    check_rollout_size(args)
-    check_kl(args)
-    if args.environment_errors == "drop":
-        sys.exit("--environment_errors drop: only for GRPO, whose groups can do without a response")
-    if args.dual_clip and args.dual_clip <= 1:
-        sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
+    if args.kl_coef == 0:
+        of_kl = ["ref_model_name_or_path", "kl_estimator", "kl_in"]
+        refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
+    if args.kl_target == 0:
+        refuse_changed(args, ["kl_horizon"], "not used: give --kl_target above 0, too")
 
-
-def describe_rollout(args: Args) -> str:
-    """Returns the arithmetic of a rollout's samples, for messages."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    return (
+    arithmetic = (
         f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
         f"{args.n_samples_per_prompt} = {samples} samples"
     )
-
-
-def check_rollout_size(args: Args) -> None:
-    """Refuses a rollout that is no whole number of updates, and names the nearest valid sizes."""
-    # Valid sizes are the multiples of the fewest prompts whose samples make whole updates.
-    samples_of_fewest = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
-    fewest_prompts = samples_of_fewest // args.n_samples_per_prompt
-    if args.rollout_batch_size % fewest_prompts == 0:
-        return
-    below = args.rollout_batch_size // fewest_prompts * fewest_prompts
-    nearest = " or ".join(str(size) for size in (below, below + fewest_prompts) if size)
-    sys.exit(
-        f"{describe_rollout(args)} are not a multiple of --train_batch_size "
-        f"{args.train_batch_size}. Nearest valid sizes: --rollout_batch_size {nearest}."
-    )
+    # Sizes whose samples make whole updates are the multiples of this one.
+    fewest = math.lcm(args.train_batch_size, args.n_samples_per_prompt) // args.n_samples_per_prompt
+    below = args.rollout_batch_size // fewest * fewest
+    nearest = " or ".join(str(size) for size in (below, below + fewest) if size)
+    refusals = [
+        (
+            args.rollout_batch_size != below,
+            f"{arithmetic} are not a multiple of --train_batch_size {args.train_batch_size}. "
+            f"Nearest valid sizes: --rollout_batch_size {nearest}.",
+        ),
+        (
+            args.kl_in == "loss" and args.kl_estimator == "k1",
+            "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3, whose mean "
+            "gradient is that of KL(reference || policy)",
+        ),
+        (
+            args.kl_target and args.kl_coef <= 0,
+            f"--kl_target {args.kl_target} needs --kl_coef above 0",
+        ),
+        (
+            # Otherwise one rollout could change the sign of the coefficient, see next_kl_coef.
+            args.kl_target and args.kl_horizon <= samples / 5,
+            f"{arithmetic}: --kl_target needs --kl_horizon above a fifth of them ({samples / 5:g})",
+        ),
+        (
+            args.environment_errors == "drop",
+            "--environment_errors drop: only for GRPO, whose groups can do without a response",
+        ),
+        (
+            args.dual_clip and args.dual_clip <= 1,
+            f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none",
+        ),
+    ]
+    for is_wrong, message in refusals:
+        if is_wrong:
+            sys.exit(message)
 
 
 def check_critic_warmup(args: Args, plan: RolloutSchedule, total_steps: int) -> None:
@@ -846,29 +737,6 @@ def check_critic_warmup(args: Args, plan: RolloutSchedule, total_steps: int) -> 
         sys.exit(
             f"--critic_warmup_rollouts {args.critic_warmup_rollouts}: that is {warmup_steps} "
             f"updates, and the run has only {total_steps}, so the actor would learn nothing"
-        )
-
-
-def check_kl(args: Args) -> None:
-    """Refuses settings of the KL that would be ignored or cannot work."""
-    if args.kl_coef == 0:
-        of_kl = ["ref_model_name_or_path", "kl_estimator", "kl_in"]
-        refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
-    if args.kl_target == 0:
-        refuse_changed(args, ["kl_horizon"], "not used: give --kl_target above 0, too")
-    if args.kl_in == "loss" and args.kl_estimator == "k1":
-        sys.exit(
-            "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3, whose mean "
-            "gradient is that of KL(reference || policy)"
-        )
-    if args.kl_target and args.kl_coef <= 0:
-        sys.exit(f"--kl_target {args.kl_target} needs --kl_coef above 0")
-    # Otherwise one rollout could change the sign of the coefficient, see next_kl_coef.
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if args.kl_target and args.kl_horizon <= samples / 5:
-        sys.exit(
-            f"{describe_rollout(args)}: --kl_target needs --kl_horizon above a fifth of them "
-            f"({samples / 5:g})"
         )
 
 

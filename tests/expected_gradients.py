@@ -42,12 +42,12 @@ def token_logps(policy: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack(of_first, 1), torch.stack(of_second, 1)], 2)
 
 
-def analytic_gradient(binary: bool = False) -> torch.Tensor:
+def analytic_gradient() -> torch.Tensor:
     """The gradient of minus the expected reward, averaged over the prompts."""
     policy = make_policy().requires_grad_()
     probabilities = token_logps(policy).sum(2).exp()
     assert torch.allclose(probabilities.sum(1), torch.ones(PROMPTS, dtype=torch.float64))
-    objective = -(probabilities * make_rewards(binary)).sum() / PROMPTS
+    objective = -(probabilities * make_rewards(binary=False)).sum() / PROMPTS
     return torch.autograd.grad(objective, policy)[0]
 
 
@@ -57,14 +57,12 @@ def expected_gradient(
     baseline: str,
     advantage_std: str,
     average: str,
-    drop: bool = False,
     binary: bool = False,
 ) -> torch.Tensor:
     """The expected gradient of a rollout's loss before its first update.
 
     Args:
         grpo: the module `recipes/grpo.py`.
-        drop: leave out groups as --drop_equal_groups does.
         binary: rewards of 0 and 1, so that different responses often earn the same.
     """
     policy = make_policy().requires_grad_()
@@ -75,18 +73,12 @@ def expected_gradient(
     owner = torch.arange(PROMPTS).repeat_interleave(n_samples)
     scores = make_rewards(binary)[owner, choices]
     kept = torch.ones(scores.shape, dtype=torch.bool)
-    if drop:
-        kept = grpo.groups_with_advantages(scores, n_samples, baseline, advantage_std)
-        kept = kept.repeat_interleave(n_samples).reshape(scores.shape)
-    if kept.all() and advantage_std != "batch":  # groups are independent: all rollouts at once
+    if advantage_std != "batch":  # groups are independent: all rollouts at once
         of_all = grpo.estimate_advantages(scores.flatten(), n_samples, baseline, advantage_std)
         return gradient_of(grpo, policy, choices, of_all.reshape(scores.shape), kept, average)
-    advantages = torch.zeros_like(scores)
-    for rollout in range(len(choices)):
-        if kept[rollout].any():
-            advantages[rollout, kept[rollout]] = grpo.estimate_advantages(
-                scores[rollout, kept[rollout]], n_samples, baseline, advantage_std
-            )
+    advantages = torch.stack(
+        [grpo.estimate_advantages(row, n_samples, baseline, advantage_std) for row in scores]
+    )
     return gradient_of(grpo, policy, choices, advantages, kept, average)
 
 
@@ -137,17 +129,19 @@ def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.
         kl_coef=1.0,
         kl_estimator=estimator,
         max_new_tokens=MAX_NEW_TOKENS,
+        temperature=1.0,
         vllm_url=None,
     )
     samples = logps.flatten(0, 1)
-    old = {
+    stored = {  # no log-probs of the old policy: it is the one that this pass reads
         "mask": MASK.repeat(PROMPTS, 1),
         "advantages": torch.zeros(len(samples), 1, dtype=torch.float64),
-        "logps": samples.detach(),
+        "sampler_logps": samples.detach(),
         "ref_logps": token_logps(reference).flatten(0, 1),
     }
-    output = {"logps": samples, "entropy": torch.zeros_like(samples)}
-    losses, weights, _ = grpo.losses_and_metrics(output, old, probabilities.flatten(), args)
+    model = lambda *_, **__: {"logps": samples, "entropy": torch.zeros_like(samples)}
+    losses, weights, _ = grpo.sample_losses(model, {}, stored, args, policy_has_moved=False)
+    weights = weights * probabilities.flatten()
     found = torch.autograd.grad((losses * weights).sum(), policy, retain_graph=True)[0]
 
     new, ref = policy.log_softmax(-1), reference.log_softmax(-1)
@@ -165,26 +159,19 @@ def bias(expected: torch.Tensor, analytic: torch.Tensor) -> tuple[float, float]:
 
 
 def table_rows(grpo) -> list[str]:
-    """The rows of both tables in docs/grpo.md: rewards between 0 and 1, and rewards of 0 and 1."""
+    """Rows for the table in docs/grpo.md, which has some of them: rewards between 0 and 1."""
     rows = []
-    for binary in (False, True):
-        analytic = analytic_gradient(binary) / MAX_NEW_TOKENS
-        for baseline, std, average in itertools.product(
-            ("group", "rloo", "none"),
-            ("none", "group", "mean", "batch"),
-            ("constant", "token", "sequence"),
-        ):
-            repeats = baseline == "rloo" and std != "none"  # the deviation cancels its factor
-            is_refused = baseline == "none" and std in ("group", "mean")
-            never_drops = baseline == "none" and std == "batch"
-            if repeats or is_refused or (binary and never_drops):
-                continue
-            cells = [baseline, std, average]
-            for drop in (False, True) if binary else (False,):
-                expected = expected_gradient(grpo, 2, baseline, std, average, drop, binary)
-                factor, degrees = bias(expected, analytic)
-                cells += [f"{factor:.3f}", f"{degrees:.1f}"]
-            rows.append(f"| {' | '.join(cells)} |")
+    analytic = analytic_gradient() / MAX_NEW_TOKENS
+    for baseline, std, average in itertools.product(
+        ("group", "rloo", "none"),
+        ("none", "group", "mean", "batch"),
+        ("constant", "token", "sequence"),
+    ):
+        if baseline == "none" and std in ("group", "mean"):
+            continue  # refused
+        expected = expected_gradient(grpo, 2, baseline, std, average)
+        factor, degrees = bias(expected, analytic)
+        rows.append(f"| {baseline} | {std} | {average} | {factor:.3f} | {degrees:.1f} |")
     return rows
 
 

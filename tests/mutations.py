@@ -930,7 +930,7 @@ ROLLOUTS = [
         "answers_as_texts",
         "numbers are compared as they are written",
         "preference_recipes/rollouts/answers.py",
-        replace("is_right", "NUMBER.fullmatch(right)", by="False"),
+        replace("has_answer", "NUMBER.fullmatch(right)", by="False"),
         "rollout/test_answers.py::test_a_response_is_right[1,200-1200-True]",
     ),
     Fault(

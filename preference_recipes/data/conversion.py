@@ -18,7 +18,15 @@ import numpy as np
 import transformers
 from tqdm import tqdm
 
-from preference_recipes.data import cache, files, formats, other_formats, tokens, workers
+from preference_recipes.data import (
+    answer_column,
+    cache,
+    files,
+    formats,
+    other_formats,
+    tokens,
+    workers,
+)
 from preference_recipes.data.messages import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
@@ -249,9 +257,7 @@ def answer_of(row: dict, values: dict) -> dict[str, str]:
         return {}
     # Without a prompt nothing is asked: there is nothing to generate from.
     nothing_asked = values.get("prompt_ids") == []
-    if row["answer"] is None or nothing_asked:
-        return {"answer": ""}
-    return {"answer": str(row["answer"])}
+    return {"answer": "" if nothing_asked else answer_column.to_text(row["answer"])}
 
 
 def checksum(values: dict) -> int:

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from common import as_list, distributed
 from common.mixture import Mixture
-from preference_recipes.data import files, formats
+from preference_recipes.data import answer_column, files, formats
 from preference_recipes.data.conversion import (
     PLAIN_STRINGS,
     Converter,
@@ -74,6 +74,10 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     eval_sets = load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **how, **settings
     )
+    # Reward models answer nothing.
+    if hasattr(args, "max_new_tokens") and getattr(args, "exact_match_rows", None) != 0:
+        for name, rows in zip(args.eval_dataset_name or [], eval_sets.values()):
+            answer_column.refuse_objects(name, rows)
     return Data(train, mixture, eval_sets, Converter(**how, settings=settings))
 
 

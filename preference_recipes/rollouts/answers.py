@@ -5,7 +5,7 @@ import sys
 from decimal import Decimal
 
 from common import counted
-from preference_recipes.data import thoughts
+from preference_recipes.data import answer_column, thoughts
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.models import architecture
 from preference_recipes.rollouts import generation
@@ -51,11 +51,51 @@ PLAIN_FORMS = [
     (re.compile("\u2212"), "-"),  # a minus sign
     (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]
+# What `is_equal` does not compare as mathematics.
+WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
+LONGEST_EXPRESSION = 300
+MATH_MODE = re.compile(r"^\s*(?:\${1,2}|\\[(\[])|(?:\${1,2}|\\[)\]])?\.?\s*$")
 # A space that is not between two words.
 LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 
 
-def is_right(response: str, answer: str | float) -> bool:
+def is_right(response: str, answer: str | float | list) -> bool:
+    """Returns whether a response has the final answer of an answer; of a list, of any entry.
+
+    See `has_answer`.
+
+    Args:
+        answer: as the data has it, or as `answer_column.to_text` keeps it.
+    """
+    text = answer_column.to_text(answer)
+    return any(has_answer(response, entry) for entry in answer_column.entries(text))
+
+
+def is_equal(response: str, answer: str | float | list) -> bool:
+    """As `is_right`; what that denies is right, too, if math-verify finds it equal: 0.5 is 1/2.
+
+    Words are left to `is_right`: math-verify reads products of letters, so that no would be on. So
+    are long texts, which state no answer.
+    """
+    if is_right(response, answer):
+        return True
+    stated = final_answer(response)
+    if len(stated) > LONGEST_EXPRESSION:
+        return False
+    entries = answer_column.entries(answer_column.to_text(answer))
+    right = [final_answer(entry) for entry in entries]
+    return any(equal_by_math_verify(text, stated) for text in right if not WORDS.fullmatch(text))
+
+
+def equal_by_math_verify(right: str, stated: str) -> bool:
+    """Whether math-verify finds two final answers equal. In a box, it takes each as a whole."""
+    from math_verify import parse, verify  # of an extra, see `rewards.math_reward`
+
+    boxed = [rf"\boxed{{{MATH_MODE.sub('', text)}}}" for text in (right, stated)]
+    return verify(*map(parse, boxed))
+
+
+def has_answer(response: str, answer: str) -> bool:
     """Returns whether a response and an answer have the same final answer.
 
     If the answer is a number, the final answer of the response must hold exactly one number, of
@@ -81,7 +121,7 @@ def with_opened_thought(prompt: str, response: str) -> str:
     return opener + response
 
 
-def final_answer(text: str | float) -> str:
+def final_answer(text: str) -> str:
     r"""Returns the part of a text that states its answer, without any thinking.
 
     That is the last of these in the text:
@@ -93,7 +133,7 @@ def final_answer(text: str | float) -> str:
     If there is none, it is what follows the last "the answer is" or "answer:" that something
     follows, or else the whole text. What thinking is: `thoughts.outside_of`.
     """
-    answer = thoughts.outside_of(str(text))
+    answer = thoughts.outside_of(text)
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
@@ -274,7 +314,7 @@ def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, floa
                 "row": rows["row"][number],
                 "prompt": prompt,
                 "response": tokenizer.decode(response_ids[number]),
-                "answer": rows["answer"][number],
+                "answer": " or ".join(answer_column.entries(rows["answer"][number])),
                 "right": right[number],
             }
         )

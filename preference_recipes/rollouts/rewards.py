@@ -1,4 +1,4 @@
-"""Scores responses by a reward model, reward functions or both; has two such functions."""
+"""Scores responses by a reward model, reward functions or both; has three such functions."""
 
 import json
 import re
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import arguments, distributed
+from common import arguments, as_list, distributed
 from common.shared_args import refuse_changed
-from preference_recipes.data import dataset, prompts
+from preference_recipes.data import answer_column, dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.data.ids import decode_answers
-from preference_recipes.models import load, prepare
+from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.logprobs import ScoreModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers, environments, episodes, reward_calls
@@ -290,6 +290,11 @@ def check_signatures(args, data: Data) -> None:
     Raises:
         SystemExit: see `reward_calls.check_signature` and `environments.check_columns`.
     """
+    functions = load_functions(args.reward_function).values()
+    if math_reward in functions:
+        lora.import_library("math_verify", needed_by="math_reward", extra="math")
+    if answer_reward in functions or math_reward in functions:
+        answer_column.refuse_objects(" ".join(as_list(args.dataset_name)), data.train)
     for name_of_data, rows in first_rows(data).items():
         if args.environment:
             columns = reward_calls.columns_of(rows)
@@ -355,16 +360,37 @@ def answer_reward(
 ) -> list[float | None]:
     """Returns 1 if the response's final answer is the column `answer`, else 0.
 
-    Returns None if the row has no answer. `answers.is_right` decides what is right.
+    Of a column of lists it is any of their entries. Returns None if the row has no answer.
+    `answers.is_right` decides what is right.
     """
+    return judged(answers.is_right, rendered_prompts or prompts, responses, answer)
+
+
+def math_reward(
+    prompts: list,
+    responses: list[str],
+    answer: list,
+    rendered_prompts: list[str] | None = None,
+    **columns,
+) -> list[float | None]:
+    """As `answer_reward`, by `answers.is_equal`. It needs the package math-verify."""
+    lora.import_library("math_verify", needed_by="math_reward", extra="math")
+    return judged(answers.is_equal, rendered_prompts or prompts, responses, answer)
+
+
+def judged(is_right: Callable, prompts: list, responses: list, answer: list) -> list[float | None]:
+    """Returns what a function says of each response and answer, None where there is no answer."""
     scores: list[float | None] = []
-    for prompt, response, right in zip(rendered_prompts or prompts, responses, answer):
-        if right in (None, ""):
+    for prompt, response, right in zip(prompts, responses, answer):
+        right = answer_column.to_text(right)
+        if right == answer_column.OBJECT:
+            raise ValueError(f"the column answer holds an object, at the prompt {prompt!r:.80}")
+        if right == "":
             scores.append(None)
             continue
         if isinstance(prompt, str):
             response = answers.with_opened_thought(prompt, response)
-        scores.append(float(answers.is_right(response, right)))
+        scores.append(float(is_right(response, right)))
     return scores
 
 

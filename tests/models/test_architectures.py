@@ -14,7 +14,7 @@ from preference_recipes.models import architecture, checks, prepare
 from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from preference_recipes.models.packing import Packer
 from runs import whole_rows
-from test_logprobs import ALONE, CPU, SHARED, batch, can_pack, own, run_of
+from test_logprobs import ALONE, CPU, ON_CPU, SHARED, batch, can_pack, own
 
 BF16 = types.SimpleNamespace(
     mixed_precision="bf16",
@@ -52,7 +52,7 @@ def test_log_probs_and_gradients_are_those_of_its_own_logits(name):
     expected = gradients_of(model)
     model.zero_grad()
     wrapper = LogProbModel(model).eval()
-    checks.check_logprobs(run_of(wrapper), ids[0].tolist())
+    checks.check_logprobs(ON_CPU, wrapper, ids[0].tolist())
     scores = wrapper(whole_rows(ids, scored), extras=("mean_logits", "correct"))
     (scores["logps"] * weights).sum().backward()
     torch.testing.assert_close(scores["logps"], logps, rtol=1e-4, atol=1e-4)

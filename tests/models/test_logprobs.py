@@ -56,14 +56,12 @@ def build(name):
     return model
 
 
-def run_of(wrapper=None, **args):
-    """What checks read of a run."""
-    settings = SharedArgs(**{"model_name_or_path": "changed", "max_length": 30, **args})
-    return types.SimpleNamespace(device=CPU, model=wrapper, args=settings)
+# What checks read of an accelerator.
+ON_CPU = types.SimpleNamespace(device=CPU)
 
 
 def can_pack(wrapper, max_length: int = 30, varlen: bool = False) -> bool:
-    return checks.can_pack(run_of(max_length=max_length), [wrapper], varlen)
+    return checks.can_pack(ON_CPU, [wrapper], max_length, varlen)
 
 
 def batch():
@@ -102,7 +100,7 @@ def test_architectures(name, monkeypatch):
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     wrapper = LogProbModel(model).eval()
-    checks.check_logprobs(run_of(wrapper), ids[0].tolist())
+    checks.check_logprobs(ON_CPU, wrapper, ids[0].tolist())
     scores = wrapper(whole_rows(ids, scored), extras=("mean_logits", "correct"))
     assert scores.keys() == {"logps", "mean_logits", "correct"}
     (scores["logps"] * weights).sum().backward()
@@ -232,7 +230,7 @@ def test_scale_and_soft_cap_are_read_from_the_forward(multiplier, softcap):
 
     wrapper = LogProbModel(changed_logits(change))
     assert (wrapper.multiplier, wrapper.softcap) == pytest.approx((multiplier, softcap), rel=1e-7)
-    checks.check_logprobs(run_of(wrapper), list(range(3, 19)))
+    checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
 
 
 @pytest.mark.parametrize("multiplier, softcap", [(1.001, 0.0), (1.0, 100.0)])
@@ -241,9 +239,9 @@ def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
     wrapper = LogProbModel(build("llama"))
     wrapper.multiplier, wrapper.softcap = multiplier, softcap
     with pytest.raises(SystemExit, match=r"differ from its own logits.*not supported yet"):
-        checks.check_logprobs(run_of(wrapper), list(range(3, 19)))
+        checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
     with torch.autocast("cpu", torch.bfloat16):
-        checks.check_logprobs(run_of(wrapper), list(range(3, 19)))
+        checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

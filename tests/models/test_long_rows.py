@@ -13,7 +13,7 @@ from preference_recipes.models import architecture, checks, packing
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from runs import recipe
-from test_logprobs import ALONE, CPU, SHARED, can_pack, run_of
+from test_logprobs import ALONE, CPU, ON_CPU, SHARED, can_pack
 
 GIB = 2**30
 
@@ -158,7 +158,7 @@ def test_sharing_pays_in_a_large_model_where_it_does_not_in_a_small_one():
 
 def test_the_models_that_read_the_rows_decide():
     wrapper = LogProbModel(build("llama")).eval()
-    packer = checks.make_packer(run_of(), [wrapper, None], share=True)
+    packer = checks.make_packer(ON_CPU, [wrapper, None], max_length=30, share=True)
     expected = architecture.attention_equals_rest([wrapper.model])
     assert packer.attention_equals_rest == expected == 290
     assert packer.share and not packer.varlen

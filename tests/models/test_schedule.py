@@ -21,9 +21,7 @@ def rates_of(kind, warmup_steps, updates):
     optimizer = torch.optim.AdamW(groups)
     args = types.SimpleNamespace(lr_scheduler_type=kind, warmup_steps=warmup_steps)
     scheduler = optim.scheduler(optimizer, args, updates)
-    progress = types.SimpleNamespace(total_steps=updates)
-    run = types.SimpleNamespace(args=args, scheduler=scheduler, progress=progress)
-    said = optim.describe_schedule(run)
+    said = optim.describe_schedule(args, updates, scheduler)
     rates = []
     for _ in range(updates):
         rates.append(scheduler.get_last_lr()[0])

@@ -91,13 +91,14 @@ def pins_under(python: str) -> dict[str, str]:
 
 
 def test_every_import_is_a_declared_dependency():
-    """What a run imports is installed with it; peft only with the extra that adapters need.
+    """What a run imports is installed with it; peft and math-verify with the extras that need them.
 
     `vllm` is imported in a server's own processes, see `preference_recipes/rollouts/vllm_worker.py`.
     """
     always = names_of(DEPENDENCIES)
     needed = imported("common", "preference_recipes", "recipes")
-    assert needed.keys() - always == {"peft", "vllm"}
+    assert needed.keys() - always == {"peft", "math-verify", "vllm"}
+    assert "math-verify" in names_of(EXTRAS["math"])
     assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
     everything = always.union(*map(names_of, EXTRAS.values()))
     around = imported("tests", "benchmarks", "assets", "docs")
@@ -108,7 +109,7 @@ def test_every_import_is_a_declared_dependency():
 
 
 def test_every_dependency_has_a_lower_bound_that_its_pin_meets():
-    of_tests = [*DEPENDENCIES, *EXTRAS["lora"], *EXTRAS["qlora"], *EXTRAS["test"]]
+    of_tests = [*DEPENDENCIES, *EXTRAS["lora"], *EXTRAS["qlora"], *EXTRAS["math"], *EXTRAS["test"]]
     for python in PYTHONS:
         pins = pins_under(python)
         assert names_of(of_tests) - pins.keys() == {"filelock", "packaging", "tokenizers"}
@@ -117,6 +118,18 @@ def test_every_dependency_has_a_lower_bound_that_its_pin_meets():
             assert operators[-1:] == [">="] and set(operators[:-1]) <= {"!="}
             if requirement.name in pins:
                 assert requirement.specifier.contains(pins[requirement.name]), requirement
+
+
+def test_a_version_that_only_adapters_cannot_use_is_excluded_with_them_alone():
+    """transformers 5.24.0 demands a peft that is not published."""
+    excluding = {
+        name
+        for name, requirements in {None: DEPENDENCIES, **EXTRAS}.items()
+        for each in requirements
+        if each.name == "transformers" and not each.specifier.contains("5.24.0")
+    }
+    with_peft = {name for name, requirements in EXTRAS.items() if "peft" in names_of(requirements)}
+    assert excluding == with_peft == {"lora", "qlora", "test"}
 
 
 def test_the_lock_is_of_this_project_and_names_public_places_only():

@@ -1,16 +1,16 @@
-"""Runs without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
+"""Samplers without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
 
-import dataclasses
 import types
 
 import datasets
 import torch
 
+from common.metrics import Means
 from common.mixture import Mixture
 from common.progress import Progress
-from common.run import Run
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.sampler import Sampler
 
 # As in the recipes' defaults, but for what a test names.
 ARGS = dict(
@@ -33,29 +33,27 @@ ARGS = dict(
 )
 
 
-def bare_run(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Run:
-    """A run of a Hugging Face model, or of none, with these arguments.
+def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Sampler:
+    """A sampler of a Hugging Face model, or of none, with these arguments.
 
     Args:
         accelerator: or what code that splits rows needs to know of it, see `alone_in`.
     """
-    is_required = lambda field: (
-        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
-    required = [field.name for field in dataclasses.fields(Run) if is_required(field)]
-    given = {
-        "accelerator": accelerator or alone_in(0, 1),
-        "args": types.SimpleNamespace(**{**ARGS, **args}),
-        "tokenizer": tokenizer,
-        "model": model,
-        "data": data or data_of(['{"prompt": "p"}']),
-        "progress": Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
-    }
+    wrapper = torch.nn.Module()
     if model is not None:
-        given["unwrapped"] = types.SimpleNamespace(
-            model=model, config=model.config, vocabulary=model.config.get_text_config().vocab_size
-        )
-    return Run(**{**dict.fromkeys(required), **given})
+        wrapper.model = model
+        wrapper.config = model.config
+        wrapper.vocabulary = model.config.get_text_config().vocab_size
+    accelerator = accelerator or alone_in(0, 1)
+    return Sampler(
+        accelerator,
+        args=types.SimpleNamespace(**{**ARGS, **args}),
+        tokenizer=tokenizer,
+        data=data or data_of(['{"prompt": "p"}']),
+        model=wrapper,
+        progress=Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
+        means=Means(accelerator),
+    )
 
 
 def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
@@ -68,7 +66,10 @@ def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
 def alone_in(process_index: int, processes: int):
     """What code that splits rows needs to know of one of several processes."""
     return types.SimpleNamespace(
-        num_processes=processes, process_index=process_index, device=torch.device("cpu")
+        num_processes=processes,
+        process_index=process_index,
+        device=torch.device("cpu"),
+        unwrap_model=lambda model, **_: model,
     )
 
 

@@ -1,7 +1,7 @@
 """A vLLM server of the standard library, which answers with the project's own generator.
 
-It has the endpoints that `preference_recipes/rollouts/vllm.py` uses, and runs `vllm_worker.Weights` itself around
-a transformers model. A test can make it faulty, see `FakeServer.fault`.
+It has the endpoints that `preference_recipes/rollouts/vllm.py` uses, and runs `vllm_worker.Weights`
+itself around a transformers model. A test can make it faulty, see `FakeServer.fault`.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from bare_runs import bare_run
+from bare_runs import bare_sampler
 from preference_recipes.rollouts import generation
 from preference_recipes.rollouts.vllm_worker import Weights
 
@@ -139,14 +139,15 @@ class FakeServer:
         return {"choices": choices[::-1]}
 
     def respond(self, content: dict, seed: int) -> generation.Response:
-        run = bare_run(tokenizer=types.SimpleNamespace(pad_token_id=0), model=self.worker.model)
-        run.unwrapped.vocabulary -= len(content["logit_bias"])
+        tokenizer = types.SimpleNamespace(pad_token_id=0)
+        sampler = bare_sampler(tokenizer=tokenizer, model=self.worker.model)
+        sampler.unwrapped.vocabulary -= len(content["logit_bias"])
         n_tokens = content["max_tokens"]
         # A greedy one is drawn, too, so that it has log-probs: with hardly any temperature.
         draws = torch.from_numpy(np.random.default_rng(seed).random((1, n_tokens)))
-        sampler = generation.SampleByUniform(draws, content["temperature"] or 1e-4)
+        draw = generation.SampleByUniform(draws, content["temperature"] or 1e-4)
         stops = set(content["stop_token_ids"])
-        rows = generation.Rows(run, [content["prompt"]], n_tokens, stops, sampler)
+        rows = generation.Rows(sampler, [content["prompt"]], n_tokens, stops, draw)
         with torch.no_grad():
             ((_, response),) = generation.generate_batch(rows)
             return response

@@ -2,17 +2,21 @@
 
 import copy
 import json
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 
 import architectures
 import templates
-from bare_runs import bare_run, data_of
+from bare_runs import bare_sampler, data_of
+from preference_recipes.data import answer_column
 from preference_recipes.data.ids import decode_answers
 from preference_recipes.rollouts import answers, generation, rewards
-from runs import launch, recipe, refuses, write_jsonl
+from runs import ASSETS, launch, recipe, refuses, write_jsonl
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"
 
@@ -229,6 +233,61 @@ def test_a_row_without_an_answer_is_not_scored():
     assert rewards.answer_reward([""] * 3, ["4"] * 3, ["4", "", None]) == [1.0, None, None]
 
 
+@pytest.mark.parametrize("answer", [["2", "two"], ("2", None, "two", ""), ["two", 2], [2.0, "two"]])
+def test_of_a_list_any_entry_is_right(answer):
+    """As in nq_open and TriviaQA. All responses were wrong: the list was compared as one text."""
+    responses = ["2", "The answer is Two.", "#### 2", "3", "2 or 3"]
+    expected = [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert rewards.answer_reward([""] * 5, responses, [answer] * 5) == expected
+    kept = answer_column.to_text(answer)
+    assert [float(answers.is_right(text, kept)) for text in responses] == expected
+
+
+def test_a_text_that_looks_like_a_list_is_a_text():
+    assert answers.is_right("The answer is [1, 2]", answer_column.to_text("[1, 2]"))
+    assert not answers.is_right("1", answer_column.to_text("[1, 2]"))
+    assert rewards.answer_reward([""] * 3, ["2"] * 3, [[], ["", None], [[]][:0]]) == [None] * 3
+
+
+OBJECTS = [{"value": "2"}, [{"value": "2"}], [["2"], "two"]]
+
+
+@pytest.mark.parametrize("answer", OBJECTS)
+def test_an_answer_that_is_an_object_is_refused(answer):
+    with pytest.raises(ValueError, match="column answer holds an object, at the prompt 'b'"):
+        rewards.answer_reward(["a", "b"], ["2", "2"], ["2", answer])
+    column = [answer_column.to_text(value) for value in ("2", answer)]
+    rows = datasets.Dataset.from_dict({"row": [4, 7], "answer": column})
+    refuses(
+        "data set 'mine', row 7: column 'answer' holds an object",
+        call=lambda: answer_column.refuse_objects("mine", rows),
+    )
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_an_object_is_refused_before_a_model_is_loaded(tmp_path, name):
+    """In a held-out set, and of prompts that `answer_reward` judges. The model has no weights."""
+    shutil.copytree(ASSETS / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safe*"))
+    good = {"prompt": "a", "completion": "2", "answer": ["2", "two"]}
+    bad = good | {"answer": {"value": "2"}}
+    write_jsonl(tmp_path / "train.jsonl", [good, good if name == "sft" else bad])
+    write_jsonl(tmp_path / "held_out.jsonl", [good, bad if name == "sft" else good])
+    words = (
+        ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
+        if name == "grpo"
+        else []
+    )
+    done = launch(
+        [], recipe(name), "--model_name_or_path", "model", "--dataset_name", "train.jsonl", "--eval_dataset_name",
+        "held_out.jsonl", *words, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    said = done.stdout.strip().splitlines()[-1]
+    where = "held_out.jsonl" if name == "sft" else "train.jsonl"
+    assert done.returncode == 1 and f"data set '{where}', row 2: column 'answer' holds" in said, (
+        said
+    )
+
+
 @pytest.mark.skipif(not GSM8K.exists(), reason="the data is not here")
 def test_every_answer_of_gsm8k_is_matched():
     rows = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
@@ -250,6 +309,100 @@ def test_every_answer_of_gsm8k_is_matched():
             for text in (f"1{digits}", f"{digits}0", f"-{digits}")
             if answers.is_right(text, row) and digits != "0"
         ] == []
+
+
+# What a response says, the answer, whether it is right, what `answer_reward` says, and what math-verify 0.9.0 says.
+RIGHT, WRONG = True, False
+MATH = [
+    (r"\boxed{\tfrac34}", r"\frac{3}{4}", RIGHT, RIGHT, RIGHT),
+    (r"\fbox{42}", "42", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{(1,2)}", "(2,1)", WRONG, WRONG, WRONG),
+    (r"\boxed{(1,2)}", "(1, 2)", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{[0,1)}", "[0, 1)", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{[0,1)}", "[0, 1]", WRONG, WRONG, WRONG),
+    (r"\boxed{1,200}", "1200", RIGHT, RIGHT, RIGHT),
+    ("#### 18", "18", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{8} or rather \boxed{18}", "18", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{8} or rather \boxed{18}", "8", WRONG, WRONG, WRONG),
+    (r"<think>\boxed{4}</think> It is \boxed{5}", "5", RIGHT, RIGHT, RIGHT),
+    (r"<think>\boxed{5}", "5", WRONG, WRONG, WRONG),
+    (r"\boxed{25\%}", "25", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{90^\circ}", "90", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{18\text{ cm}^2}", "18", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{x=5}", "5", RIGHT, RIGHT, RIGHT),
+    ("The answer is (B).", "B", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{\text{Paris}}", "Paris", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{\text{Pairs}}", "Paris", WRONG, WRONG, WRONG),
+    (r"\boxed{3.1416}", r"\pi", WRONG, WRONG, WRONG),
+    (r"\boxed{\frac{\pi}{2}}", r"\pi/2", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{10:30}", "10:30", RIGHT, RIGHT, RIGHT),
+    (r"\boxed{18 or 19}", "18", WRONG, WRONG, WRONG),
+    (r"\boxed{1,2}", "12", WRONG, WRONG, WRONG),
+    (r"\boxed{3x}", "x", WRONG, WRONG, WRONG),
+    # math-verify knows what is equal.
+    (r"\boxed{\frac34}", "0.75", RIGHT, WRONG, RIGHT),
+    ("1/2", "0.5", RIGHT, WRONG, RIGHT),
+    (r"The answer is $\frac{1}{2}$.", "0.5", RIGHT, WRONG, RIGHT),
+    (r"The answer is \(\frac{2}{4}\).", "$1/2$", RIGHT, WRONG, RIGHT),
+    (r"\boxed{0.5}", r"\frac12", RIGHT, WRONG, RIGHT),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", RIGHT, WRONG, RIGHT),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", RIGHT, WRONG, RIGHT),
+    (r"\boxed{x^2+1}", "1+x^2", RIGHT, WRONG, RIGHT),
+    (r"\boxed{\{1,2\}}", r"\{2,1\}", RIGHT, WRONG, RIGHT),
+    (r"\boxed{25\%}", "0.25", RIGHT, WRONG, RIGHT),
+    (r"\boxed{5}", "x=5", RIGHT, WRONG, RIGHT),
+    (r"\boxed{063}", "63", RIGHT, WRONG, RIGHT),
+    (r"\boxed{6-5i}", "-5i+6", RIGHT, WRONG, RIGHT),
+    (r"\boxed{2^{10}}", "1024", RIGHT, WRONG, RIGHT),
+    (
+        r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}",
+        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        RIGHT,
+        WRONG,
+        RIGHT,
+    ),
+    # To it words are products, 10:30 is a third, and e is 2.718.
+    ("The answer is 1200 dollars.", "1200", RIGHT, RIGHT, WRONG),
+    (r"\boxed{1e-3}", "0.001", RIGHT, RIGHT, WRONG),
+    (r"\boxed{no}", "on", WRONG, WRONG, RIGHT),
+    (r"\boxed{10:30}", "20:60", WRONG, WRONG, RIGHT),
+    # Neither knows them.
+    (r"\boxed{1 1/2}", "3/2", RIGHT, WRONG, WRONG),
+    (r"\boxed{x>2}", r"(2,\infty)", RIGHT, WRONG, WRONG),
+]
+
+
+def test_answers_that_math_verify_may_judge_otherwise():
+    """The two columns of answers are what docs/ppo.md counts."""
+    responses, given, truth, own, others = map(list, zip(*MATH))
+    assert rewards.answer_reward([""] * len(MATH), responses, given) == own
+    wrong = lambda verdicts: sum(a != b for a, b in zip(verdicts, truth))
+    assert (len(MATH), wrong(own), wrong(others)) == (46, 17, 6)
+
+
+def test_math_reward_is_right_where_its_own_check_or_math_verify_is():
+    pytest.importorskip("math_verify")
+    responses, given, _, _, others = map(list, zip(*MATH))
+    stated, right = ([answers.final_answer(text) for text in texts] for texts in (responses, given))
+    assert list(map(answers.equal_by_math_verify, right, stated)) == others
+    found = rewards.math_reward([""] * len(MATH), responses, given)
+    differs = [row for row, score in zip(MATH, found) if score != row[2]]
+    assert differs == [MATH[-3], MATH[-2], MATH[-1]]
+    assert rewards.math_reward([""] * 3, ["0.5"] * 3, [["2", r"\frac12"], None, "2"]) == [
+        1.0,
+        None,
+        0.0,
+    ]
+    assert rewards.math_reward([""], ["1+" * 200], ["2"]) == [0.0]
+
+
+def test_without_math_verify_math_reward_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    args = SimpleNamespace(reward_function=["preference_recipes.rollouts.rewards:math_reward"])
+    refuses(
+        "math_reward needs math_verify: pip install -e '.[math]'",
+        call=lambda: rewards.check_signatures(args, None),
+    )
 
 
 THOUGHT = "<think>\nTwo and two.\n</think>\n4"
@@ -292,16 +445,18 @@ def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, mo
     # No token of the vocabulary, so no answer ends early.
     monkeypatch.setattr(generation.tokens, "stop_tokens", lambda *_: {10**6})
 
-    def run_with(eval_sets: dict, room: int):
+    def sampler_with(eval_sets: dict, room: int):
         data = data_of([], eval_sets=eval_sets)
         sizes = dict(max_new_tokens=room, exact_match_rows=None)
-        return bare_run(accelerator, tokenizer, model, data=data, **sizes)
+        return bare_sampler(accelerator, tokenizer, model, data=data, **sizes)
 
     def answer(eval_sets: dict, room: int):
-        return answers.exact_match(run_with(eval_sets, room), eval_sets["eval/sums/"], "eval/sums/")
+        return answers.exact_match(
+            sampler_with(eval_sets, room), eval_sets["eval/sums/"], "eval/sums/"
+        )
 
     def check_room(eval_sets: dict, room: int):
-        answers.check_room(run_with(eval_sets, room))
+        answers.check_room(sampler_with(eval_sets, room))
 
     just, beyond = held_out(5, 57, 9), held_out(5, 58, 9)
     check_room(just, 8)
@@ -335,11 +490,11 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
     eval_sets = held_out(5, 6, 7)
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     data = data_of([], eval_sets=eval_sets)
-    run = bare_run(accelerator, tokenizer, architectures.build("llama"), data=data, **sizes)
-    shares, examples = answers.exact_match(run, eval_sets["eval/sums/"], "eval/sums/")
+    sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), data=data, **sizes)
+    shares, examples = answers.exact_match(sampler, eval_sets["eval/sums/"], "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert list(shares) == (["eval/sums/exact_match"] if rows else [])
-    announced = answers.describe(run)
+    announced = answers.describe(sampler)
     assert announced.startswith(f"{len(rows)} answers of up to 3 tokens" if rows else "")
     assert ("--exact_match_rows" in announced) == bool(rows)
 

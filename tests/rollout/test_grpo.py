@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import batches
 from common.mixture import mixture_of
 from common.progress import Progress
+from preference_recipes.rollouts.rollout import Rollout
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position
 from runs import (
@@ -351,7 +352,7 @@ def rollout_of(is_trained: torch.Tensor, per_prompt: int):
     """A rollout of which only these samples are trained on; nothing else is looked at."""
     empty = [[]] * len(is_trained)
     samples = Samples(empty, empty, [""], [1], is_trained, per_prompt=per_prompt)
-    return grpo.Rollout(samples, is_trained, tokens={}, started_at=0)
+    return Rollout(samples, is_trained, tokens={}, started_at=0)
 
 
 @pytest.mark.parametrize(
@@ -361,9 +362,9 @@ def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_toget
     """A rollout of five groups of two, one of whose responses is cut."""
     few = rollout_of(torch.arange(10) != 5, per_prompt=2)
     args = types.SimpleNamespace(seed=0, train_batch_size=size, num_epochs_per_rollout=2)
-    assert grpo.updates_of(few, args) == 2 * len(sizes)
+    assert few.n_updates(args) == 2 * len(sizes)
     positions = [Position(rollouts_seen=5, update=update) for update in range(2 * len(sizes))]
-    updates = [grpo.rows_of_update(few, position, args).tolist() for position in positions]
+    updates = [few.rows_of_update(position, args).tolist() for position in positions]
     assert [len(update) for update in updates] == sizes * 2
     halves = updates[: len(sizes)], updates[len(sizes) :]
     passes = [list(itertools.chain(*half)) for half in halves]
@@ -382,10 +383,9 @@ def test_33_groups_of_8_make_two_updates_of_one_size():
     rollout = rollout_of(torch.ones(264, dtype=torch.bool), per_prompt=8)
     args = types.SimpleNamespace(seed=0, train_batch_size=256, num_epochs_per_rollout=1)
     updates = [
-        grpo.rows_of_update(rollout, Position(rollouts_seen=5, update=i), args).tolist()
-        for i in range(2)
+        rollout.rows_of_update(Position(rollouts_seen=5, update=i), args).tolist() for i in range(2)
     ]
-    assert grpo.updates_of(rollout, args) == 2
+    assert rollout.n_updates(args) == 2
     assert [len(update) for update in updates] == [132, 132]
     assert sorted(updates[0] + updates[1]) == list(range(264))
 

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from bare_runs import SHARING, alone_in, bare_run, data_of
+from bare_runs import SHARING, alone_in, bare_sampler, data_of
 from common.arguments import load_function
 from preference_recipes.rollouts import reward_calls, rewards
 from preference_recipes.rollouts.samples import Samples
@@ -49,16 +49,16 @@ def samples_of(tokenizer, **columns) -> Samples:
 
 
 def judge_of(weights: dict | None = None, **functions) -> rewards.Judge:
-    judge = rewards.Judge(bare_run())
+    judge = rewards.Judge(bare_sampler())
     judge.functions = functions
     judge.weights = weights or dict.fromkeys(functions, 1.0)
     return judge
 
 
 def score(accelerator, tokenizer, judge, samples=None, step: int = 7) -> rewards.Scores:
-    run = bare_run(accelerator, tokenizer)
-    run.progress.global_step = step
-    return judge.score(run, samples or samples_of(tokenizer), SHARING)
+    sampler = bare_sampler(accelerator, tokenizer)
+    sampler.progress.global_step = step
+    return judge.score(sampler, samples or samples_of(tokenizer), SHARING)
 
 
 def length(prompts, responses):
@@ -428,10 +428,10 @@ def test_async_functions_share_one_event_loop(accelerator, tokenizer):
 
 
 def load(functions, weights=None):
-    run = bare_run(
+    sampler = bare_sampler(
         data=data_of(['{"prompt": "p", "a": 1}']), reward_function=functions, reward_weights=weights
     )
-    return rewards.Judge(run)
+    return rewards.Judge(sampler)
 
 
 def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch):
@@ -506,7 +506,7 @@ def check_signature(function, *rows: dict, held_out: dict | None = None) -> None
     text = lambda row: json.dumps({"prompt": "p", **row})
     sets = [[text(row)] * 3 for row in rows or ({"answer": "1", "level": 2},)]
     eval_sets = {} if held_out is None else {"eval/": data_of([text(held_out)]).train}
-    args = bare_run(reward_function=["tests:mine"]).args
+    args = bare_sampler(reward_function=["tests:mine"], dataset_name="mine").args
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewards.arguments, "load_function", lambda *_: function)
         rewards.check_signatures(args, data_of(*sets, eval_sets=eval_sets))
@@ -566,7 +566,7 @@ def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokeniz
     sets = [{"answer": "1"}, {"level": 2, "other": 3}]
     check_signature(function, *sets)
     texts = [[json.dumps({"prompt": "p", **row})] * 3 for row in sets]
-    judge = rewards.Judge(bare_run(data=data_of(*texts)))
+    judge = rewards.Judge(bare_sampler(data=data_of(*texts)))
     assert judge.columns == ["prompt", "answer", "level", "other"]
     judge.functions = {"f": function}
     judge.weights = {"f": 1.0}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bare_runs import bare_run
+from bare_runs import bare_sampler
 from common.shared_args import RolloutArgs
 from fake_vllm import FakeServer
 from preference_recipes.rollouts import vllm
@@ -152,9 +152,9 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn(tokenizer):
         generation_config=types.SimpleNamespace(eos_token_id=[5, 2]),
     )
     unwrapped = types.SimpleNamespace(vocabulary=298, model=model)
-    run = types.SimpleNamespace(tokenizer=tokenizer, unwrapped=unwrapped)
+    sampler = types.SimpleNamespace(tokenizer=tokenizer, unwrapped=unwrapped)
     uniforms = np.array([[[0.25] * 3] * 2, [[0.5] * 3] * 2])
-    first, second = vllm.make_requests(run, [[7], [8, 9]], uniforms, 0.7)
+    first, second = vllm.make_requests(sampler, [[7], [8, 9]], uniforms, 0.7)
     assert first["logit_bias"] == {"298": -100.0, "299": -100.0}
     assert (first["seed"], second["seed"]) == (2**38 * 2, 2**39 * 2)
     assert (second["prompt"], second["temperature"], second["max_tokens"]) == ([8, 9], 0.7, 3)
@@ -230,7 +230,8 @@ def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp
     for later in checkpoint.parent.glob("global_step_*"):
         if later != checkpoint:  # the kill came late
             shutil.rmtree(later)
-    assert (checkpoint / "ahead.pt").exists() == bool(ahead)
+    sampled_ahead = torch.load(checkpoint / "ahead.pt")
+    assert (sampled_ahead is not None) == bool(ahead)
     server.restart()  # it lost its weights, too
     run(inputs, tmp_path / "half", dict(settings, resume="auto"), server.url)
     assert timeless(tmp_path / "half") == timeless(tmp_path / "whole")
@@ -545,5 +546,5 @@ def test_every_setting_of_servers_is_refused_without_one():
         refuses(f"--{name} 1", call=lambda args=args: vllm.check_settings(args))
 
 
-def test_bare_runs_generate_by_themselves():
-    assert bare_run().servers is None
+def test_bare_samplers_generate_by_themselves():
+    assert bare_sampler().servers is None
