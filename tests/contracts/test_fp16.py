@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import guards
-from common.metrics import Metrics
 from common.progress import Progress
 from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from recipes import RECIPES, TAUGHT, TIES
@@ -241,23 +240,17 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
         state=types.SimpleNamespace(deepspeed_plugin=plugin), is_main_process=True
     )
     progress, said = Progress(1000, 1, 1, 1000), []
-    metrics = Metrics(
-        accelerator,
-        types.SimpleNamespace(output_dir=tmp_path, report_to=["none"]),
-        progress,
-        "loss",
-    )
-    metrics.bar = types.SimpleNamespace(write=said.append, update=lambda: None)
+    watch = guards.SkipWatch(accelerator, progress)
     for _ in range(20):
         progress.update_done(True, 1, 1)
     what = "overflowed" if scale else "had gradients that are not finite"
     with pytest.raises(SystemExit, match=f"update 21 {what} {ends} times in a row") as ended:
         while True:
             progress.update_done(applied=False, samples=1, tokens=1)
-            metrics.update_done(False, loss_scale=scale)
+            said.append(watch.update_skipped(scale))
     assert ("Use bf16" in str(ended.value)) == bool(scale)  # without a scale it is bf16 or fp32
     assert progress.skipped_steps == ends and progress.global_step == 20
-    assert [text[:30] for text in said] == (
+    assert [text[:30] for text in said if text] == (
         ["WARNING: 6 of the last 50 upda", "WARNING: 50 of the last 50 upd"] if ends == 100 else []
     )
 
@@ -370,13 +363,13 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
             "mean_logits": torch.zeros(2, 2001),
         }  # -120,060 and -240,120
         args = types.SimpleNamespace(beta=0.1, loss_type="sigmoid", label_smoothing=0.0)
-        real = torch.ones(2, 2001) > 0
-        losses, logged = dpo["losses_and_metrics"](
-            sums, real, torch.tensor([-120_000.0, -240_000.0]), one, args
-        )
-        assert logged[0].values[
-            "logps/rejected"
-        ].item() == -240_120 and losses.item() == pytest.approx(math.log1p(math.exp(-6)), rel=1e-5)
+        batch = {
+            "mask": torch.ones(2, 2001) > 0,
+            "ref_logps": torch.tensor([-120_000.0, -240_000.0]),
+        }
+        losses, values = dpo["pair_losses"](lambda batch, extras: sums, object(), batch, args)
+        assert values["logps/rejected"].item() == -240_120
+        assert losses.item() == pytest.approx(math.log1p(math.exp(-6)), rel=1e-5)
         assert dpo["preference_loss"](
             one * 300, -one * 100, one, one, 0.05, "sigmoid"
         ).item() == pytest.approx(math.exp(-20), rel=1e-5)

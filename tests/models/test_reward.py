@@ -204,6 +204,7 @@ COLUMNS = {
     "prompt_ids": [ids(n, n) for n in (5, 1, 9, 3)],
     "chosen_ids": [[*ids(n, n + 20), 1] for n in (2, 12, 0, 6)],  # they end with EOS
     "rejected_ids": [[*ids(n, n + 40), 1] for n in (7, 3, 4, 1)],
+    "margin": [0.0] * 4,
 }
 
 
