@@ -286,7 +286,7 @@ def count_waits(recipe: str, micro: str, file: str) -> None:
     def end(*args, **kwargs):
         raise Ended
 
-    engine.begin_update, actor.publish = begin, end
+    engine.begin_update, actor.save = begin, end
     warnings.showwarning = note
     warnings.simplefilter("always")
     script = REPOSITORY / "recipes" / f"{recipe}.py"

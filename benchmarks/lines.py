@@ -4,8 +4,9 @@
     python benchmarks/lines.py trl      # needs the extra `peers`
 
 Counted are the different lines that run from the beginning of the second update to that of the third, evaluation and
-saving left out: for ours in `recipes/` and `common/`, for TRL in `trl/` and in transformers' trainer and collators. The
-model, torch, accelerate and DeepSpeed are left out of both. The table also has the lines of all files that were met.
+saving left out: for ours in `recipes/`, `common/` and `preference_recipes/`, for TRL in `trl/` and in transformers'
+trainer and collators. The model, torch, accelerate and DeepSpeed are left out of both. The table also has the lines of
+all files that were met.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def run_ours() -> LinesRun:
     """Three updates of recipes/dpo.py on the embedded pairs."""
     from common import engine
 
-    lines = LinesRun(REPOSITORY / "common", REPOSITORY / "recipes")
+    folders = ("recipes", "common", "preference_recipes")
+    lines = LinesRun(*(REPOSITORY / folder for folder in folders))
     begin_update = engine.begin_update
 
     def noted(*arguments):

@@ -66,8 +66,8 @@ TROUBLES = {
         wrong={},
         plant=replace(
             "main",
-            "progress.log_due(args.logging_steps)",
-            "progress.log_due(args.logging_steps) and progress.updates_seen % 8 == 0",
+            "run.due(args.logging_steps, first=True)",
+            "run.due(args.logging_steps, first=True) and run.updates_seen % 8 == 0",
         ),
     ),
     # What the main process logs of its last micro-batch, where all of the update should count.
@@ -78,8 +78,8 @@ TROUBLES = {
         wrong={},
         plant=replace(
             "main",
-            "metrics.pending.add(values, value_weights)",
-            "metrics.pending.add(values, value_weights * (micro_batch is micro_batches[-1]))",
+            "means.add(values, weights)",
+            "means.add(values, weights * (rows is update.micro_batches[-1].rows))",
         ),
     ),
     # Eight micro-batches, each a mean, added up and never divided by their number.
@@ -91,14 +91,13 @@ TROUBLES = {
         plant=together(
             replace(
                 "main",
-                "(losses * weights).sum() * divisor / len(update_rows)",
-                "(losses * weights).sum() * divisor * 8 / len(update_rows)",
+                "(losses * weights).sum() * update.divisor / update.n_samples",
+                "(losses * weights).sum() * update.divisor * 8 / update.n_samples",
             ),
             replace(
                 "main",
-                "metrics.pending.add(values, value_weights)",
-                "metrics.pending.add({name: value * (8 if name == 'loss' else 1) "
-                "for name, value in values.items()}, value_weights)",
+                "means.add(values, weights)",
+                "means.add({**values, 'loss': values['loss'] * 8}, weights)",
             ),
         ),
     ),
@@ -124,9 +123,7 @@ def run(trouble: Trouble, output_dir: Path, with_fault: bool) -> None:
     if with_fault and trouble.plant:
         tree = ast.parse(script.read_text(encoding="utf-8"))
         trouble.plant(tree)
-        script = output_dir.with_suffix(
-            ".py"
-        )  # outside of the repository's recipes, see `check_recipe`
+        script = output_dir.with_suffix(".py")
         script.write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
     flags = {**trouble.flags, **(trouble.wrong if with_fault else {})}
     if flags["dataset_name"] == "few.jsonl":

@@ -76,12 +76,12 @@ def requests_of_rollout(n_tokens: int) -> list[dict]:
         get_output_embeddings=lambda: types.SimpleNamespace(out_features=264),
         generation_config=types.SimpleNamespace(eos_token_id=1),
     )
-    run = types.SimpleNamespace(
+    sampler = types.SimpleNamespace(
         tokenizer=AutoTokenizer.from_pretrained(ASSETS / "model"),
         unwrapped=types.SimpleNamespace(vocabulary=264, model=model),
     )
     uniforms = np.random.default_rng(0).random((PROMPTS, RESPONSES, n_tokens))
-    return vllm.make_requests(run, [[5] * PROMPT_TOKENS] * PROMPTS, uniforms, 1.0)
+    return vllm.make_requests(sampler, [[5] * PROMPT_TOKENS] * PROMPTS, uniforms, 1.0)
 
 
 def raw(url: str, requests: list[dict]) -> None:

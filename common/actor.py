@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, engine, folders, record, zero
+from common import adapters, engine, errors, folders, record, zero
 from common.best import FOLDER, Best
 from common.run import Run
 
@@ -101,7 +100,9 @@ class Actor:
                     dtype=dtype,
                     weights=weights,
                 )
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
+            if not errors.is_of_disk(error):
+                raise
             shutil.rmtree(being_written(directory), ignore_errors=True)
             sys.exit(
                 f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run "

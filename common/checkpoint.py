@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
-from safetensors import SafetensorError
 from torch import nn
 
 from common import (
@@ -22,6 +21,7 @@ from common import (
     distributed,
     engine,
     engine_state,
+    errors,
     folders,
     record,
     stopping,
@@ -278,14 +278,17 @@ class Checkpoint:
         try:
             with self.run.timed("paused"):
                 self.write(temporary, final)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
+        except Exception as error:
+            if not errors.is_of_disk(error) and not isinstance(error, RuntimeError):  # torch's
+                raise
+            why = errors.why_not_written(error, self.run.output_dir)
             # Only the main process removes the folder. Another one might do so while it is renamed.
             if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
             way_on = "This folder has none before it."
             if earlier:
                 way_on = f"--resume auto goes on from {earlier[-1].name}."
-            sys.exit(f"{final} could not be written: {str(error)[:200]}. {way_on}")
+            sys.exit(f"{final} could not be written: {why}. {way_on}")
         self.last_saved = step
 
     def write(self, temporary: Path, final: Path) -> None:

@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 LAUNCHER = os.getppid()  # or whoever else started this process
 # How long a process waits for its launcher to end it, before it ends by itself.
@@ -19,6 +22,7 @@ failed = False  # whether `run` is ending this process because of an error
 OF_DISKS = {
     errno.ENOSPC: "a disk is full",
     errno.EDQUOT: "a disk is full",
+    errno.EFBIG: "a file may not grow further (ulimit -f, or a limit of the disk)",
     errno.EROFS: "a disk can only be read now",
     errno.EIO: "a disk fails",
 }
@@ -27,6 +31,26 @@ OUT_OF_MEMORY = (
     "--gradient_checkpointing, ZeRO-2 or ZeRO-3; where it samples, a smaller "
     "--generate_batch_size and --score_batch_size. docs/memory.md says what a run takes."
 )
+
+
+def is_of_disk(error: Exception) -> bool:
+    """Whether an error says that something could not be written.
+
+    Libraries in Rust raise a bare Exception, such as `File too large (os error 27)`.
+    """
+    return isinstance(error, (OSError, SafetensorError)) or "(os error " in str(error)
+
+
+def why_not_written(error: Exception, folder: Path) -> str:
+    """Returns in words why something could not be written below a folder.
+
+    torch says only where in its own code it noticed that a file is shorter than it should be.
+    """
+    text = str(error)[:200]
+    if "inline_container" not in text and "PytorchStreamWriter" not in text:
+        return text
+    free = shutil.disk_usage(folder).free / 2**20
+    return f"the disk is full, or a quota or limit is reached ({free:,.0f} MiB are free; {text})"
 
 
 def run(main: Callable[[], None]) -> None:

@@ -39,6 +39,7 @@ def decide(args, recipe: str) -> str:
             now, or that cannot be made.
     """
     path, continues = choose(args, recipe)
+    path = path.absolute()  # a user's code may change the working directory
     if not continues:
         refuse_files_of_others(path)
     try:

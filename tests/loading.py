@@ -76,14 +76,14 @@ def main(folder: str, output_dir: str) -> None:
     reference = prepare.frozen(accelerator, reference)
     held = {id(parameter) for parameter in model.parameters()}
     steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    run = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
+    sampler = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
     in_training = is_cut_after_forward(model)  # as each run checks its log-probs first
-    with generation.ready_to_generate(run):
+    with generation.ready_to_generate(sampler):
         gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}
     after_generation = is_cut_after_forward(model)
 
     model.set_reshard_after_forward(False)  # as with `fsdp_reshard_after_forward: false`
-    with generation.ready_to_generate(run):
+    with generation.ready_to_generate(sampler):
         pass
     without_resharding = is_cut_after_forward(model)
     engine.reshard(model)

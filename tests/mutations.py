@@ -210,8 +210,8 @@ WEIGHTING = [
         "loss_weight_dropped",
         "the tokens of a padding row count in PPO's loss",
         "recipes/ppo.py",
-        replace("losses_and_metrics", "old['mask'] * weights[:, None]", by="old['mask'].float()"),
-        "rollout/test_ppo.py::test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for",
+        replace("main", "stored['mask'] * weights[:, None]", by="stored['mask'].float()"),
+        f"{ALL_SPLITS}[ddp-tokens-ppo]",
     ),
     Fault(
         "clipped_by_shard",
@@ -481,7 +481,7 @@ MODELS = [
         "dropout_left_on",
         "the policy that is trained drops out what the one that sampled did not",
         "recipes/ppo.py",
-        drop_call("main", "prepare.disable_dropout"),
+        drop_call("make_actor_critic", "prepare.disable_dropout"),
         PPO_RUN,
     ),
     Fault(
@@ -679,8 +679,8 @@ ROLLOUTS = [
     Fault(
         "temperature_ignored",
         "the old log-probs are at another temperature than the responses were sampled at",
-        "recipes/ppo.py",
-        replace("compute_logps_and_values", "run.model(batch, temperature)", by="run.model(batch)"),
+        "preference_recipes/rollouts/rollout.py",
+        replace("compute_logps", "sampler.model(batch, temperature)", by="sampler.model(batch)"),
         PPO_RUN,
     ),
     Fault(
@@ -791,7 +791,7 @@ ROLLOUTS = [
         "first_ratio_from_scoring",
         "the first update compares with log-probs that another pass rounded",
         "recipes/ppo.py",
-        replace("main", "output['logps'].detach()", by="stored['logps']"),
+        replace("token_losses", "logps.detach()", by="stored['logps']"),
         PPO_RUN,
     ),
     Fault(
@@ -861,8 +861,8 @@ ROLLOUTS = [
         "recipes/distill.py",
         replace(
             "main",
-            "(losses * token_weights).sum() * divisor / response_tokens",
-            by="(losses * token_weights).sum() * divisor / len(update_rows)",
+            "(losses * token_weights).sum() * update.divisor / response_tokens",
+            by="(losses * token_weights).sum() * update.divisor / update.n_samples",
         ),
         f"{DISTILL_RUN}[reverse kl]",
     ),
@@ -888,7 +888,7 @@ ROLLOUTS = [
         "distill_ratio_of_moved_student",
         "sampled tokens of later updates are compared with the student as it is now",
         "recipes/distill.py",
-        replace("main", "progress.global_step > rollout.started_at", by="False"),
+        replace("main", "run.global_step > rollout.started_at", by="False"),
         f"{DISTILL_RUN}[sampled tokens]",
     ),
     Fault(

@@ -110,11 +110,9 @@ FAULTS = [
         "padding counts in the entropy (TRL 2022, 6803)",
         "recipes/ppo.py",
         replace(
-            "losses_and_metrics",
-            "[Logged(per_token, token_weights), *sampler_metrics]",
-            by="[Logged({'policy/entropy_avg': per_token.pop('policy/entropy_avg')}, "
-            "torch.ones_like(token_weights) * weights[:, None]), "
-            "Logged(per_token, token_weights)]",
+            "token_losses",
+            "(output['entropy'], mask)",
+            by="(output['entropy'], torch.ones_like(output['entropy']))",
         ),
         PPO_RUN,
     ),

@@ -85,6 +85,8 @@ def as_message(message: dict, number: int) -> dict:
     if isinstance(calls, (str, dict)):  # JSON, or a single call
         calls = [] if has_no_calls(message) else tool_calls(calls, f"message {number}")
     if isinstance(calls, list):
+        for call in calls:
+            nested(call)  # to refuse its arguments: a flat call stays one
         message = {**message, "tool_calls": [with_arguments(call) for call in calls]}
     return {"content": "", **message}
 
@@ -97,33 +99,55 @@ def nested(call: Any) -> Any:
     its arguments may be there.
     """
     is_flat = isinstance(call, dict) and "name" in call and "function" not in call
-    if not is_flat:
+    arguments_key = key_of_arguments(call) if is_flat else None
+    if arguments_key is None:
         return call
-    arguments_key = next((key for key in ("arguments", "parameters") if key in call), None)
     others = {key: value for key, value in call.items() if key not in ("name", arguments_key)}
-    if arguments_key is None and others.keys() & OTHER_ARGUMENTS:
-        return call
-    arguments = call[arguments_key] if arguments_key else {}
-    function = {"name": call["name"], "arguments": arguments}
+    function = {"name": call["name"], "arguments": call.get(arguments_key)}
     return with_arguments({**others, "type": "function", "function": function})
 
 
 def with_arguments(call: Any) -> Any:
-    """Returns a tool call whose arguments are an object, where they are written as its JSON.
+    """Returns a tool call whose `function` has `arguments`, an object, as `nested` does.
 
-    OpenAI's API writes the JSON, '{"a": 1}', which most templates would quote once more. For
-    templates that want a string, `templates.render` makes one.
+    OpenAI's API writes an object's JSON, '{"a": 1}', which most templates would quote once more.
+    For templates that want a string, `templates.render` makes one.
     """
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    key = key_of_arguments(function) if isinstance(function, dict) else None
+    if key is None:
         return call
+    arguments = decoded(function.get(key), function.get("name"))
+    renamed = {"arguments" if name == key else name: value for name, value in function.items()}
+    return {**call, "function": {**renamed, "arguments": arguments}}
+
+
+def key_of_arguments(function: dict) -> str | None:
+    """Returns where a function's arguments are, or would be; None if they have another name."""
+    found = next((key for key in ("arguments", "parameters") if key in function), None)
+    return found or (None if function.keys() & OTHER_ARGUMENTS else "arguments")
+
+
+def decoded(arguments: Any, name: Any) -> dict:
+    """Returns arguments as an object: they may be its JSON, or the JSON of that; {} for none.
+
+    Raises:
+        BadRow: they are something else.
+    """
+    value = arguments
     try:
-        arguments = json.loads(function["arguments"])
+        while isinstance(value, str):
+            value = json.loads(value) if value.strip() else None
     except ValueError:
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        pass  # refused below
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRow(
+            f"the arguments of a call of {name!r}: expected an object or its JSON, found "
+            f"{arguments!r:.80}"
+        )
+    return value
 
 
 def role_of(message: dict) -> str:

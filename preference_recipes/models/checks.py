@@ -5,6 +5,7 @@ import sys
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,7 +26,8 @@ def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -
         ids: some tokens of the data, at least one.
 
     Raises:
-        SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
+        SystemExit: the architecture does something to its logits that `LogProbModel` does not know,
+            or weights are not finite.
     """
     row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
     batch = Packer(accelerator.device).make_batch([row[:1]], [row[1:]])
@@ -39,10 +41,26 @@ def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -
     tolerance = 1e-5 if output["is_fp32"].max() else 1e-2
     if not typical <= tolerance * (1 + largest):  # also where it is not a number
         whole = models_inside([model])[0]
+        if names := not_finite(model):
+            others = f", nor are {len(names) - 1} other parameters" if len(names) > 1 else ""
+            sys.exit(
+                f"{whole.config.name_or_path}: {names[0]} is not finite{others}: the model's "
+                "file holds NaN or infinite weights"
+            )
         sys.exit(
             f"{whole.config.name_or_path}: its head's log-probs differ from its own logits' by "
             f"{typical:.3g}: this architecture is not supported yet"
         )
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    """Returns the parameters that hold a NaN or an infinity. All processes must call it."""
+    own = []
+    for name, parameter in model.named_parameters():
+        part = getattr(parameter, "ds_tensor", parameter.detach())  # ZeRO-3's own part
+        if not getattr(part, "_local_tensor", part).isfinite().all():  # FSDP2's own part
+            own.append(name)
+    return sorted(set(gather_object(own)))
 
 
 def check_positions(models: list[nn.Module], max_length: int) -> None:

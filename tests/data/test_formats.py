@@ -578,6 +578,59 @@ def test_a_call_may_have_its_name_outside_of_function(name, content, key, given)
     assert calls_written(name, "", call) == calls_written(name, "", json.dumps([call])) == expected
 
 
+ABSENT = object()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gptoss", "deepseekv3", "gemma4"])
+@pytest.mark.parametrize("form", ["nested", "flat", "json"])
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        (json.dumps('{"x": 1}'), {"x": 1}),
+        (json.dumps(json.dumps('{"x": 1}')), {"x": 1}),
+        ("", {}),
+        (" ", {}),
+        ('""', {}),
+        ("null", {}),
+        (None, {}),
+        (ABSENT, {}),
+    ],
+)
+def test_what_else_arguments_may_be(name, form, given, meant):
+    """A JSON text inside one was quoted; without `arguments` a nested call ended the run, a flat one not."""
+    function = {"name": "add"} | ({} if given is ABSENT else {"arguments": given})
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    if form != "nested":
+        calls = [{"id": "c1", **function}]
+    whole = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": meant}}
+    expected = calls_written(name, "", [whole])
+    assert calls_written(name, "", json.dumps(calls) if form == "json" else calls) == expected
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize("given", ["x", "[1]", [1], '"x"', 3, "3", "{", True, [{"x": 1}]])
+def test_arguments_that_are_no_object_are_refused(key, given):
+    """They were learned as a quoted text, or whatever the template made of them."""
+    for call in ({"name": "add", key: given}, {"function": {"name": "add", key: given}}):
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows = [{"messages": [QUESTION, YES]}, {"messages": [QUESTION, answer]}]
+        expected = "row 2: the arguments of a call of 'add': expected an object or its JSON, found"
+        with pytest.raises(BadRow, match="the arguments of a call of 'add'"):
+            sft_row(rows[1], templates.tokenizer("qwen2_5"), 1000, "assistant")
+        convert = Converter(
+            sft_row, templates.tokenizer("qwen2_5"), {}, dict(max_length=99, loss_on="assistant")
+        )
+        with pytest.raises(BadRow, match=expected):
+            convert.convert_row(rows[1], 1)
+
+
+def test_arguments_of_a_nested_call_under_another_name_are_not_lost():
+    named = {"function": {"name": "add", "parameters": {"x": 1}}}
+    assert messages.with_arguments(named) == {"function": {"name": "add", "arguments": {"x": 1}}}
+    other = {"function": {"name": "add", "input": {"x": 1}}}
+    assert messages.with_arguments(other) == other  # the template decides
+
+
 def test_a_template_for_calls_without_function_gets_them():
     tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
     tokenizer.chat_template = (

@@ -223,19 +223,17 @@ def test_a_checkpoint_that_knows_no_fingerprint_is_resumed(tmp_path):
     accelerator = types.SimpleNamespace(
         distributed_type=DistributedType.NO, num_processes=1, mixed_precision="no"
     )
-    run = types.SimpleNamespace(
-        tokenizer=None,
-        args=types.SimpleNamespace(beta=1, may_change=set()),
-        accelerator=accelerator,
-        data=types.SimpleNamespace(fingerprint="d"),
-        models={"reference model": "weights 1"},
-    )
+    now = checkpoint.Checkpoint.__new__(checkpoint.Checkpoint)
+    now.accelerator = accelerator
+    now.run = types.SimpleNamespace(args=types.SimpleNamespace(beta=1, may_change=set()))
+    now.actor = types.SimpleNamespace(tokenizer=None)
+    now.identity = {"data": "d", "reference model": "weights 1"}
     before = {"beta": 1, "data": "d", "world": "no"}
-    checkpoint.refuse_another_run(run, tmp_path, before)
+    now.refuse_another_run(tmp_path, before)
     with pytest.raises(
         SystemExit, match="reference model: 'weights 2' in the checkpoint, 'weights 1' now"
     ):
-        checkpoint.refuse_another_run(run, tmp_path, {**before, "reference model": "weights 2"})
+        now.refuse_another_run(tmp_path, {**before, "reference model": "weights 2"})
 
 
 def dpo(inputs, output, launcher, *more):

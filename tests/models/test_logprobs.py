@@ -244,6 +244,26 @@ def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
         checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_told_by_name(bad):
+    """They were taken for an architecture that is not supported yet."""
+    wrapper = LogProbModel(build("llama"))
+    layer = wrapper.model.model.layers[1]
+    with torch.no_grad():
+        layer.mlp.up_proj.weight[3, 2] = bad
+    with pytest.raises(
+        SystemExit,
+        match=r": model\.model\.layers\.1\.mlp\.up_proj\.weight is not finite: the",
+    ):
+        checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
+    with torch.no_grad():
+        layer.input_layernorm.weight[0] = bad
+    with pytest.raises(
+        SystemExit, match=r"input_layernorm\.weight is not finite, nor are 1 other par"
+    ):
+        checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_log_softmax_is_fp32_under_half_weights(dtype):
     """Logits near 60000, a log-prob of about -40 beside ones of -1e-4: fp16's log-softmax gives inf and 0."""

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import architectures
-from common import arguments, folders
+from common import adapters, arguments, folders
 from common.shared_args import SharedArgs
 from preference_recipes.models import architecture, load, lora, merge, prepare
 from preference_recipes.models.logprobs import LogProbModel, ScoreModel
@@ -227,16 +227,16 @@ def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names(layers):
     text = architectures.config_of("gemma3").text_config.to_dict()
     text |= dict(num_hidden_layers=layers, layer_types=["full_attention"] * layers)
     wrapper = adapted(architectures.build("gemma3", text_config=text))
-    trained = lora.trained_parameters(wrapper)
+    trained = adapters.trained_parameters(wrapper)
     assert len(trained) == 2 * 7 * layers and all("language_model" in name for name in trained)
     again = architectures.build("gemma3", text_config=text)
     again.add_adapter(wrapper.model.peft_config["default"])
-    assert {f"model.{name}" for name in lora.trained_parameters(again)} == set(trained)
+    assert {f"model.{name}" for name in adapters.trained_parameters(again)} == set(trained)
 
 
 def test_names_that_a_tower_has_too_mean_the_text_models_layers(tmp_path):
     wrapper = adapted(architectures.build("gemma3"), lora_target_modules=["q_proj", "v_proj"])
-    trained = lora.trained_parameters(wrapper)
+    trained = adapters.trained_parameters(wrapper)
     assert len(trained) == 2 * 4 and all("language_model" in name for name in trained)
     # Nor does a packed tower get one, of which it is not known what text reaches.
     architectures.build("gemma3").save_pretrained(tmp_path)
@@ -251,7 +251,7 @@ def test_the_formula_and_what_is_trained(inputs):
     plain = AutoModelForCausalLM.from_pretrained(inputs / "model")
     torch.manual_seed(5)
     wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"), lora_alpha=12.0)
-    trained = lora.trained_parameters(wrapper)
+    trained = adapters.trained_parameters(wrapper)
     assert set(trained) == {name for name, _ in wrapper.named_parameters() if "lora_" in name}
     ids = torch.arange(3, 20)[None]
     assert torch.equal(wrapper.model(ids).logits, plain(ids).logits)
@@ -270,7 +270,7 @@ def test_the_draw_follows_from_the_seed_alone(inputs):
         torch.manual_seed(3)
         torch.rand(used_up)  # as an engine may do while it loads
         wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"))
-        return lora.trained_parameters(wrapper), torch.rand(1)
+        return adapters.trained_parameters(wrapper), torch.rand(1)
 
     (one, after), (other, _) = drawn(0), drawn(100)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -314,7 +314,7 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
     for one in (plain, wrapper):
         prepare.disable_dropout(one)
     with torch.no_grad():
-        for parameter in lora.trained_parameters(wrapper).values():
+        for parameter in adapters.trained_parameters(wrapper).values():
             parameter.normal_(std=0.1)
     batch = Packer(torch.device("cpu")).make_batch([[3, 4, 5]], [[6, 7]])
     base = lora.WithoutAdapters(wrapper)
@@ -362,19 +362,19 @@ import os, runpy, sys
 import torch
 from common import actor, zero
 
-publish = actor.publish
+save = actor.save
 
 
-def hold(run, *rest, **settings):
-    frozen = {name: p for name, p in run.unwrapped.named_parameters() if not p.requires_grad}
+def hold(accelerator, prepared, unwrapped, *rest, **settings):
+    frozen = {name: p for name, p in unwrapped.named_parameters() if not p.requires_grad}
     with zero.gathered(list(frozen.values())):
         held = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for name, p in frozen.items()}
-    if run.accelerator.is_main_process:
+    if accelerator.is_main_process:
         torch.save(held, os.environ["HELD"])
-    publish(run, *rest, **settings)
+    return save(accelerator, prepared, unwrapped, *rest, **settings)
 
 
-actor.publish = hold
+actor.save = hold
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -5,15 +5,13 @@
 import inspect
 import json
 import math
-import types
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bare_runs import bare_run
+from bare_runs import bare_sampler
 from preference_recipes.data import tokens
 from preference_recipes.data.ids import encode_text
 from preference_recipes.rollouts import environments, episodes, generation
@@ -68,13 +66,12 @@ class Calculator:
 
 def played(accelerator, tokenizer, model, respond=None):
     """Our episodes of all questions; `respond` says something in place of the model."""
-    run = bare_run(
+    sampler = bare_sampler(
         accelerator, tokenizer, model, max_turns=4, max_length=2000, max_new_tokens=MAX_NEW_TOKENS,
         environment_timeout=0.0, environment_errors="stop", strings_as_messages=False,
     )  # fmt: skip
-    run.metrics = types.SimpleNamespace(warn=warnings.warn)
     schemas = [environments.get_json_schema(Calculator().add)]
-    run.stage = episodes.Stage(
+    sampler.stage = episodes.Stage(
         environments.UserClass(
             "E", Calculator, inspect.signature(Calculator().reset), False, True, schemas
         )
@@ -89,14 +86,14 @@ def played(accelerator, tokenizer, model, respond=None):
     with pytest.MonkeyPatch.context() as patch:
         if respond:
             patch.setattr(generation, "generate_locally", respond)
-        return generation.sample(run, prompts, uniforms, 0.0)
+        return generation.sample(sampler, prompts, uniforms, 0.0)
 
 
 def scripted(tokenizer):
     """Says what `SAID` has for the question that is in the prompt, turn by turn."""
     spoken = dict.fromkeys(SAID, 0)
 
-    def respond(run, stops, prompts, uniforms, temperature):
+    def respond(sampler, stops, prompts, uniforms, temperature):
         for place, prompt in enumerate(prompts):
             text = tokenizer.decode(prompt)
             question = next(one for one in SAID if f"{one} Use the tool." in text)

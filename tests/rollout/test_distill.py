@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from architectures import build
-from bare_runs import bare_run
+from bare_runs import bare_sampler
 from expected_gradients import RESPONSES, make_policy, token_logps
 from preference_recipes.data import prompts
 from preference_recipes.data.formats import BadRow
@@ -97,17 +97,20 @@ def test_the_share_of_prompts_that_the_student_answers():
     assert not distill.answered_by_student(places, settings_of(on_policy_share=0.0)).any()
 
 
+def rollout_of(samples: generation.Samples) -> distill.TaughtRollout:
+    """A rollout of these samples that knows nothing else."""
+    is_trained = torch.ones(len(samples), dtype=torch.bool)
+    return distill.TaughtRollout(samples, is_trained, {}, 0, teachers=[], teacher_prompts=[])
+
+
 def test_a_rollout_is_cut_into_updates_of_about_equal_size():
     args = settings_of(train_batch_size=4, num_epochs_per_rollout=2)
-    rollout = types.SimpleNamespace(
-        samples=generation.Samples([[1]] * 10, [[2]] * 10, [], [], None, 2)
-    )
-    assert distill.updates_of(rollout, args) == 6
+    rollout = rollout_of(generation.Samples([[1]] * 10, [[2]] * 10, [], [], None, 2))
+    assert rollout.n_updates(args) == 6
     epochs = []
     for epoch in range(2):
         rows = [
-            distill.rows_of_update(rollout, Position(update=3 * epoch + update), args)
-            for update in range(3)
+            rollout.rows_of_update(Position(update=3 * epoch + update), args) for update in range(3)
         ]
         assert [len(part) for part in rows] == [4, 3, 3]
         epochs.append(np.concatenate(rows))
@@ -300,16 +303,16 @@ def test_tokens_that_have_no_probability_are_never_sampled(accelerator, tokenize
     found = {}
     for vocabulary in (100, 300):
         model = build("llama")
-        run = bare_run(accelerator, tokenizer, model)
-        run.unwrapped = DistillModel(model, vocabulary)
+        sampler = bare_sampler(accelerator, tokenizer, model)
+        sampler.unwrapped = DistillModel(model, vocabulary)
         prompts_of_run = [[5, 6, 7], [8], [9, 10]]
         uniforms = np.random.default_rng(0).random((3, 8))
-        drawn = generation.generate(run, prompts_of_run, 8, temperature=2.0, uniforms=uniforms)
-        greedy = generation.generate(run, prompts_of_run, 8)
+        drawn = generation.generate(sampler, prompts_of_run, 8, temperature=2.0, uniforms=uniforms)
+        greedy = generation.generate(sampler, prompts_of_run, 8)
         found[vocabulary] = [token for response in drawn + greedy for token in response.ids]
         batch = Packer(torch.device("cpu")).make_batch(prompts_of_run, [x.ids for x in drawn])
         with torch.no_grad():
-            logps = run.unwrapped(batch, temperature=2.0)["logps"][batch["mask"]]
+            logps = sampler.unwrapped(batch, temperature=2.0)["logps"][batch["mask"]]
         sampled = torch.tensor([logp for response in drawn for logp in response.logps])
         torch.testing.assert_close(sampled, logps, rtol=1e-5, atol=1e-5)
     assert max(found[100]) < 100 <= max(found[300])
@@ -642,11 +645,8 @@ def test_the_base_below_adapters_teaches_what_it_reads_elsewhere(inputs, launche
     base = Reference(inputs, settings, ["model"])
     rollout, _ = base.roll_out(0, 0)
     sums = [0.0, 0.0, 0]
-    rows = distill.rows_of_update(
-        types.SimpleNamespace(samples=generation.Samples([[]] * 5, [[]] * 5, [], [], None)),
-        Position(),
-        settings_of(**settings),
-    )
+    samples = generation.Samples([[]] * 5, [[]] * 5, [], [], None)
+    rows = rollout_of(samples).rows_of_update(Position(), settings_of(**settings))
     for sample in (rollout[row] for row in rows):
         student = base.read(base.policy, sample.prompt, sample.response)
         gap = student - sample.teacher_logps

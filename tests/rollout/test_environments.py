@@ -6,7 +6,6 @@ import math
 import re
 import threading
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import templates as chat_templates
-from bare_runs import SHARING, bare_run
+from bare_runs import SHARING, bare_sampler
 from common import arguments
 from fake_vllm import FakeServer
 from peers import trl_environments
@@ -171,19 +170,18 @@ def played(
     model=None,
     **settings,
 ):
-    """Two prompts' episodes with this environment, and the run."""
+    """Two prompts' episodes with this environment, and the sampler."""
     model = model or LlamaForCausalLM.from_pretrained(folder / "model").eval().to(dtype)
-    run = bare_run(accelerator, tokenizer, model, **{**SETTINGS, **settings})
-    run.stage = stage_of(make)
-    run.metrics = types.SimpleNamespace(warn=warnings.warn)
+    sampler = bare_sampler(accelerator, tokenizer, model, **{**SETTINGS, **settings})
+    sampler.stage = stage_of(make)
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1+2=", "30+4=")]
     prompts = {
         "prompt_ids": [encode_text(tokenizer, templates.render(tokenizer, row["prompt"], add_generation_prompt=True)) for row in rows],
         "columns": [json.dumps(row) for row in rows],
         "row": [1, 2],
     }  # fmt: skip
-    uniforms = np.random.default_rng(3).random((2, per_prompt, run.args.max_new_tokens))
-    return run, prompts, uniforms, generation.sample(run, prompts, uniforms, temperature)
+    uniforms = np.random.default_rng(3).random((2, per_prompt, sampler.args.max_new_tokens))
+    return sampler, prompts, uniforms, generation.sample(sampler, prompts, uniforms, temperature)
 
 
 # ============================================================ tokens
@@ -196,9 +194,9 @@ def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user, dt
     In fp32 generation with its cache and a whole pass round differently, by 3e-6 of up to 4.
     """
     folder, module = user
-    run, _, _, found = played(accelerator, tokenizer, folder, module.Echo, dtype=dtype)
+    sampler, _, _, found = played(accelerator, tokenizer, folder, module.Echo, dtype=dtype)
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
-    logps = LogProbModel(run.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
+    logps = LogProbModel(sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
     drawn = found.padded_sampler_logps
     assert torch.equal(found.mask, drawn != 0)
     assert (logps - drawn).abs().max() < bound
@@ -213,18 +211,18 @@ def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user, dt
 def test_each_token_is_drawn_by_its_own_number(accelerator, tokenizer, user):
     """So an episode is the same alone, in another order, and with fewer others."""
     folder, module = user
-    run, prompts, uniforms, together = played(accelerator, tokenizer, folder, module.Echo)
+    sampler, prompts, uniforms, together = played(accelerator, tokenizer, folder, module.Echo)
     alone = {name: values[1:] for name, values in prompts.items()}
-    second = generation.sample(run, alone, uniforms[1:, 1:], 1.0)
+    second = generation.sample(sampler, alone, uniforms[1:, 1:], 1.0)
     assert second.responses == together.responses[3:]
     assert second.messages == together.messages[3:]
 
 
 def test_an_environment_of_one_turn_changes_nothing(accelerator, tokenizer, user):
     folder, module = user
-    run, prompts, uniforms, found = played(accelerator, tokenizer, folder, module.Once)
-    run.stage = None
-    plain = generation.sample(run, prompts, uniforms, 1.0)
+    sampler, prompts, uniforms, found = played(accelerator, tokenizer, folder, module.Once)
+    sampler.stage = None
+    plain = generation.sample(sampler, prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
 
@@ -255,8 +253,8 @@ def test_environments_reply_while_the_model_speaks_to_others(
 
     plain = generation.generate_locally
 
-    def generate_locally(run, stops, *args):
-        for place, response in plain(run, stops, *args):
+    def generate_locally(sampler, stops, *args):
+        for place, response in plain(sampler, stops, *args):
             yield place, response
             if response.ids[-1] in stops:
                 waited.append(has_answer.wait(60))
@@ -272,8 +270,8 @@ def test_environments_reply_while_the_model_speaks_to_others(
 def test_limits_truncate_an_episode(accelerator, tokenizer, user):
     folder, module = user
     for settings in (dict(max_turns=1), dict(max_new_tokens=3), dict(max_length=30)):
-        run, _, _, found = played(accelerator, tokenizer, folder, module.Echo, **settings)
-        args = run.args
+        sampler, _, _, found = played(accelerator, tokenizer, folder, module.Echo, **settings)
+        args = sampler.args
         for prompt, ids, flags in zip(found.prompts, found.responses, found.is_sampled):
             assert sum(flags) <= args.max_new_tokens
             assert len(prompt) + len(ids) <= args.max_length and flags[-1]
@@ -442,14 +440,16 @@ def test_an_environment_that_fails_ends_the_run_in_one_line(
     )
 
 
-def test_episodes_that_fail_change_no_other(accelerator, tokenizer, user):
+def test_episodes_that_fail_change_no_other(accelerator, tokenizer, user, capsys):
     """The others have the tokens, values and rewards that they have where none fails."""
     folder, module = user
     _, _, _, whole = played(accelerator, tokenizer, folder, module.Echo, per_prompt=8)
-    with pytest.warns(match="of 16 episodes failed: --environment E: `step` raised Connection"):
-        run, _, _, found = played(
-            accelerator, tokenizer, folder, module.Flaky, per_prompt=8, environment_errors="drop"
-        )
+    capsys.readouterr()
+    sampler, _, _, found = played(
+        accelerator, tokenizer, folder, module.Flaky, per_prompt=8, environment_errors="drop"
+    )
+    said = capsys.readouterr().out
+    assert "of 16 episodes failed: --environment E: `step` raised Connection" in said
     failed = found.failed.tolist()
     assert 0 < sum(failed) < 16
     of_turns = found.of_episodes["environment/turns"]
@@ -460,26 +460,28 @@ def test_episodes_that_fail_change_no_other(accelerator, tokenizer, user):
             assert found.responses[row] == whole.responses[row]
             assert found.is_sampled[row] == whole.is_sampled[row]
             assert of_turns[row] == whole.of_episodes["environment/turns"][row]
-    with pytest.warns(match="of 16 episodes failed: --environment E: `get_reward` raised Connecti"):
-        rewards = run.stage.rewards(run, found)
+    rewards = sampler.stage.rewards(sampler, found)
+    said = capsys.readouterr().out
+    assert "of 16 episodes failed: --environment E: `get_reward` raised Connecti" in said
     failed_at_last = [math.isnan(reward) for reward in rewards]
     assert found.failed.tolist() == failed_at_last and sum(failed_at_last) > sum(failed)
     lengths = found.nan_where_failed(found.mask.sum(1))
     assert lengths.isnan().tolist() == failed_at_last
 
 
-def test_an_evaluation_of_which_all_fails_has_no_means(accelerator, tokenizer, user):
+def test_an_evaluation_of_which_all_fails_has_no_means(accelerator, tokenizer, user, capsys):
     folder, module = user
     for method in ("reset", "step"):
-        with pytest.warns(match=f"4 of 4 episodes failed: --environment E: `{method}` raised"):
-            run, _, _, found = played(
-                accelerator,
-                tokenizer,
-                folder,
-                module.faulty(method, "raises"),
-                environment_errors="drop",
-            )
-        values = evaluation.of_responses(run, found, types.SimpleNamespace(column_names=[]))
+        sampler, _, _, found = played(
+            accelerator,
+            tokenizer,
+            folder,
+            module.faulty(method, "raises"),
+            environment_errors="drop",
+        )
+        said = capsys.readouterr().out
+        assert f"WARNING: 4 of 4 episodes failed: --environment E: `{method}` raised" in said
+        values = evaluation.of_responses(sampler, found, types.SimpleNamespace(column_names=[]))
         assert evaluation.means(values, "eval/") == {"eval/environment/failed": 1.0}
 
 
@@ -501,8 +503,10 @@ def test_many_that_block_take_as_long_as_one(monkeypatch):
 @pytest.mark.parametrize("fault", ["nan", "tensor", "raises"])
 def test_a_reward_that_is_no_number_ends_the_run(accelerator, tokenizer, user, fault):
     folder, module = user
-    run, _, _, found = played(accelerator, tokenizer, folder, module.faulty("get_reward", fault))
-    refuses("--environment E: `get_reward`", call=lambda: run.stage.rewards(run, found))
+    sampler, _, _, found = played(
+        accelerator, tokenizer, folder, module.faulty("get_reward", fault)
+    )
+    refuses("--environment E: `get_reward`", call=lambda: sampler.stage.rewards(sampler, found))
 
 
 def test_a_reward_may_be_of_any_kind_of_number():
@@ -517,8 +521,8 @@ def test_huge_texts_truncate_and_forks_and_coroutines_are_harmless(accelerator, 
     assert not found.ended.any() and (found.of_episodes["environment/turns"] == 1).all()
     _, _, _, found = played(accelerator, tokenizer, folder, module.faulty("step", "forks"))
     assert (found.of_episodes["environment/turns"] == 1).all()
-    run, _, _, found = played(accelerator, tokenizer, folder, module.Slow)
-    assert run.stage.rewards(run, found) == [1.5] * 4
+    sampler, _, _, found = played(accelerator, tokenizer, folder, module.Slow)
+    assert sampler.stage.rewards(sampler, found) == [1.5] * 4
 
 
 def test_classes_that_cannot_be_environments(user, monkeypatch):
@@ -788,12 +792,12 @@ def test_the_examples_of_the_page(accelerator, tokenizer, user, name):
         make = type(
             "WithAnswer", (make,), {"reset": lambda self, **_: names[name].reset(self, "046")}
         )
-    run, _, _, found = played(accelerator, tokenizer, folder, make, max_length=400, max_turns=2)
+    sampler, _, _, found = played(accelerator, tokenizer, folder, make, max_length=400, max_turns=2)
     turns_of = found.of_episodes["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
-        run.stage.user_class = run.stage.user_class._replace(has_reward=True)
-        assert run.stage.rewards(run, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
+        sampler.stage.user_class = sampler.stage.user_class._replace(has_reward=True)
+        assert sampler.stage.rewards(sampler, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
 
 
 @pytest.mark.slow

@@ -33,9 +33,9 @@ from transformers import (
 )
 
 from architectures import build
-from bare_runs import SHARING, alone_in, bare_run
+from bare_runs import SHARING, alone_in, bare_sampler
 from common import arguments, batches
-from common.metrics import Metrics
+from common.logger import Logger
 from preference_recipes.models.load import score_model, tokenizer_of
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
@@ -253,13 +253,10 @@ def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns
         "returns": returns,
     }
     output = {"logps": logps, "values": values, "entropy": entropy}
-    weights = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    losses, token_weights, logged = ppo.losses_and_metrics(
-        output, before, weights, args, kl_coef=0.7, actor_learns=learns
-    )
-    assert token_weights.equal(MASK * weights[:, None])
-    ((metrics, metric_weights, reduce),) = logged
-    assert metric_weights.equal(token_weights) and reduce == "mean"
+    model = lambda batch, temperature, extras: output
+    rollout = types.SimpleNamespace(kl_coef=0.7, actor_learns=learns)
+    losses, logged = ppo.token_losses(model, {}, before, rollout, args, policy_has_moved=True)
+    assert all(counts is MASK for _, counts in logged.values())
     policy, policy_clipped = ppo.policy_losses(logps, old, advantages, 0.1, 0.25, 0.0)
     value, value_clipped = ppo.value_losses(values, old_values, returns, 0.15)
     kl = lambda row, t: 0.7 * (logps[row, t] - ref[row, t]) ** 2 / 2 if kl_in == "loss" else 0.0
@@ -268,14 +265,14 @@ def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns
         "loss": losses, "loss/policy_avg": policy, "loss/value_avg": value, "policy/approxkl_avg": (logps - old) ** 2 / 2,
         "policy/clipfrac_avg": policy_clipped, "policy/entropy_avg": entropy, "val/clipfrac_avg": value_clipped, "val/ratio": (logps - old).exp(),
     }  # fmt: skip
-    assert metrics.keys() == closed.keys()
+    assert logged.keys() == closed.keys()
     for name, value in closed.items():
-        expect(metrics[name], lambda row, t, value=value: value[row, t])
+        expect(logged[name][0], lambda row, t, value=value: value[row, t])
 
 
 # ---------------------------------------------------------------------------------------------- generation
 
-LOADING = bare_run().args  # how models are loaded
+LOADING = bare_sampler().args  # how models are loaded
 SMALL = dict(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
              initializer_range=0.3, pad_token_id=0, bos_token_id=None, eos_token_id=1)  # fmt: skip
 ARCHITECTURES = {
@@ -350,8 +347,8 @@ def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeyp
         sampling = {"temperature": temperature, "uniforms": uniforms} if temperature else {}
         for batch_size in (1, 3, 16):
             seen.clear()
-            run = bare_run(accelerator, tokenizer, model)
-            found = generation.generate(run, PROMPTS, ROOM, batch_size=batch_size, **sampling)
+            sampler = bare_sampler(accelerator, tokenizer, model)
+            found = generation.generate(sampler, PROMPTS, ROOM, batch_size=batch_size, **sampling)
             found = [response.ids for response in found]
             assert found == [response for response, _ in expected]
             for row, (_, logits) in enumerate(expected if temperature else []):
@@ -398,9 +395,9 @@ def test_responses_of_a_prompt_share_its_prefill(
         ]
         monkeypatch.setattr(type(model), "forward", watched)
         read.clear()
-        run = bare_run(accelerator, tokenizer, model, generate_batch_size=batch_size)
+        sampler = bare_sampler(accelerator, tokenizer, model, generate_batch_size=batch_size)
         samples = generation.sample(
-            run, columns, uniforms.reshape(len(PROMPTS), n, ROOM), temperature
+            sampler, columns, uniforms.reshape(len(PROMPTS), n, ROOM), temperature
         )
         monkeypatch.undo()
         assert samples.responses == [response for response, _ in expected]
@@ -431,7 +428,7 @@ def test_prompts_that_all_differ_are_generated_as_they_always_were(
     monkeypatch.setattr(
         model, "generate", lambda ids, **how: calls.append(ids) or plain(ids, **how)
     )
-    generation.generate(bare_run(accelerator, tokenizer, model), PROMPTS, ROOM, batch_size=16)
+    generation.generate(bare_sampler(accelerator, tokenizer, model), PROMPTS, ROOM, batch_size=16)
     assert calls and all(len(ids[0]) >= 12 for ids in calls)
 
 
@@ -441,14 +438,14 @@ def test_new_tokens_do_not_copy_the_cache(accelerator, tokenizer, monkeypatch):
     Rows 0 and 2 share a prompt, and one of three rows is dropped after every second round.
     """
     model = build("llama")
-    run = bare_run(accelerator, tokenizer, model)
+    sampler = bare_sampler(accelerator, tokenizer, model)
     found, copies = {}, {}
     for is_roomy in (True, False):
         if not is_roomy:
             monkeypatch.setattr(generation, "with_room", lambda cache, places: cache)
         draws = torch.from_numpy(np.random.default_rng(2).random((3, 30)))
-        sampler = generation.SampleByUniform(draws, 1.0)
-        rows = generation.Rows(run, [[5, 6, 7], [8], [5, 6, 7]], 30, {-1}, sampler)
+        drawing = generation.SampleByUniform(draws, 1.0)
+        rows = generation.Rows(sampler, [[5, 6, 7], [8], [5, 6, 7]], 30, {-1}, drawing)
         rows.read_prompts()
         places = []
         with torch.no_grad():
@@ -459,7 +456,7 @@ def test_new_tokens_do_not_copy_the_cache(accelerator, tokenizer, monkeypatch):
                 if number in (1, 3):
                     rows.keep([0, 2][: len(rows.prompt_of_row) - 1])
         of_layers = [tensor for layer in rows.cache.layers for tensor in (layer.keys, layer.values)]
-        found[is_roomy] = [rows.ids, sampler.logps, *of_layers]
+        found[is_roomy] = [rows.ids, drawing.logps, *of_layers]
         copies[is_roomy] = sum(one != other for one, other in itertools.pairwise(places))
     assert found[True][2].shape[-2] == 32  # the last token is not read
     assert all(torch.equal(*pair) for pair in zip(found[True], found[False]))
@@ -469,9 +466,9 @@ def test_new_tokens_do_not_copy_the_cache(accelerator, tokenizer, monkeypatch):
 def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     """Log-probs are of the whole distribution at `--temperature`: a generation config that cuts it would make them wrong."""
     model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
-    run = bare_run(accelerator, tokenizer, model)
+    sampler = bare_sampler(accelerator, tokenizer, model)
     draw = lambda: generation.generate(
-        run, PROMPTS, ROOM, batch_size=4, temperature=1.0, uniforms=uniforms
+        sampler, PROMPTS, ROOM, batch_size=4, temperature=1.0, uniforms=uniforms
     )
     before = draw()
     others = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True, num_beams=2,
@@ -494,15 +491,15 @@ def test_a_router_that_is_asked_for_its_logits_generates_too(accelerator, tokeni
     model = build(name)
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     prompts = [PROMPTS[0], PROMPTS[0][:2], PROMPTS[1]]
-    run = bare_run(accelerator, tokenizer, model)
+    sampler = bare_sampler(accelerator, tokenizer, model)
     found = {}
     for wanted in (False, True):
         for config in configs:
             config.output_router_logits = wanted
-        found[wanted] = generation.generate(run, prompts, 6, batch_size=4)
+        found[wanted] = generation.generate(sampler, prompts, 6, batch_size=4)
     assert found[True] == found[False] and len(set(map(len, prompts))) > 1
     assert all(config.output_router_logits is True for config in configs)
-    with pytest.raises(ZeroDivisionError), generation.ready_to_generate(run):
+    with pytest.raises(ZeroDivisionError), generation.ready_to_generate(sampler):
         assert all(config.output_router_logits is False for config in configs)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         raise ZeroDivisionError
@@ -602,17 +599,17 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(
         modelled = [(plain(row).logits.item() - 0.4) / 1.6 for row in rows]  # one row, no padding
 
     def score(model=None, functions=None, normalize=False, clip=0.0, penalty=0.0):
-        run = bare_run(
+        sampler = bare_sampler(
             accelerator,
             tokenizer,
             score_batch_size=micro,
             reward_model_name_or_path=model,
             normalize_reward=normalize,
         )
-        judge = rewards.Judge(run)
+        judge = rewards.Judge(sampler)
         judge.functions = functions or {}
         judge.weights |= dict.fromkeys(judge.functions, 1.0)
-        scores = judge.score(run, samples, SHARING)
+        scores = judge.score(sampler, samples, SHARING)
         return ppo.final_scores(scores.total, samples.ended, clip, penalty).tolist()
 
     reward_model = str(tmp_path)
@@ -636,8 +633,8 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(to
     samples = stub_samples(tokenizer)
     samples.sampler_logps = [[-0.5] * 3, [-0.5, math.nan, -0.5, -0.5], [-0.5]]
     old = {"logps": torch.full((3, 4), -1.0), "values": torch.zeros(3, 4)}
-    run = bare_run(output_dir=tmp_path)
-    check = lambda: samples.check_finite(run, scores=torch.ones(3, 1), **old)
+    sampler = bare_sampler(output_dir=tmp_path)
+    check = lambda: samples.check_finite(sampler, scores=torch.ones(3, 1), **old)
     with pytest.raises(FloatingPointError, match=r"update 1 .* because of data rows 2\. Nothing"):
         check()
     report = json.loads((tmp_path / "not_finite_0.json").read_text())
@@ -655,20 +652,20 @@ def test_responses_to_a_prompt_are_scored_side_by_side():
     responses = [[9] * length for length in (1, 6, 2, 3, 8, 1)]
     ended = torch.ones(6, dtype=torch.bool)
     samples = Samples(prompts, responses, [""] * 6, [*range(1, 7)], ended, per_prompt=2)
-    run = bare_run(score_batch_size=2)
-    found = [rows for rows, _ in samples.scoring_batches(run, SHARING)]
+    sampler = bare_sampler(score_batch_size=2)
+    found = [rows for rows, _ in samples.scoring_batches(sampler, SHARING)]
     assert found == [[4, 5], [0, 1], [2, 3]]  # by the longest of each: 12, 9 and 8 tokens
     samples.per_prompt = 1
-    found = [rows for rows, _ in samples.scoring_batches(run, SHARING)]
+    found = [rows for rows, _ in samples.scoring_batches(sampler, SHARING)]
     assert found == [[4, 1], [3, 2], [5, 0]]
 
 
 def test_a_padding_row_is_read_but_not_kept():
     samples = Samples([[5, 6]], [[7, 8, 9]], [""], [1], torch.tensor([True]))
-    run = bare_run(alone_in(1, 2))
-    ((rows, batch),) = samples.scoring_batches(run, SHARING)
+    sampler = bare_sampler(alone_in(1, 2))
+    ((rows, batch),) = samples.scoring_batches(sampler, SHARING)
     assert rows == [] and batch["mask"].shape == (1, 3)
-    collected = Collected(run.accelerator)
+    collected = Collected(sampler.accelerator)
     collected.add(rows, batch["mask"], logps=torch.ones(1, 3), values=torch.ones(1, 3))
     assert collected.of_sample == {}
 
@@ -714,8 +711,9 @@ def test_the_number_of_updates(sizes):
         assert schedule.updates_of(prompts) == updates[-1]
         # The recipe ends a rollout after so many.
         samples = Samples([[]] * n_samples, [[]] * n_samples, [], [], torch.ones(n_samples))
-        rollout = ppo.Rollout(samples, {}, kl_coef=0.0, actor_learns=True, started_at=0)
-        assert ppo.updates_of(rollout, args) == updates[-1]
+        is_trained = torch.ones(n_samples, dtype=torch.bool)
+        rollout = ppo.PPORollout(samples, is_trained, {}, 0, kl_coef=0.0, actor_learns=True)
+        assert rollout.n_updates(args) == updates[-1]
     assert schedule.rollouts_per_epoch == len(updates)
     assert schedule.updates_per_epoch == sum(updates)
 
@@ -1213,13 +1211,11 @@ def test_a_critic_whose_gradient_shrinks_the_actors_is_said_once(
     grad_norms, max_grad_norm, expected
 ):
     said = []
-    metrics = Metrics.__new__(Metrics)
-    metrics.noted, metrics.bar = set(), types.SimpleNamespace(write=said.append)
-    metrics.accelerator = types.SimpleNamespace(is_main_process=True)
+    logger = Logger.__new__(Logger)
+    logger.noted, logger.bar = set(), types.SimpleNamespace(write=said.append)
+    logger.accelerator = types.SimpleNamespace(is_main_process=True)
     run = types.SimpleNamespace(
-        metrics=metrics,
-        args=types.SimpleNamespace(max_grad_norm=max_grad_norm),
-        progress=types.SimpleNamespace(global_step=3),
+        logger=logger, args=types.SimpleNamespace(max_grad_norm=max_grad_norm), global_step=3
     )
     for grad_norm in grad_norms:
         ppo.note_joint_clipping(run, grad_norm)
@@ -1265,10 +1261,10 @@ def test_every_logged_number_of_a_run(whole):
         ] == [1, 5, 9]
 
 
-def extra_of(output, step: int):
+def carried_by(output, step: int):
     """What the recipe itself carries in a checkpoint."""
-    file = output / f"checkpoints/global_step_{step:06d}/extra.pt"
-    of_recipe = [(ppo.State, "__main__.State"), (ppo.Rollout, "__main__.Rollout")]
+    file = output / f"checkpoints/global_step_{step:06d}/rollout.pt"
+    of_recipe = [(ppo.PPOState, "__main__.PPOState"), (ppo.PPORollout, "__main__.PPORollout")]
     with torch.serialization.safe_globals(of_recipe):
         return torch.load(file, weights_only=True)
 
@@ -1276,7 +1272,7 @@ def extra_of(output, step: int):
 def test_what_a_rollout_holds(whole):
     """Responses, old log-probs and values, the reference's log-probs, returns and whitened advantages, token by token."""
     output, _, reference = whole
-    rollout = extra_of(output, 3).rollout
+    rollout = carried_by(output, 3).rollout
     samples, tensors = reference.rollouts[0], rollout.tokens
     has_reference = reference.set.kl_coef > 0  # else none is loaded, nor looked at
     state = json.loads((output / "checkpoints/global_step_000003/state.json").read_text())
@@ -1389,7 +1385,7 @@ def test_tensorboard_shows_scores_and_responses(whole):
 
 def test_a_run_does_not_depend_on_the_number_of_processes(finished):
     one, two = (finished("kl in the reward", launcher)[0] for launcher in ("plain", "ddp"))
-    one, two = (extra_of(output, 9).rollout.samples.responses for output in (one, two))
+    one, two = (carried_by(output, 9).rollout.samples.responses for output in (one, two))
     assert one == two and len(one) == 8
     one, two = (weights(finished("kl in the reward", launcher)[0]) for launcher in ("plain", "ddp"))
     assert (one - two).norm() <= 1e-5 * one.norm()
@@ -1487,7 +1483,7 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     assert engines[0].keys() == engines[1].keys() and all(
         torch.equal(engines[0][name], engines[1][name]) for name in engines[0]
     )
-    one, two = (extra_of(folder, 9) for folder in (output, whole))
+    one, two = (carried_by(folder, 9) for folder in (output, whole))
     assert one.kl_coef == two.kl_coef != one.rollout.kl_coef != WHOLE["kl in the reward"]["kl_coef"]
     calls = lambda name: (inputs / f"{name}.calls").read_text().splitlines()
     assert calls(output.name) == calls(whole.name)[8:]  # the first rollout is not scored again
@@ -1553,7 +1549,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(
         tensors["returns"]["min, max, mean"][1] == pytest.approx(3e19)
         and tensors["values"]["min, max, mean"][1] < 100
     )
-    assert {"logps", "ref_logps", "advantages", "new logps", "new values"} < tensors.keys()
+    assert {"logps", "ref_logps", "advantages"} < tensors.keys()
     assert all(
         not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss")
     )

@@ -586,10 +586,11 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "ppo",
         "recipes/ppo.py",
         replace(
-            "losses_and_metrics",
+            "token_losses",
             "logps = output['logps']",
             by="logps = output['logps']\n"
-            "old = {**old, 'advantages': whiten(old['advantages'], old['mask'])}",
+            "advantages = whiten(stored['advantages'], stored['mask'])\n"
+            "stored = {**stored, 'advantages': advantages}",
         ),
     ),
     "generation reads its padding": Fault(

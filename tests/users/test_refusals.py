@@ -5,16 +5,19 @@ import gc
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
 from tqdm import tqdm
 
-from common import errors
+from common import errors, run_folder
 from recipes import load as load_recipe
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe
 
@@ -302,6 +305,48 @@ def test_bars_end_before_the_message(capsys, wrong):
         assert drawn.splitlines()[-1] == "--beta 0: expected more"
     bar.close()  # as Python does at its end
     assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_may_not_grow_is_said_in_one_line(tmp_path, capsys):
+    """As a log line beyond `ulimit -f`. It ended in a traceback."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def log():
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write("a" * 2000)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(SystemExit):
+            errors.run(log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "File too large" in said
+    assert said.startswith(
+        "a file may not grow further (ulimit -f, or a limit of the disk), that of "
+    )
+
+
+def test_torchs_word_for_a_full_disk_is_explained(tmp_path):
+    with pytest.raises(RuntimeError, match="inline_container") as raised:
+        torch.save(torch.zeros(1000), "/dev/full")
+    said = errors.why_not_written(raised.value, tmp_path)
+    assert (
+        said.startswith("the disk is full, or a quota or limit is reached (") and "inline_c" in said
+    )
+    assert errors.why_not_written(OSError("No space left"), tmp_path) == "No space left"
+    assert errors.is_of_disk(Exception("File too large (os error 27)"))  # as tokenizers raises
+    assert not errors.is_of_disk(RuntimeError("another matter"))
+
+
+def test_the_folder_of_a_run_is_absolute(tmp_path, monkeypatch):
+    """A reward function that called `os.chdir` had the run write elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("out", None):
+        args = types.SimpleNamespace(output_dir=given, resume="never")
+        folder = run_folder.decide(args, "sft")
+        assert Path(folder).is_absolute() and Path(folder).is_relative_to(tmp_path)
 
 
 def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys):
