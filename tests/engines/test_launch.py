@@ -103,41 +103,19 @@ def test_processes_of_one_machine_listen_on_loopback(monkeypatch, environment, e
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
-def test_another_common_is_refused(inputs, tmp_path):
-    for part in ("recipes", "common"):
-        shutil.copytree(REPOSITORY / part, tmp_path / "clone" / part)
-    result = launch(
-        [],
-        tmp_path / "clone/recipes/sft.py",
-        *flags(inputs, tmp_path / "out"),
-        cwd=tmp_path,
-        check=False,
-    )
-    assert (
-        result.returncode
-        and "pip install -e" in result.stdout
-        and str(REPOSITORY) in result.stdout
-        and "Traceback" not in result.stdout
-    )
-
-
-@pytest.mark.parametrize("kind", ["folder", "package", "module", "like ours", "on PYTHONPATH"])
-def test_somebody_elses_common_is_named(tmp_path, kind):
-    """Beside a copied recipe, or found first by PYTHONPATH: one line, not an ImportError."""
-    place = tmp_path / "elsewhere" if kind == "on PYTHONPATH" else tmp_path
-    file = place / ("common.py" if kind == "module" else "common/__init__.py")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if kind != "folder":  # a folder without it is a package, too
-        file.write_text("actor = 1\n" + "check_recipe = print\n" * (kind == "like ours"))
-    copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
-    environment = {"PYTHONPATH": str(place)} if kind == "on PYTHONPATH" else None
-    result = launch([], copy, "--help", cwd=tmp_path, env=environment, check=False, fresh=True)
-    # transformers imports peft, and that bitsandbytes, which says on some CPUs what it lacks.
-    said = [line for line in result.stdout.splitlines() if "gemm_4bit_forward" not in line]
-    assert result.returncode == 1 and len(said) == 1, result.stdout
-    found = file.parent if kind == "folder" else file
-    for part in (f"'common' is {found},", "rename", "another folder", "pip install -e"):
-        assert part in result.stdout, result.stdout
+def test_a_recipe_runs_with_the_packages_of_its_own_clone(tmp_path):
+    """Although another clone is installed, and from any directory."""
+    clone = tmp_path / "clone"
+    for part in ("recipes", "common", "preference_recipes"):
+        shutil.copytree(REPOSITORY / part, clone / part)
+    for package in ("common", "preference_recipes"):
+        with open(clone / package / "__init__.py", "a") as file:
+            file.write(f"print('{package} of the clone')\n")
+    (tmp_path / "elsewhere").mkdir()
+    command = [sys.executable, clone / "recipes/sft.py", "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.check_output(command, cwd=tmp_path / "elsewhere", env=environment, text=True)
+    assert "common of the clone\n" in said and "preference_recipes of the clone\n" in said
 
 
 def test_a_command_finds_its_own_common_beside_another(tmp_path):
@@ -185,12 +163,12 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     now = types.SimpleNamespace(now=lambda: datetime.datetime(2030, 1, 2, 3, 4, 5))
     monkeypatch.setattr(common.run_folder, "datetime", types.SimpleNamespace(datetime=now))
     args = argparse.Namespace(output_dir=None, resume="never")
-    assert common.run_folder.decide(args, "dpo") == "runs/dpo/20300102-030405"
-    assert common.run_folder.decide(args, "dpo") == "runs/dpo/20300102-030405-2"
-    assert common.run_folder.decide(args, "dpo") == "runs/dpo/20300102-030405-3"
+    runs = tmp_path / "runs/dpo"
+    for name in ("20300102-030405", "20300102-030405-2", "20300102-030405-3"):
+        assert common.run_folder.decide(args, "dpo") == str(runs / name)
     args.output_dir = "mine"
     for _ in range(2):  # an empty folder that is named may be there
-        assert common.run_folder.decide(args, "dpo") == "mine"
+        assert common.run_folder.decide(args, "dpo") == str(tmp_path / "mine")
 
 
 # Takes a folder and forks a process that outlives it; says so, and waits to be killed.

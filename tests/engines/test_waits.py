@@ -58,18 +58,18 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
     updates = []
 
     with monkeypatch.context() as patch, pretended_device.device(patch) as device:
+        original = engine.begin_update
 
-        def begin_update(run, micro_batches):
+        def begin_update(accelerator, micro_batches):
             updates.append(len(micro_batches))
             device.waits.clear()
-            return begin_update.original(run, micro_batches)
+            return original(accelerator, micro_batches)
 
-        def publish(*args, **kwargs):
+        def save(*args, **kwargs):
             raise Ended
 
-        for room, function in [(engine, begin_update), (actor, publish)]:
-            function.original = getattr(room, function.__name__)
-            patch.setattr(room, function.__name__, function)
+        patch.setattr(engine, "begin_update", begin_update)
+        patch.setattr(actor.Actor, "save", save)
         with pytest.raises(Ended):
             module.main()
         assert updates == [ROWS // micro_batch_size] * 2
