@@ -208,10 +208,10 @@ WEIGHTING = [
     ),
     Fault(
         "loss_weight_dropped",
-        "the tokens of a padding row count in PPO's loss",
-        "recipes/ppo.py",
+        "the tokens of a padding row count in distillation's loss",
+        "recipes/distill.py",
         replace("main", "stored['mask'] * weights[:, None]", by="stored['mask'].float()"),
-        f"{ALL_SPLITS}[ddp-tokens-ppo]",
+        "rollout/test_distill.py::test_several_teachers_under_engines[ddp]",
     ),
     Fault(
         "clipped_by_shard",
