@@ -39,6 +39,7 @@ def text_of(step: int, name: str) -> str:
 
 def wrote(folder: Path, updates: int = 5, every: int = 2) -> Checkpoint:
     """A run of some updates, with a line of both logs and an actor for each, and its last actor."""
+    folder.mkdir(exist_ok=True)
     run = small_run(folder, save_total_limit=0)
     for step in range(1, updates + 1):
         update(run)
