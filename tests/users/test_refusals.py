@@ -192,7 +192,7 @@ def test_garbage_is_collected_in_main_but_not_while_a_recipe_imports(tmp_path, c
     file = tmp_path / "my_recipe.py"
     file.write_text(
         "import gc\nfrom pathlib import Path\n"
-        "import common\ncommon.check_recipe(__file__)\nprint(gc.isenabled())\n"
+        "import common\nprint(gc.isenabled())\n"
         "from common import arguments, errors\n"
         "from common.shared_args import SharedArgs as Args\n"
         "def main():\n"
