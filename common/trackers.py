@@ -41,7 +41,7 @@ def check(report_to: list[str]) -> None:
 def start(accelerator: Accelerator, args, charts: dict[str, list[str]], global_step: int) -> None:
     """Opens the trackers of `--report_to`; for the main process.
 
-    A resumed run continues in TensorBoard's folder, and in the same run of wandb, swanlab and trackio.
+    A resumed run continues in TensorBoard's folder, and in the same run of wandb, swanlab, trackio.
 
     Args:
         charts: the key charts of TensorBoard: title -> tags, see `pattern_of`.

@@ -103,19 +103,63 @@ def test_processes_of_one_machine_listen_on_loopback(monkeypatch, environment, e
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
-def test_a_recipe_runs_with_the_packages_of_its_own_clone(tmp_path):
-    """Although another clone is installed, and from any directory."""
+@pytest.fixture
+def apart(monkeypatch, tmp_path):
+    """No PYTHONPATH, and a current directory without our packages, as a user has them."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    away = tmp_path / "away"
+    away.mkdir()
+    return away
+
+
+# Imports a recipe, as starting it does, and says which packages it has found.
+FIND = """
+import runpy, sys
+runpy.run_path(sys.argv[1])
+for name in ("common", "preference_recipes"):
+    print(sys.modules[name].__file__)
+"""
+
+
+def found_by(script, away) -> list[str]:
+    """The packages that a recipe finds if it is started in another folder."""
+    command = [sys.executable, "-c", FIND, str(script)]
+    return subprocess.check_output(command, cwd=away, text=True).splitlines()[-2:]
+
+
+def packages_of(folder) -> list[str]:
+    return [str(folder / name / "__init__.py") for name in ("common", "preference_recipes")]
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_a_recipe_of_a_clone_runs_with_its_own_clones_packages(apart, tmp_path, monkeypatch, name):
+    """Though others are installed, here by PYTHONPATH, and whatever the current directory is."""
     clone = tmp_path / "clone"
     for part in ("recipes", "common", "preference_recipes"):
         shutil.copytree(REPOSITORY / part, clone / part)
-    for package in ("common", "preference_recipes"):
-        with open(clone / package / "__init__.py", "a") as file:
-            file.write(f"print('{package} of the clone')\n")
-    (tmp_path / "elsewhere").mkdir()
-    command = [sys.executable, clone / "recipes/sft.py", "--help"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    said = subprocess.check_output(command, cwd=tmp_path / "elsewhere", env=environment, text=True)
-    assert "common of the clone\n" in said and "preference_recipes of the clone\n" in said
+    for paths in ("", str(REPOSITORY)):
+        monkeypatch.setenv("PYTHONPATH", paths)
+        assert found_by(clone / f"recipes/{name}.py", apart) == packages_of(clone)
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo"])
+def test_a_copied_recipe_runs_with_the_installed_packages(apart, tmp_path, monkeypatch, name):
+    """Here PYTHONPATH stands for an installation."""
+    mine = tmp_path / "project/mine"
+    mine.mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    copy = shutil.copy(recipe(name), mine / "my_recipe.py")
+    assert found_by(copy, apart) == packages_of(REPOSITORY)
+
+
+def test_a_copied_recipe_trains(inputs, tmp_path):
+    copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    given = flags(inputs, tmp_path / "out")
+    result = launch([], copy, *given, cwd=tmp_path, env=environment, fresh=True)
+    assert "done: 3 updates" in result.stdout
+    assert [line["global_step"] for line in training_lines(tmp_path / "out")] == [1, 2, 3]
 
 
 def test_a_command_finds_its_own_common_beside_another(tmp_path):

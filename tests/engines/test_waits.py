@@ -15,7 +15,8 @@ from torch.utils._device import _device_constructors
 from transformers import LlamaForCausalLM
 
 import pretended_device
-from common import actor, batches, engine
+from common import batches, engine
+from common.actor import Actor
 from preference_recipes.models import logprobs, packing
 from recipes import RECIPES, load
 from runs import ASSETS, recipe, tiny_llama
@@ -58,9 +59,8 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
     updates = []
 
     with monkeypatch.context() as patch, pretended_device.device(patch) as device:
-        original = engine.begin_update
 
-        def begin_update(accelerator, micro_batches):
+        def begin_update(accelerator, micro_batches, original=engine.begin_update):
             updates.append(len(micro_batches))
             device.waits.clear()
             return original(accelerator, micro_batches)
@@ -69,7 +69,7 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
             raise Ended
 
         patch.setattr(engine, "begin_update", begin_update)
-        patch.setattr(actor.Actor, "save", save)
+        patch.setattr(Actor, "save", save)
         with pytest.raises(Ended):
             module.main()
         assert updates == [ROWS // micro_batch_size] * 2

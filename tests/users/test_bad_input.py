@@ -874,7 +874,7 @@ def test_help_and_wrong_flags_of_every_recipe_and_of_a_copy(tmp_path):
         recipe("dpo")
         .read_text()
         .replace("@dataclass\nclass Args", "BETAS = (0.1, math.pi)\n\n\n@dataclass\nclass Args")
-        .replace("beta: float = arg(default=0.1", "beta: float = arg(default=BETAS[1]")
+        .replace("default=0.1,\n        above=0", "default=BETAS[1],\n        above=0")
     )
     wrong = [
         ["--help"],

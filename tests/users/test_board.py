@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 import pytest
 import torch
 from tensorboard import default, program
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from common import console, counted, trackers, transcript
@@ -29,6 +30,7 @@ from runs import (
     training_lines,
     write_jsonl,
 )
+from small_run import small_run
 
 NAMES = [
     "ppo",
@@ -102,9 +104,11 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     logged = {tag for line in lines(output) for tag in line} - {"global_step"}
     assert kinds["scalars"] == logged
     key_metric = RECIPES[name].key_metric
-    points = answer("scalars/scalars", tag=key_metric, run="tensorboard")
-    expected = {line["global_step"]: line[key_metric] for line in training_lines(output)}
-    assert {step: value for _, step, value in points} == pytest.approx(expected)
+    held_out = {tag for tag in logged if tag.startswith("eval/")}
+    for tag in (key_metric, *held_out):
+        points = answer("scalars/scalars", tag=tag, run="tensorboard")
+        expected = {line["global_step"]: line[tag] for line in lines(output) if tag in line}
+        assert {step: value for _, step, value in points} == pytest.approx(expected), tag
     # No two kinds share a tag: the server would show neither.
     expected = set()
     if name != "reward":
@@ -116,13 +120,17 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     assert {tag.removesuffix("/text_summary") for tag in kinds["text"]} == expected
     assert not kinds["scalars"] & (kinds["histograms"] | kinds["text"])
 
-    # The page of key charts shows the key metric, and only what is measured.
-    (page,) = answer("custom_scalars/layout")["category"]
-    patterns = [pattern for chart in page["chart"] for pattern in chart["multiline"]["tag"]]
-    assert key_metric in {tag for tag in logged for each in patterns if re.match(each, tag)}
-    for pattern in patterns:
-        assert any(re.match(pattern, tag) for tag in logged), pattern
+    # The page of key charts: in each, training and evaluation.
+    (group,) = answer("custom_scalars/layout")["category"]
+    assert group["title"] == "key metrics"
+    charts = {chart["title"]: chart["multiline"]["tag"] for chart in group["chart"]}
+    for title, (pattern,) in charts.items():
+        assert any(re.fullmatch(pattern, tag) for tag in logged), title
+    patterns = [pattern for (pattern,) in charts.values()]
+    shown = {tag for tag in logged for pattern in patterns if re.match(pattern, tag)}
+    assert key_metric in shown and shown & held_out
 
+    # The hyper-parameters.
     request = {"experimentName": "", "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
                "colParams": [], "startIndex": 0, "sliceSize": 10}  # fmt: skip
     (group,) = answer("hparams/session_groups", body=request)["sessionGroups"]
@@ -204,31 +212,35 @@ def test_a_base_in_4_bits_is_said(packed):
     assert said.endswith("weights in float32" + ", those of the base packed into 4 bits" * packed)
 
 
-def trained(architecture: str):
-    """What is trained, as far as `how_to_load` asks it: its architecture."""
-    return types.SimpleNamespace(model=type(architecture, (), {})())
+def trained(architecture: str, has_adapter: bool = False) -> torch.nn.Module:
+    """What a run trains, as far as `how_to_load` asks it: its architecture, and adapters."""
+    module = torch.nn.Module()
+    module.model = type(architecture, (torch.nn.Module,), {})()
+    module.model._hf_peft_config_loaded = has_adapter
+    return module
 
 
-def test_a_model_is_tried_as_it_was_trained(monkeypatch):
+def test_a_model_is_tried_as_it_was_trained():
     """Its tokenizer may have a chat template although strings were read as they are."""
-    monkeypatch.setattr(console.adapters, "has_adapter", lambda module: False)
     messages = '[{"role": "user", "content": "..."}]'
     for is_chat, question in ((True, messages), (False, '"text"')):
-        module = trained("LlamaForCausalLM")
-        (line,) = console.how_to_load(module, Path("out/actor"), is_chat)[2:]
-        assert line == f"  print(generate({question}, max_new_tokens=100, do_sample=False))"
+        used = console.how_to_load(trained("LlamaForCausalLM"), Path("out/actor"), is_chat)
+        assert used == [
+            "  from transformers import pipeline",
+            '  generate = pipeline("text-generation", "out/actor")',
+            f"  print(generate({question}, max_new_tokens=100, do_sample=False))",
+        ]
 
 
-def test_a_page_says_how_a_reward_model_scores(monkeypatch):
+def test_a_page_says_how_a_reward_model_scores():
     """Transformers alone loads a whole model, so an adapter is merged first."""
-    module = trained("LlamaForSequenceClassification")
-    monkeypatch.setattr(console.adapters, "has_adapter", lambda module: False)
+    kind = "LlamaForSequenceClassification"
     page = "  see docs/reward.md, The saved model"
-    assert console.how_to_load(module, Path("out/actor"), True) == [page]
+    assert console.how_to_load(trained(kind), Path("out/actor"), is_chat=True) == [page]
     assert "\n## The saved model\n" in (REPOSITORY / "docs/reward.md").read_text()
-    monkeypatch.setattr(console.adapters, "has_adapter", lambda module: True)
     merge = "  python -m preference_recipes.tools.export out/actor out/actor_merged --merge"
-    assert console.how_to_load(module, Path("out/actor"), True) == [merge, page]
+    of_adapter = trained(kind, has_adapter=True)
+    assert console.how_to_load(of_adapter, Path("out/actor"), is_chat=True) == [merge, page]
 
 
 def test_numbers_in_words():
@@ -338,3 +350,23 @@ def test_charts_match_their_tags_in_training_and_evaluation():
     for tag in ("loss", "eval/loss", "eval/scores", "eval/name/scores"):
         assert re.match(pattern, tag), tag
     assert not re.match(pattern, "scores")
+    # A tag is meant as it is written.
+    assert not re.match(trackers.pattern_of(["pass@1.5"]), "pass@1x5")
+
+
+def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
+    """What a killed run wrote after the checkpoint is hidden; page and settings are written once."""
+    for first, last, resumed_from in ((1, 4, 0), (3, 5, 2)):
+        checkpoint = small_run(tmp_path, report_to=["tensorboard"])
+        checkpoint.run.progress.global_step = resumed_from
+        checkpoint.run.logger.start()
+        for step in range(first, last + 1):
+            checkpoint.run.progress.global_step = step
+            checkpoint.run.logger.write({"loss": step + 0.5 * resumed_from})
+        checkpoint.run.accelerator.trackers[0].finish()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    found = [(event.step, event.value) for event in board.Scalars("loss")]
+    assert found == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6)]
+    assert len([*(tmp_path / "tensorboard").iterdir()]) == 2
+    assert board.PluginTagToContent("custom_scalars") and board.PluginTagToContent("hparams")
