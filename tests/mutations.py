@@ -251,7 +251,7 @@ METRICS = [
         "a resumed run keeps the lines that the killed one wrote after its checkpoint",
         "common/checkpoint.py",
         return_instead("same", "True"),
-        "contracts/test_before_resume.py",
+        "contracts/test_before_resume.py::test_going_back_gives_the_logs_and_sets_aside_what_came_after",
     ),
 ]
 
@@ -409,7 +409,7 @@ SAVING = [
         "the same data under another path is other data",
         "preference_recipes/data/conversion.py",
         argument("select_usable", "converted.select", "new_fingerprint", "None"),
-        "contracts/test_resume.py::test_going_back_leaves_behind_what_came_after",
+        "contracts/test_before_resume.py::test_a_shorter_run_keeps_the_lines_and_checkpoints_of_the_longer",
     ),
     Fault(
         "ids_not_keyed_by_source",

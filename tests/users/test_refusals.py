@@ -181,33 +181,6 @@ def test_garbage_is_collected_where_a_recipe_is_imported():
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("call", ["main()", "errors.run(main)"])
-def test_garbage_is_collected_in_main_but_not_while_a_recipe_imports(tmp_path, call):
-    """Whoever copies a recipe may call its `main` by another way than `errors.run`."""
-    demo = tmp_path / "demo.yaml"
-    demo.write_text(
-        f"model_name_or_path: {ASSETS / 'model'}\n"
-        f"dataset_name: {ASSETS / 'preferences_eval.jsonl'}\n"
-    )
-    file = tmp_path / "my_recipe.py"
-    file.write_text(
-        "import gc\nfrom pathlib import Path\n"
-        "import common\nprint(gc.isenabled())\n"
-        "from common import arguments, errors\n"
-        "from common.shared_args import SharedArgs as Args\n"
-        "def main():\n"
-        f"    arguments.parse(Args, demo=Path({str(demo)!r}))\n"
-        "    print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
-        f"{call}\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, file], env=environment, capture_output=True, text=True, check=True
-    )
-    words = done.stdout.split()
-    assert [words[0], *words[-2:]] == ["False", "True", "True"], done.stdout
-
-
 def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     """That of the first. It stands at the end of the launcher's report, so the process does not print it."""
     file = worker(1)
@@ -249,9 +222,9 @@ def test_what_fails_after_the_last_update_is_a_failure(end, code, tmp_path):
     """A process that has closed its metrics ends before the interpreter cleans up, with its own code."""
     script = tmp_path / "late.py"
     script.write_text(
-        "import atexit, sys\nfrom common import errors, metrics\n"
+        "import atexit, sys\nfrom common import errors, logger\n"
         "def main():\n"
-        "    atexit.register(metrics.exit_without_cleaning_up)\n"
+        "    atexit.register(logger.exit_without_cleaning_up)\n"
         f"    {end}\n"
         "errors.run(main)\n"
     )
