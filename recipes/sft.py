@@ -52,6 +52,10 @@ class Args(SharedArgs):
         help="assistant: every assistant turn, or the completion; completion: the last turn; "
         "all: every token",
     )
+    loss_type: Literal["nll", "dft"] = arg(
+        default="nll",
+        help="nll: the negative log-likelihood; dft: that, weighted by the token's probability",
+    )
     packing: bool = arg(
         default=False,
         help="put several short rows into one sequence, where they cannot see each other, "
@@ -200,13 +204,18 @@ def collate(columns: dict, packer: Packer) -> dict:
     return packer.make_batch(no_prompts, columns["input_ids"], is_target=columns["targets"])
 
 
-def token_losses(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, dict]:
+def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:
     """Returns the losses of tokens `[rows, length]`, and values to log about them.
+
+    nll: `-log p`. dft: `-p log p`, the first p a constant: a token that the model finds unlikely
+    has no huge gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9.
 
     A value is `[rows, length]` with the mask of the targets.
     """
     output = model(batch, extras=("correct",))
     losses = -output["logps"]
+    if loss_type == "dft":
+        losses = losses * output["logps"].detach().exp()
     mask = batch["mask"]
     return losses, {
         "loss": (losses, mask),
@@ -282,7 +291,7 @@ def main():
                 batch = collate(columns, packer)
                 token_weights = batch["mask"] * weights[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch)
+                losses, values = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
                 # Part of the mean over the update's targets; the engine divides by `divisor`.
                 loss = (losses * token_weights).sum() * update.divisor / n_targets
@@ -334,7 +343,7 @@ def evaluate(
             means = Means(run.accelerator)
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[rows], packer)
-                _, values = token_losses(actor.model, batch)
+                _, values = token_losses(actor.model, batch, run.args.loss_type)
                 means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
