@@ -436,7 +436,7 @@ MODELS = [
         "recipes/sft.py",
         replace(
             "main",
-            "token_losses(model, batch)",
+            "token_losses(model, batch, args.loss_type)",
             by="token_losses(policy, batch)",
         ),
         f"{ALL_SPLITS}[ddp-2-sft]",
