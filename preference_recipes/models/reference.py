@@ -1,14 +1,19 @@
 """The policy that another one is held near: frozen weights, or the trained model as it began."""
 
+import hashlib
+import json
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 from common import batches, engine
 from common.run import Run
-from preference_recipes.data import cache
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
@@ -87,7 +92,7 @@ class Reference:
             # Whether prompts are shared changes rounding.
             key = ["reference", *self.identity, packer.share, dataset._fingerprint]
             compute = partial(self.table_of, run, dataset, collate=collate, packer=packer)
-            self.tables[name] = cache.array(run.accelerator, key, compute)
+            self.tables[name] = computed_once(run.accelerator, key, compute)
         self.model = None
 
     def table_of(
@@ -106,3 +111,31 @@ class Reference:
             table[places[is_real]] = of_rows[is_real]
         # One process fills in a row, and it is zero on the others: the sum is the whole table.
         return run.accelerator.reduce(table, reduction="sum").cpu().numpy()
+
+
+def computed_once(accelerator, key: list, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Returns `compute()`, or what an earlier run with the same key computed.
+
+    All processes must call it, and all get the same array.
+
+    Args:
+        key: everything the array depends on, as JSON values.
+        compute: collective; returns the whole array on every process.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    root = Path(datasets.config.HF_DATASETS_CACHE).expanduser()
+    path = root / "computed" / f"{digest}.npy"
+    # Processes may see different disks. `compute` is collective, so all read or all compute.
+    if all(gather_object([path.is_file()])):
+        accelerator.print(f"taken from the cache: {path}")
+        return np.load(path)
+
+    result = compute()
+    if accelerator.is_local_main_process:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is whole, so that no reader meets half a file.
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+        np.save(temporary, result)
+        os.replace(temporary, path)
+    accelerator.wait_for_everyone()
+    return result
