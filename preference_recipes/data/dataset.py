@@ -121,10 +121,10 @@ def load(
     # The first process of each machine fills the cache, and the others read what it wrote.
     is_first = accelerator.is_local_main_process
     fill_cache = partial(tokenise, name, split, converter)
-    file = distributed.all_or_none(accelerator, is_first, fill_cache)
+    kept = distributed.all_or_none(accelerator, is_first, fill_cache)
     first = accelerator.process_index - accelerator.local_process_index
-    file = gather_object([file])[first]
-    read_cache = partial(read_usable, name, file, settings)
+    kept = gather_object([kept])[first]
+    read_cache = partial(read_usable, name, kept, settings)
     usable, notes = distributed.all_or_none(accelerator, True, read_cache)
     warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
     others = [note for note in notes if note not in warnings]

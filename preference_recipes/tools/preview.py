@@ -66,9 +66,7 @@ def print_preview(args, data: Data) -> None:
     """Prints rows, and how long all rows are."""
     for name in as_list(args.dataset_name):
         rows = files.load(name, args.dataset_split)
-        entries = rows.table.select(range(min(args.preview, len(rows.table))))
-        for index, entry in enumerate(entries):
-            row = rows.row(entry)
+        for index, row in enumerate(rows.read(0, args.preview)):
             values = data.converter.convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
             print("\n".join(describe_row(row, values, data.converter)))

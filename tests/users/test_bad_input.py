@@ -290,10 +290,10 @@ GOOD = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     ("a.jsonl", GOOD + b"[1, 2]\n", ["row 2", "JSON object", "[1, 2]"]),
     ("a.jsonl", b'"text"\n' + GOOD, ["row 1", "JSON object", "text"]),
     ("a.json", b'[{"a": 1}, 2]', ["row 2", "JSON object", "found 2"]),
-    ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "EOF inside string", "row 1"]),
-    ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1 has more cells", "quote"]),
-    ("a.csv", b"prompt,chosen\na,b\na,b,c\n", ["a.csv", "line 3"]),
-    ("a.parquet", b"nonsense", ["a.parquet", "not a parquet file"]),
+    ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
+    ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1", "more cells than the header", "quote"]),
+    ("a.csv", b"prompt,chosen\na,b\na,b,c\n", ["a.csv", "row 2", "more cells"]),
+    ("a.parquet", b"nonsense", ["a.parquet", "could not be read"]),
     ("a.txt", b"text", ["a.txt", ".jsonl .json .parquet .csv", ".gz"]),
     ("a.jsonl", b"", ["a.jsonl", "holds no rows"]), ("a.jsonl", b"\n\n", ["holds no rows"]), ("a.jsonl.gz", b"", ["holds no rows"]),
     ("a.json", b"[]", ["holds no rows"]), ("a.csv", b"", ["holds no rows"]), ("a.csv", b"prompt,chosen\n", ["holds no rows"]),
@@ -335,7 +335,7 @@ def test_both_halves_are_a_character_and_an_escaped_half_is_none(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud83d"}\n')
     rows = files.load(str(path), "train")
-    assert rows.row(rows.table[0]) == {"a": "\U0001f600 \\ud83d"}
+    assert next(rows.read(0, 1)) == {"a": "\U0001f600 \\ud83d"}
 
 
 def test_data_that_are_not_there_are_missed_before_any_are_read(tmp_path, monkeypatch):
