@@ -57,7 +57,7 @@ from common.metrics import Logged, Means, Metrics
 from common.progress import Progress
 from common.run import Run
 from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
-from preference_recipes.data import dataset, prompts, tokens
+from preference_recipes.data import chat, dataset, prompts
 from preference_recipes.models import checks, load, lora, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
@@ -318,7 +318,7 @@ def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
 def completions_of(run: Run, columns: dict[str, list]) -> Samples:
     """Returns the completions that the data has for some prompts."""
     completions = columns["completion_ids"]
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    stops = chat.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
         prompts=columns["prompt_ids"],
         responses=completions,

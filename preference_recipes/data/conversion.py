@@ -18,7 +18,7 @@ import numpy as np
 import transformers
 from tqdm import tqdm
 
-from preference_recipes.data import cache, files, formats, other_formats, tokens, workers
+from preference_recipes.data import cache, chat, files, formats, other_formats, workers
 from preference_recipes.data.messages import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
@@ -382,7 +382,7 @@ def first_of_each_kind(text: str, row: int) -> dict[str, str]:
     """Returns the kinds of a row's notes, each with its first example as it is printed.
 
     Args:
-        text: the notes, one a line, see `tokens.note`.
+        text: the notes, one a line, see `chat.note`.
     """
     kinds: dict[str, str] = {}
     for line in text.split("\n"):
@@ -399,7 +399,7 @@ def cache_key(rows: files.Rows, converter: Converter) -> str:
         rows.table._fingerprint,
         *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
         source_of(converter.function),
-        tokens.fingerprint(converter.tokenizer),
+        chat.fingerprint(converter.tokenizer),
         converter.columns,
         converter.settings,
     ]

@@ -7,7 +7,7 @@ from decimal import Decimal
 from common import counted
 from common.run import Run
 from preference_recipes.data import thoughts
-from preference_recipes.data.ids import decode_answers
+from preference_recipes.data.chat import decode_answers
 from preference_recipes.models import architecture
 from preference_recipes.rollouts import generation
 

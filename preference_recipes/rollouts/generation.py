@@ -15,7 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine, zero
 from common.run import Run
-from preference_recipes.data import tokens
+from preference_recipes.data import chat
 from preference_recipes.models import architecture, checks
 from preference_recipes.rollouts.samples import Response, Samples
 
@@ -54,7 +54,7 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
         responses = generate(
             run, prompt_of_each, max_new_tokens, temperature=temperature, uniforms=draws
         )
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    stops = chat.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
         prompts=prompt_of_each,
         responses=[response.ids for response in responses],
@@ -83,7 +83,7 @@ def local_generator(run: Run) -> Iterator[LocalGenerator]:
         yield partial(run.servers.generate_locally, run)
         return
     # Before `ready_to_generate`, which sets the generation config and its stop tokens aside.
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    stops = chat.stop_tokens(run.tokenizer, run.unwrapped.model)
     with torch.no_grad(), ready_to_generate(run), run.accelerator.autocast():
         yield partial(generate_locally, run, stops)
 
@@ -142,7 +142,7 @@ def generate(
     Returns:
         The responses in the order of the prompts, on every process.
     """
-    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    stops = chat.stop_tokens(run.tokenizer, run.unwrapped.model)
     batch_size = (
         batch_size
         or run.args.generate_batch_size

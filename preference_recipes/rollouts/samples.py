@@ -11,7 +11,7 @@ import torch
 from common import batches, distributed, guards
 from common.checkpoint import carried
 from common.run import Run
-from preference_recipes.data.ids import decode_answers
+from preference_recipes.data.chat import decode_answers
 from preference_recipes.models.packing import Packer
 
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without

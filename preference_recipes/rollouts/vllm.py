@@ -20,7 +20,7 @@ import torch
 from common import actor, distributed
 from common.run import Run
 from common.shared_args import refuse_changed
-from preference_recipes.data import tokens
+from preference_recipes.data import chat
 from preference_recipes.models import checks, lora
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.samples import Response
@@ -470,7 +470,7 @@ def make_requests(
     n, n_tokens = uniforms.shape[1:]
     head_size = run.unwrapped.model.get_output_embeddings().out_features
     without_probability = range(run.unwrapped.vocabulary, head_size)
-    stops = sorted(tokens.stop_tokens(run.tokenizer, run.unwrapped.model))
+    stops = sorted(chat.stop_tokens(run.tokenizer, run.unwrapped.model))
     return [
         {
             "prompt": prompt,
