@@ -120,6 +120,8 @@ def encode_conversation(
 
     messages = prompt + completion
     turns = learned_turns(messages, len(prompt), loss_on)
+    if learn_contexts and not all(map(formats.is_learned, messages)):
+        raise formats.BadRow("--loss_on all learns every message, and one of them says no to it")
     return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
 
 
@@ -129,7 +131,7 @@ def learned_turns(messages: list[dict], first: int, loss_on: str) -> list[int]:
         number
         for number, message in enumerate(messages)
         if number >= first and message["role"] == "assistant"
-        if formats.has_text([message])
+        if formats.has_text([message]) and formats.is_learned(message)
     ]
     return turns[-1:] if loss_on == "completion" else turns
 

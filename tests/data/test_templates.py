@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 import templates
 from preference_recipes.data import chat, dataset, thoughts
 from preference_recipes.data.chat import stop_tokens
+from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
@@ -900,6 +901,23 @@ def test_of_several_templates_the_one_for_tools_writes_tools():
     row = sft_row({"messages": CHAT, "tools": tools}, tokenizer, 1000, "assistant")
     assert tokenizer.decode(row["input_ids"]).startswith("TOOLS")
     assert tokenizer.decode(learned(row)[0][1]) == "three four.<|im_end|>"
+
+
+@pytest.mark.parametrize("key, value", [("train", False), ("weight", 0), ("loss_weight", 0.0), ("loss_mask", 0), ("loss", False)])  # fmt: skip
+def test_a_turn_that_says_so_is_not_learned(key, value):
+    tokenizer = templates.tokenizer("qwen2_5")
+    chat_ = [CHAT[0], {**CHAT[1], key: value}, *CHAT[2:]]
+    for learns in (True, 1):
+        same = [CHAT[0], {**CHAT[1], key: learns}, *CHAT[2:]]
+        rows = [sft_row({"messages": each}, tokenizer, 1000, "assistant") for each in (same, CHAT)]
+        assert rows[0] == rows[1]
+    row = sft_row({"messages": chat_}, tokenizer, 1000, "assistant")
+    assert [tokenizer.decode(ids) for _, ids in learned(row)] == ["six seven<|im_end|>"]
+    assert row["input_ids"] == rows[0]["input_ids"]
+    with pytest.raises(BadRow, match="--loss_on all"):
+        sft_row({"messages": chat_}, tokenizer, 1000, "all")
+    none = sft_row({"messages": chat_[:2]}, tokenizer, 1000, "assistant")
+    assert none["reason"] == "no answer that is to be learned"
 
 
 def test_one_answer_of_a_pair_thinks():
