@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import transformers
 
-from preference_recipes.data import answer_column, files, formats, other_formats, tokens
+from preference_recipes.data import answer_column, chat, files, formats, other_formats
 from preference_recipes.data.messages import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
@@ -392,7 +392,7 @@ def first_of_each_kind(text: str, row: int) -> dict[str, str]:
     """Returns the kinds of a row's notes, each with its first example as it is printed.
 
     Args:
-        text: the notes, one a line, see `tokens.note`.
+        text: the notes, one a line, see `chat.note`.
     """
     kinds: dict[str, str] = {}
     for line in text.split("\n"):
@@ -409,7 +409,7 @@ def cache_key(source: files.Source, converter: Converter) -> str:
         source.identity(),
         *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
         source_of(converter.function),
-        tokens.fingerprint(converter.tokenizer),
+        chat.fingerprint(converter.tokenizer),
         converter.columns,
         converter.settings,
     ]

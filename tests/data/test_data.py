@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from preference_recipes.data import conversion, dataset, files, formats, templates
+from preference_recipes.data import chat, conversion, dataset, files, formats
+from preference_recipes.data.chat import stop_tokens
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
-from preference_recipes.data.tokens import stop_tokens
 from preference_recipes.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
 
@@ -296,12 +296,11 @@ def test_the_last_of_the_markers_that_end_every_answer_ends_it():
     """Of those that end the last answer only, the first does: the others belong to what follows."""
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<pad>"
-    first, second = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    place = templates.place_of_stop
-    assert place(tokenizer, [first, second], earlier_ending=[first, second]) == 1
-    assert place(tokenizer, [first, second], earlier_ending=[first, 9]) == 0
-    assert place(tokenizer, [first, second], earlier_ending=[9]) == 0
-    assert place(tokenizer, [9, 8], earlier_ending=[9, 8]) is None
+    first, second = "<|im_start|>", "<|im_end|>"
+    assert chat.end_in(tokenizer, first + second, followed=first + second) == first + second
+    assert chat.end_in(tokenizer, first + second, followed=first + "a") == first
+    assert chat.end_in(tokenizer, first + second, followed="a") == first
+    assert chat.end_in(tokenizer, "ab", followed="ab") == ""
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):

@@ -1,20 +1,15 @@
 """Tokenising takes no longer than it must: a prompt once, a large set in several processes, the same ids in either case."""
 
 import datetime
-import itertools
 import os
-import random
 from functools import partial
 
 import datasets
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers import trainers as train
-from transformers import PreTrainedTokenizerFast
 
 import templates
 from common import launch
-from preference_recipes.data import conversion, dataset, ids, tokens
+from preference_recipes.data import conversion, dataset
 from preference_recipes.data.pairs import preference_row
 from runs import refuses, write_jsonl
 
@@ -59,116 +54,6 @@ def test_a_plain_prompt_is_encoded_alone_and_in_front_of_each_answer(monkeypatch
     assert texts == [
         row["prompt"], row["prompt"] + " Paris", row["prompt"] + " one",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", templates.names())
-def test_the_ids_are_those_of_the_whole_text(monkeypatch, name):
-    tokenizer = templates.tokenizer(name)
-    answers = [
-        "one two",
-        "\n\nthree",
-        " four",
-        "<think>\nfive\n</think>\n\nsix",
-        "<|im_end|> seven",
-    ]
-    rows = [
-        {**PAIR, "chosen": [{"role": "assistant", "content": chosen}],
-         "rejected": [{"role": "assistant", "content": rejected}]}
-        for chosen, rejected in itertools.pairwise(answers)
-    ]  # fmt: skip
-    found = [preference_row(row, tokenizer, max_length=10_000) for row in rows]
-    whole_text = lambda tokenizer, _, text: ids.encode_text(tokenizer, text)
-    monkeypatch.setattr(ids, "encode_longer", whole_text)
-    monkeypatch.setattr(tokens, "encode_longer", whole_text)
-    assert found == [preference_row(row, tokenizer, max_length=10_000) for row in rows]
-
-
-# Pieces of which texts are made at random: special tokens of all kinds, what looks like them, unknown letters.
-PIECES = [
-    "<s>", "<one>", "two<one>", "<left>", "<right>", "<word>", "<normal>", "<added>", "[UNK]", "<ee>ee>", "aa", "<",
-    "word", "two", "more", " ", "  ", "\n", "\n\n", "e", "É", "ß", "你", "½", ">", "a",
-]  # fmt: skip
-ADDED = [
-    AddedToken("<s>", special=True, normalized=False),
-    AddedToken("<one>", special=True, normalized=False),
-    AddedToken("two<one>more", special=True, normalized=False),
-    AddedToken("<left>", special=True, normalized=False, lstrip=True),
-    AddedToken("<right>", special=True, normalized=False, rstrip=True),
-    AddedToken("<word>", special=True, normalized=False, single_word=True),
-    AddedToken("<normal>", special=True, normalized=True),
-    AddedToken("<added>", special=False, normalized=False),
-    AddedToken("aa", special=True, normalized=False),
-    AddedToken("\n\n", special=False, normalized=False),
-]
-
-
-def byte_level(first_space: bool) -> Tokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=first_space)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = train.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(templates.CORPUS, trainer)
-    return backend
-
-
-def metaspace(scheme: str) -> Tokenizer:
-    backend = Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.NFKC()
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    trainer = train.UnigramTrainer(vocab_size=60, unk_token="[UNK]", special_tokens=["[UNK]"], show_progress=False)  # fmt: skip
-    backend.train_from_iterator(templates.CORPUS, trainer)
-    return backend
-
-
-def prepended() -> Tokenizer:
-    """As the first Llama's: no pre-tokenizer, a normalizer that puts a space in front."""
-    backend = Tokenizer(models.BPE(unk_token="[UNK]", fuse_unk=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(Regex(" "), "▁")]
-    )
-    trainer = train.BpeTrainer(vocab_size=80, special_tokens=["[UNK]"], show_progress=False)
-    backend.train_from_iterator(templates.CORPUS, trainer)
-    return backend
-
-
-def word_piece() -> Tokenizer:
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer()
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = train.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]"], show_progress=False)
-    backend.train_from_iterator(templates.CORPUS, trainer)
-    return backend
-
-
-BACKENDS = {
-    "byte level": lambda: byte_level(False),
-    "byte level, space in front": lambda: byte_level(True),
-    "metaspace, first": lambda: metaspace("first"),
-    "metaspace, always": lambda: metaspace("always"),
-    "prepended": prepended,
-    "word piece": word_piece,
-}
-
-
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_a_text_is_cut_only_where_its_ids_stay(kind):
-    backend = BACKENDS[kind]()
-    backend.add_tokens(ADDED)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", unk_token="[UNK]"
-    )
-    draw = random.Random(0)
-    spared = 0
-    for _ in range(1000):
-        text = "".join(draw.choices(PIECES, k=draw.randint(0, 8)))
-        longer = text + "".join(draw.choices(PIECES, k=draw.randint(0, 4)))
-        beginning = ids.encode_beginning(tokenizer, text)
-        assert beginning.ids == ids.encode_text(tokenizer, text)
-        found = ids.encode_longer(tokenizer, beginning, longer)
-        assert found == ids.encode_text(tokenizer, longer), (text, longer)
-        spared += beginning.kept_characters > 0
-    assert spared > 200
 
 
 # ---------------------------------------------------------------------------------------------- several processes

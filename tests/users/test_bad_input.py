@@ -38,7 +38,7 @@ from common.arguments import (
 from common.launch import quiet
 from common.shared_args import SharedArgs
 from contracts.proof import plain
-from preference_recipes.data import dataset, files, formats, ids
+from preference_recipes.data import dataset, files, formats
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.models import checks, load, merge
 from preference_recipes.models.logprobs import LogProbModel
@@ -465,10 +465,6 @@ def test_other_refusals_of_the_data(accelerator, model, tmp_path, monkeypatch):
     )
     tokenizer.chat_template = None
     refuses(path, "row 1", "no chat template", "--chat_template FILE", call=load)
-    path = str(write_jsonl(tmp_path / "long.jsonl", [PAIR, {**PAIR, "chosen": "b" * 101}]))
-    monkeypatch.setattr(ids, "MOST_CHARACTERS", 100)
-    said = "row 2: a text of 102 characters, where at most 100 are read: split or remove it"
-    refuses(path, said, call=load)
     # What a row holds as a JSON text may hold half of a character, too.
     call = {"from": "function_call", "value": '{"name": "\\ud83d"}'}
     turns = [[{"from": "human", "value": "a"}], [call], [{"from": "gpt", "value": "b"}]]
