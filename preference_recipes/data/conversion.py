@@ -19,7 +19,14 @@ import datasets
 import numpy as np
 import transformers
 
-from preference_recipes.data import answer_column, chat, files, formats, other_formats
+from preference_recipes.data import (
+    answer_column,
+    chat,
+    files,
+    formats,
+    other_formats,
+    unread,
+)
 from preference_recipes.data.messages import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
@@ -45,6 +52,11 @@ MOST_PROCESSES = 32
 # format.
 CHECKSUM = "crc"
 ERROR = "error"
+
+# Next to the result: what nothing reads, see `unread.describe`.
+UNREAD = "not_read.txt"
+# The column by which reward functions get a row's other columns.
+KEPT_COLUMNS = "columns"
 
 # What `generate` works on. The processes of `datasets` have it because they are forks: pickled, a
 # recipe's function would take the whole module of the recipe along.
@@ -92,6 +104,11 @@ class Converter:
             CHECKSUM: checksum(values),
             ERROR: "",
         }
+
+    def tokens_of(self, row: dict) -> dict:
+        """Returns what is learned from a row, without the copy that reward functions get."""
+        values = self.convert_row(row, 0)
+        return {name: v for name, v in values.items() if name not in (KEPT_COLUMNS, CHECKSUM)}
 
     def note_on_strings(self, row: dict) -> list[str]:
         """Returns a note if strings are read as plain text, and could be read as messages."""
@@ -165,6 +182,10 @@ def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) ->
     if (errors != "").any():
         shutil.rmtree(folder)
         sys.exit(f"data set {name!r}, {errors[errors != ''][0]}")
+    not_read = unread.describe(
+        rows.read(0, rows.number), converter.tokens_of, keeps_columns=KEPT_COLUMNS in first
+    )
+    (folder / UNREAD).write_text(not_read or "", encoding="utf-8")
 
 
 def converted_rows(spans: list[range]) -> Iterator[dict]:
@@ -294,6 +315,9 @@ def read_usable(name: str, kept: list[str], settings: dict) -> tuple[datasets.Da
     """
     converted = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in kept])
     notes = describe_unusable(converted, settings) + describe_notes(converted)
+    file = Path(kept[0]).parents[3] / UNREAD  # `datasets` adds three folders
+    if file.is_file() and (not_read := file.read_text(encoding="utf-8")):
+        notes.append(not_read)
     usable = select_usable(converted)
     if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")

@@ -1,0 +1,92 @@
+"""What a user gave and nothing reads is named: columns, keys of messages, of calls and of tools."""
+
+import itertools
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+import templates
+from preference_recipes.data import conversion, pairs, prompts, unread
+from recipes import load
+from runs import ASSETS
+
+U = {"role": "user", "content": "12+30="}
+A = {"role": "assistant", "content": "042"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}, "id": "c1"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "model")
+
+
+def said(function, tokenizer, *rows, columns=None, **settings):
+    settings = {"max_length": 512, "strings_as_messages": False, **settings}
+    converter = conversion.Converter(function, tokenizer, columns or {}, settings)
+    keeps = conversion.KEPT_COLUMNS in converter.convert_row(rows[0], 0)
+    return unread.describe(iter(rows), converter.tokens_of, keeps)
+
+
+def sft(tokenizer, *rows, **more):
+    return said(load("sft").sft_row, tokenizer, *rows, loss_on="assistant", **more)
+
+
+def test_all_is_read(tokenizer):
+    assert sft(tokenizer, {"messages": [U, A], "answer": "042"}) is None
+    assert sft(tokenizer, {"prompt": "a", "completion": "b", "id": None, "tags": []}) is None
+
+
+def test_columns_and_keys_of_messages_are_named_with_their_rows(tokenizer):
+    rows = [
+        {"id": 7, "messages": [U, A]},
+        {"id": 8, "messages": [{**U, "mood": "good"}, A], "meta": {"a": 1, "b": 2}},
+    ]
+    assert sft(tokenizer, *rows) == (
+        'not read: column "id" (2 rows), column "meta" (1 row), key "messages.mood" (1 row)'
+    )
+
+
+def test_a_column_beside_those_that_take_its_place(tokenizer):
+    row = {"messages": [U, A], "text": "something else"}
+    assert sft(tokenizer, row) == 'not read: column "text" (1 row)'
+    assert sft(tokenizer, row, columns={"text": "text"}) == 'not read: column "messages" (1 row)'
+
+
+def test_pairs(tokenizer):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}
+    assert said(pairs.preference_row, tokenizer, row) == 'not read: column "margin" (1 row)'
+
+
+def test_columns_are_for_reward_functions_but_keys_of_messages_are_not(tokenizer):
+    row = {"prompt": [{**U, "mood": "good"}], "level": 3}
+    found = said(prompts.prompt_row, tokenizer, row, max_new_tokens=8, tools=None)
+    assert found == 'not read: key "prompt.mood" (1 row)'
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
+def test_keys_of_calls_that_a_template_does_not_write(name):
+    tokenizer = templates.tokenizer(name)
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    row = {"messages": [U, call, {"role": "tool", "content": "42", "name": "add"}, A]}
+    found = sft(tokenizer, row) or ""
+    # Neither template writes the id of a call; what a call says is written.
+    assert '"messages.tool_calls.id"' in found and "function" not in found
+
+
+def test_of_a_large_set_the_first_rows_are_looked_at(tokenizer, monkeypatch):
+    monkeypatch.setattr(unread, "MOST_ROWS", 3)
+    rows = itertools.repeat({"id": 1, "prompt": "a", "completion": "b"}, 10)
+    found = sft(tokenizer, {"prompt": "a", "completion": "b"}, *rows)
+    assert found == 'not read of the first 3: column "id" (2 rows)'
+
+
+def test_a_run_says_it(tmp_path, capsys):
+    from runs import launch, recipe
+
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"id": n, "messages": [U, A]}) + "\n" for n in range(4)))
+    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data, "--preview", 1]
+    for _ in range(2):  # also where the ids come from the cache
+        result = launch([], recipe("sft"), *flags)
+        assert f'data {data}: 4 usable rows; not read: column "id" (4 rows)' in result.stdout
