@@ -5,7 +5,7 @@ import pytest
 from runs import REPOSITORY
 
 # Lines of Python. Lower a number with every change that makes the folder shorter; the aim is 2,700 and 6,800.
-MOST = {"common": 6_201, "preference_recipes": 11_311, "recipes": 3_860}
+MOST = {"common": 6_201, "preference_recipes": 11_308, "recipes": 3_860}
 
 
 @pytest.mark.parametrize("folder", MOST)
