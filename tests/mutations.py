@@ -585,10 +585,10 @@ TOKENS = [
         "data/test_templates.py::test_thinking_inside_the_content_is_learned_whole[deepseekv3]",
     ),
     Fault(
-        "newline_twice",
-        "whitespace that the prompt has written is learned again",
+        "newline_left_out",
+        "an answer does not follow the whitespace that only the prompt has",
         "preference_recipes/data/chat.py",
-        replace("split_answer", "answer[n_common(answer, only_in_prompt):]", by="answer"),
+        replace("split_answer", "is_thought or only_in_prompt.isspace()", by="is_thought"),
         "data/test_templates.py::test_what_the_prompt_has_beyond_the_answer",
     ),
     Fault(

@@ -571,12 +571,9 @@ def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, st
     inside = [found.start() for found in thoughts.ANY_MARKER.finditer(prompt) if found.end() > n]
     n = min([n, *inside])
     only_in_prompt, answer = prompt[n:], whole[n:]
-    if (
-        thoughts.is_closed(only_in_prompt) and not thinks
-    ):  # 2. A model would give this answer after it.
+    is_thought = thoughts.is_closed(only_in_prompt) and not thinks
+    if is_thought or only_in_prompt.isspace():  # 2, 3. A model would give this answer after it.
         return prompt, answer
-    if only_in_prompt.isspace():  # 3.
-        return prompt, answer[n_common(answer, only_in_prompt) :]
     # 4, 5. The rest of the prompt leads to another answer. An empty thought leads to none.
     ends = thoughts.AT_END.search(prompt)
     n = min(n, ends.start()) if ends else n
