@@ -73,14 +73,3 @@ def print_once(text: str) -> None:
     """Prints a line once, on the main process."""
     if speaks_for_all():
         print(text, flush=True)
-
-
-def end_by_interrupt(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Shows an error that nobody caught; for Ctrl-C one line instead of what it interrupted."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-    elif speaks_for_all():
-        print("\ninterrupted while it was starting: nothing was trained", file=sys.stderr)
-
-
-sys.excepthook = end_by_interrupt

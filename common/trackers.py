@@ -41,7 +41,7 @@ def check(report_to: list[str]) -> None:
 def start(accelerator: Accelerator, args, charts: dict[str, list[str]], global_step: int) -> None:
     """Opens the trackers of `--report_to`; for the main process.
 
-    A resumed run continues in TensorBoard's folder, and in the same run of wandb and swanlab.
+    A resumed run continues in TensorBoard's folder, and in the same run of wandb, swanlab, trackio.
 
     Args:
         charts: the key charts of TensorBoard: title -> tags, see `pattern_of`.
@@ -55,11 +55,14 @@ def start(accelerator: Accelerator, args, charts: dict[str, list[str]], global_s
         accelerator.project_configuration.set_directories(str(output_dir))
         # The same for each start of this run, and another one for any other folder.
         run_id = uuid.uuid5(uuid.NAMESPACE_URL, str(output_dir.resolve())).hex[:12]
-        continued = {"name": output_dir.resolve().name, "id": run_id, "resume": "allow"}
+        name = output_dir.resolve().name
+        continued = {"name": name, "id": run_id, "resume": "allow"}
+        # trackio knows runs by name alone, so two folders of the same name need different names.
+        by_name = {"name": f"{name}-{run_id[:4]}", "resume": "allow"}
         accelerator.init_trackers(
             project_name=Path(sys.argv[0]).stem,
             config=settings,
-            init_kwargs={"wandb": continued, "swanlab": continued},
+            init_kwargs={"wandb": continued, "swanlab": continued, "trackio": by_name},
         )
     if "tensorboard" in args.report_to:
         is_new = not (output_dir / "tensorboard").is_dir()

@@ -39,7 +39,7 @@ from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
-from preference_recipes.data import dataset, prompts, tokens
+from preference_recipes.data import chat, dataset, prompts
 from preference_recipes.models import checks, load, lora, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
@@ -317,7 +317,7 @@ def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
 def completions_of(sampler: Sampler, columns: dict[str, list]) -> Samples:
     """Returns the completions that the data has for some prompts."""
     completions = columns["completion_ids"]
-    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
+    stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
     return Samples(
         prompts=columns["prompt_ids"],
         responses=completions,

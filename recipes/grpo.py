@@ -82,10 +82,16 @@ class Args(RewardArgs):
         help="what advantages are divided by: their standard deviation over the rollout, that over "
         "the group, the group's mean score, or nothing",
     )
-    loss_type: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = arg(
+    reward_scaling: Literal["sum", "each"] = arg(
+        default="sum",
+        help="sum: advantages come from the weighted sum of the rewards; each: every reward is "
+        "normalised in its group before they are weighted and added",
+    )
+    loss_type: Literal["clip", "sapo", "cispo", "dppo_tv", "dppo_kl"] = arg(
         default="clip",
-        help="clip: PPO's clipped ratio; cispo: a clipped ratio as weight; dppo_tv, dppo_kl: mask "
-        "tokens whose probability is too far from the sampler's; see docs/grpo.md",
+        help="clip: PPO's clipped ratio; sapo: a smooth gate instead; cispo: a clipped ratio as "
+        "weight; dppo_tv, dppo_kl: mask tokens whose probability is too far from the sampler's; "
+        "see docs/grpo.md",
     )
     ratio: Literal["token", "sequence"] = arg(
         default="token", help="the ratio of each token, or one for a whole response"
@@ -106,6 +112,12 @@ class Args(RewardArgs):
         at_least=0,
         help="clipping of the ratio above 1; with dppo the largest divergence of tokens that "
         "become more likely",
+    )
+    off_policy_limit: float = arg(
+        default=0.0,
+        at_least=0,
+        help="above 0: a response with a negative advantage counts nothing once its tokens are "
+        "less likely than when they were sampled by more than this, in mean log-prob",
     )
     kl_coef: float = arg(
         default=0.0, at_least=0, help="weight of the KL to the reference in the loss"
@@ -154,6 +166,8 @@ class Args(RewardArgs):
 # ============================================================ the algorithm
 # Added to a standard deviation before dividing by it.
 EPSILON = 1e-4
+# The temperatures of SAPO's gate, at advantages above 0 and at others.
+SAPO_TEMPERATURES = (1.0, 1.05)
 # DPPO uses ratios up to this one.
 LARGEST_RATIO = 20
 # It first clamps log-ratios to plus and minus this, so to ratios of e^20: nothing overflows.
@@ -313,6 +327,30 @@ def std_of_groups(groups: torch.Tensor) -> torch.Tensor:
     return (squares.nansum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
 
 
+def scale_each(
+    parts: dict[str, torch.Tensor], weights: dict[str, float], group_size: int
+) -> torch.Tensor:
+    """Returns the weighted sum of rewards, each normalised in its group, `[samples]`.
+
+    A reward becomes (r - mean) / standard deviation, of its group. In the plain sum, differences
+    in one reward could vanish beside those in another of a larger scale. Source: GDPO,
+    arXiv:2601.05242.
+
+    Args:
+        parts: `[samples]` by name; NaN: the sample has no such reward.
+        weights: of the parts, by name.
+    """
+    total = torch.zeros_like(next(iter(parts.values())), dtype=torch.float64)
+    for name, part in parts.items():
+        groups = part.double().reshape(-1, group_size)
+        centred = groups - groups.nanmean(1, keepdim=True)
+        scaled = centred / (std_of_groups(groups) + EPSILON)
+        # Equal rewards are not told apart by their rounding.
+        scaled = scaled.where(scores_differ(groups)[:, None], 0.0)
+        total += weights[name] * scaled.nan_to_num(0.0).flatten()
+    return total.float()
+
+
 def scores_differ(groups: torch.Tensor) -> torch.Tensor:
     """Returns which groups have two scores that are not equal, bool `[groups]`. NaN is no score."""
     is_scored = groups.isfinite()
@@ -350,9 +388,10 @@ def policy_losses(
 
     clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`. A clipped token has no gradient.
     cispo: `-min(r, 1 + high) A log pi`, the first factor a constant. Every token has a gradient.
+    sapo: `-A sigmoid(t (r - 1)) 4 / t`: the gradient fades smoothly as r leaves 1.
 
     Sources: clip, arXiv:2402.03300 eq. 3; a wider range above 1, DAPO, arXiv:2503.14476 section
-    3.1; cispo, arXiv:2506.13585 eq. 4 and 5.
+    3.1; cispo, arXiv:2506.13585 eq. 4 and 5; sapo, arXiv:2511.20347.
 
     Args:
         logps: `[samples, length]`.
@@ -365,6 +404,10 @@ def policy_losses(
         clipped_ratios = ratios.clamp(max=1 + high).detach()
         losses = -clipped_ratios * advantages * logps
         return losses, torch.zeros_like(is_below), is_above & (advantages != 0)
+    if loss_type == "sapo":
+        temperatures = torch.where(advantages > 0, *SAPO_TEMPERATURES)
+        gates = torch.sigmoid(temperatures * (ratios - 1)) * 4 / temperatures
+        return -gates * advantages, torch.zeros_like(is_below), torch.zeros_like(is_above)
     clipped = ratios.clamp(1 - low, 1 + high)
     losses = -torch.minimum(ratios * advantages, clipped * advantages)
     return losses, is_below & (advantages < 0), is_above & (advantages > 0)
@@ -434,6 +477,25 @@ def kl_losses(
         return kl, kl * ratios.detach()
     kl = torch.exp(-difference) - 1 + difference
     return kl, kl * ratios
+
+
+def is_off_policy(
+    logps: torch.Tensor,
+    sampler_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    limit: float,
+) -> torch.Tensor:
+    """Returns which responses are too far from the sampler's policy to be unlearned.
+
+    These are the ones with a negative advantage whose tokens have lost more than `limit` of
+    log-prob on average since they were sampled. Source: DeepSeek-V3.2, arXiv:2512.02556 eq. 9.
+
+    Returns:
+        bool `[samples, 1]`.
+    """
+    lost = ((sampler_logps - logps.detach()) * mask).sum(1, keepdim=True)
+    return (advantages < 0) & (lost > limit * mask.sum(1, keepdim=True))
 
 
 def average_tokens(
@@ -514,6 +576,12 @@ def sample_losses(
         corrections, of_sampler = correction.importance_weights(old, mask, args)
         token_losses = token_losses * corrections
         values |= of_sampler
+    if args.off_policy_limit:
+        is_off = is_off_policy(
+            logps, old["sampler_logps"], mask, old["advantages"], args.off_policy_limit
+        )
+        token_losses = token_losses * ~is_off
+        values["clip_ratio/off_policy"] = (is_off.flatten().float(), torch.ones_like(mask[:, 0]))
     if args.kl_coef:
         # The ratio of each token, also with --ratio sequence.
         token_ratios = ratios_to_old(logps, old["logps"], stored["mask"], "token")
@@ -654,8 +722,8 @@ def sample_round(
         n_prompts: how many to take, at most to the end of the epoch.
 
     Returns:
-        The samples of the groups that are kept; their scores less the penalty for length,
-        `[samples]`.
+        The samples of the groups that are kept; what their advantages come from, `[samples]`:
+        their scores, see `--reward_scaling`, less the penalty for length.
     """
     args = run.args
     prompts_of_round = position.take_prompts(sampler, n_prompts)
@@ -667,12 +735,17 @@ def sample_round(
     samples.check_finite(sampler)
     with run.timed("score"):
         unpenalised = judge.score(sampler, samples, packer)
+    learned = unpenalised
+    if args.reward_scaling == "each":
+        scaled = scale_each(unpenalised.parts, judge.weights, args.n_samples_per_prompt)
+        learned = unpenalised.with_total(scaled.where(~samples.failed, math.nan))
     # By the scores without the penalty: a group that is all right, or all wrong, teaches nothing.
-    group_is_kept = groups_to_keep(unpenalised.total, args)
-    scores = with_penalty(unpenalised, samples, args)
+    group_is_kept = groups_to_keep(learned.total, args)
+    scores = with_penalty(unpenalised, samples, args)  # as they are logged
     log_rollout(run, sampler, samples, scores, group_is_kept)
     sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
-    return samples.select(sample_is_kept), scores.total[sample_is_kept]
+    learned = with_penalty(learned, samples, args)
+    return samples.select(sample_is_kept), learned.total[sample_is_kept]
 
 
 def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
@@ -942,6 +1015,7 @@ def check_settings(args: Args) -> None:
             "not used: give --overlong_buffer above 0, too",
         ),
         (args.loss_type == "cispo", ["clip_range"], f"not used: {loss} clips only above 1"),
+        (args.loss_type == "sapo", ["clip_range", "clip_range_high"], f"not used by {loss}"),
         (is_dppo(args), ["sampler_correction_max"], f"not used by {loss}"),
     ]
     for is_so, names, why in unused:
@@ -985,6 +1059,11 @@ def contradictions(args: Args) -> list[tuple[bool, str]]:
             args.advantage_std == "mean" and (args.baseline != "group" or args.overlong_buffer > 0),
             "--advantage_std mean divides by a group's mean score: it needs --baseline group and "
             "no penalty for length, which could make that mean zero or negative",
+        ),
+        (
+            args.reward_scaling == "each" and args.advantage_std != "batch",
+            "--reward_scaling each divides by the deviation of each group already: it needs "
+            "--advantage_std batch",
         ),
         (
             wants_refills and not args.drop_equal_groups,

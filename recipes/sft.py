@@ -23,7 +23,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,7 +35,7 @@ from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
-from preference_recipes.data import dataset, formats, templates, tokens
+from preference_recipes.data import chat, dataset, formats
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import architecture, checks, load, lora, prepare
 from preference_recipes.models.packing import Packer
@@ -51,6 +51,10 @@ class Args(SharedArgs):
         default="assistant",
         help="assistant: every assistant turn, or the completion; completion: the last turn; "
         "all: every token",
+    )
+    loss_type: Literal["nll", "dft"] = arg(
+        default="nll",
+        help="nll: the negative log-likelihood; dft: that, weighted by the token's probability",
     )
     packing: bool = arg(
         default=False,
@@ -76,67 +80,36 @@ class Args(SharedArgs):
 
 
 # ============================================================ the algorithm
-class Sequence(NamedTuple):
-    """What the model reads at once: token ids, and which of them are targets."""
-
-    ids: list[int]
-    targets: list[bool]
-
-
 def encode_conversation(
     tokenizer,
     prompt: str | list[dict],
     completion: str | list[dict],
     loss_on: str,
     tools: list | str | None = None,
-) -> tuple[list[Sequence], list[int], list[str]]:
-    """Returns a row's sequences, the ids before its last answer, and notes, see `tokens.note`.
+) -> tuple[list[chat.Sequence], list[int], list[str]]:
+    """Returns a row's sequences, the ids before its last answer, and notes, see `chat.note`.
 
-    There is no sequence where there is no answer. There is one, unless the chat template writes
-    earlier turns differently once later ones follow. Then each answer has its own sequence, with
-    the history as the model reads it before that answer.
+    There is no sequence where there is no answer, and one for a string; of messages see
+    `chat.encode_conversation`.
 
     Args:
         loss_on: `assistant` (every assistant turn; of prompt and completion the completion),
             `completion` (the last turn only) or `all`.
-        tools: what the conversation may call, see `templates.render`.
+        tools: what the conversation may call, see `chat.render`.
     """
     learn_contexts = loss_on == "all"
     if isinstance(completion, str):
         if not completion:
             return [], [], []
-        prompt_ids, ids = tokens.encode_plain(tokenizer, prompt, completion)
+        prompt_ids, ids = chat.encode_plain(tokenizer, prompt, completion)
         targets = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
-        return [Sequence(prompt_ids + ids, without_first(targets))], prompt_ids, []
+        return [chat.Sequence(prompt_ids + ids, [False, *targets[1:]])], prompt_ids, []
 
     messages = prompt + completion
     turns = learned_turns(messages, len(prompt), loss_on)
-    sequences = []
-    prompt_ids = []
-    notes = []
-    last_learned = None
-    for turn in turns:
-        answer = tokens.encode_answer(tokenizer, messages[:turn], [messages[turn]], tools)
-        notes += answer.notes
-        if not answer.ids:  # the template does not write it
-            continue
-        ids, targets = sequences.pop() if sequences else ([], [])
-        new = len(answer.context) - len(ids)
-        if answer.context[: len(ids)] != ids:
-            # The template has rewritten the history, so this answer has a sequence of its own.
-            sequences.append(Sequence(ids, targets))
-            targets = [False] * len(answer.context)
-            new = 0
-            if learn_contexts:
-                new = tokens.tokens_since(tokenizer, messages[:turn], last_learned, tools)
-                targets = targets[new:]
-        targets = targets + [learn_contexts] * new + [True] * len(answer.ids)
-        sequences.append(Sequence(answer.context + answer.ids, without_first(targets)))
-        prompt_ids = answer.prompt
-        last_learned = turn
-    if turns:
-        notes += templates.unwritten_parts(tokenizer, messages[: turns[-1] + 1], tools)
-    return sequences, prompt_ids, notes
+    if learn_contexts and not all(map(formats.is_learned, messages)):
+        raise formats.BadRow("--loss_on all learns every message, and one of them says no to it")
+    return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
 
 
 def learned_turns(messages: list[dict], first: int, loss_on: str) -> list[int]:
@@ -145,14 +118,9 @@ def learned_turns(messages: list[dict], first: int, loss_on: str) -> list[int]:
         number
         for number, message in enumerate(messages)
         if number >= first and message["role"] == "assistant"
-        if formats.has_text([message])
+        if formats.has_text([message]) and formats.is_learned(message)
     ]
     return turns[-1:] if loss_on == "completion" else turns
-
-
-def without_first(targets: list[bool]) -> list[bool]:
-    """Returns the targets of a sequence without its first token, which nothing predicts."""
-    return [False, *targets[1:]]
 
 
 def sft_row(
@@ -170,11 +138,11 @@ def sft_row(
         tokenizer, prompt, completion, loss_on, row.get("tools")
     )
 
-    cut = [Sequence(ids[:max_length], targets[:max_length]) for ids, targets in whole]
+    cut = [chat.Sequence(ids[:max_length], targets[:max_length]) for ids, targets in whole]
     sequences = [sequence for sequence in cut if any(sequence.targets)]
     reason = ""  # why the row cannot be used
     if not whole:
-        reason = tokens.why_left_out(notes) or formats.missing_answer(completion)
+        reason = chat.why_left_out(notes) or formats.missing_answer(completion)
     elif not sequences:
         reason = "nothing to learn within max_length"
         sequences = cut[:1]
@@ -200,13 +168,18 @@ def collate(columns: dict, packer: Packer) -> dict:
     return packer.make_batch(no_prompts, columns["input_ids"], is_target=columns["targets"])
 
 
-def token_losses(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, dict]:
+def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:
     """Returns the losses of tokens `[rows, length]`, and values to log about them.
+
+    nll: `-log p`. dft: `-p log p`, the first p a constant: a token that the model finds unlikely
+    has no huge gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9.
 
     A value is `[rows, length]` with the mask of the targets.
     """
     output = model(batch, extras=("correct",))
     losses = -output["logps"]
+    if loss_type == "dft":
+        losses = losses * output["logps"].detach().exp()
     mask = batch["mask"]
     return losses, {
         "loss": (losses, mask),
@@ -282,7 +255,7 @@ def main():
                 batch = collate(columns, packer)
                 token_weights = batch["mask"] * weights[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch)
+                losses, values = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
                 # Part of the mean over the update's targets; the engine divides by `divisor`.
                 loss = (losses * token_weights).sum() * update.divisor / n_targets
@@ -334,7 +307,7 @@ def evaluate(
             means = Means(run.accelerator)
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[rows], packer)
-                _, values = token_losses(actor.model, batch)
+                _, values = token_losses(actor.model, batch, run.args.loss_type)
                 means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 

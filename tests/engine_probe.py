@@ -9,7 +9,7 @@ import sys
 import deepspeed
 import torch
 
-from common.metrics import Metrics
+from common.logger import Logger
 
 initialize, engines = deepspeed.initialize, []
 
@@ -54,6 +54,6 @@ def dump(self):
 
 
 deepspeed.initialize = probed
-close, Metrics.close = Metrics.close, dump
+close, Logger.close = Logger.close, dump
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

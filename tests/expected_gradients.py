@@ -130,6 +130,7 @@ def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.
         kl_estimator=estimator,
         max_new_tokens=MAX_NEW_TOKENS,
         temperature=1.0,
+        off_policy_limit=0.0,
         vllm_url=None,
     )
     samples = logps.flatten(0, 1)

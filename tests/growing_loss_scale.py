@@ -47,7 +47,7 @@ def updates() -> list[tuple[float, float, float]]:
     model, optimizer = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=1.0))
     found, before = [], 8.0
     for _ in range(5):
-        scale = engine.loss_scale(types.SimpleNamespace(accelerator=accelerator, model=model))
+        scale = engine.loss_scale(accelerator)
         for _ in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.tensor(0.5, dtype=torch.float16)))

@@ -25,8 +25,8 @@ mode, windows, sys.argv = (
 )
 if "fixed" in mode:
 
-    def canned(run, prompts, *args, **kwargs):
-        responses = [[*prompt[1:4][::-1], run.tokenizer.eos_token_id] for prompt in prompts]
+    def canned(sampler, prompts, *args, **kwargs):
+        responses = [[*prompt[1:4][::-1], sampler.tokenizer.eos_token_id] for prompt in prompts]
         return [
             preference_recipes.rollouts.generation.Response(ids, [0.0] * len(ids))
             for ids in responses

@@ -1,32 +1,25 @@
-"""Tokenises a data set once, caches the result on disk, and names it by its content."""
+"""Turns the rows of a data set into token ids, once: `datasets` keeps the result on disk."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import inspect
+import itertools
+import multiprocessing
+import os
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import transformers
-from tqdm import tqdm
 
-from preference_recipes.data import (
-    answer_column,
-    cache,
-    files,
-    formats,
-    other_formats,
-    tokens,
-    workers,
-)
+from preference_recipes.data import answer_column, chat, files, formats, other_formats
 from preference_recipes.data.messages import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
@@ -41,20 +34,26 @@ PLAIN_STRINGS = (
     "--strings_as_messages makes them turns of user and assistant"
 )
 
-# This many rows are converted, and then written, at once.
-ROWS_AT_ONCE = 1_000
-
 # Fewer rows take less than half a minute, and no bar is shown.
 ROWS_WITH_BAR = 20_000
 
-# A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
-# removing a column adds its name to the fingerprint, and older checkpoints would be refused.
+# A process tokenises this many rows in some seconds.
+ROWS_PER_PROCESS = 5_000
+MOST_PROCESSES = 32
+
+# Temporary columns: each row's checksum, from which the fingerprint is made, and why a row fits no
+# format.
 CHECKSUM = "crc"
+ERROR = "error"
+
+# What `generate` works on. The processes of `datasets` have it because they are forks: pickled, a
+# recipe's function would take the whole module of the recipe along.
+forked: dict[str, Any] = {}
 
 
 @dataclass
 class Converter:
-    """Applies a row function to rows; it can be sent to other processes.
+    """Applies a row function to rows.
 
     Attributes:
         function: see `dataset.load`.
@@ -67,25 +66,12 @@ class Converter:
     columns: dict[str, str]
     settings: dict
 
-    def convert_rows(self, rows: files.Rows, span: range) -> dict[str, list]:
-        """Returns the columns of the result for some rows.
-
-        Raises:
-            BadRow: a row fits no format; with its number.
-            UnicodeDecodeError: a row is not UTF-8.
-        """
-        entries = rows.table.select(span)
-        converted = [
-            self.convert_row(rows.row(entry), index) for index, entry in zip(span, entries)
-        ]
-        return {name: [row[name] for row in converted] for name in converted[0]}
-
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
         These are `notes`, one a line; `longest`, the tokens of the row's longest sequence before
         it was cut; `roles`, those of its messages with blanks between them, "" for strings; `row`,
-        the row's number from 1; `answer`, if the data has it; and the checksum.
+        the row's number from 1; `answer`, "" if it has none; and the checksum.
         """
         row = rename_columns(row, self.columns)
         as_messages = bool(self.settings.get("strings_as_messages"))
@@ -97,13 +83,14 @@ class Converter:
         notes = values.pop("notes", []) + self.note_on_strings(row)
         longest = values.pop("longest", values["length"])
         return {
-            **with_typed_lists(values),
+            **values,
             "notes": "\n".join(notes),
             "longest": longest,
             "roles": " ".join(formats.roles_of(row, as_messages)),
             "row": index + 1,
-            **answer_of(row, values),
+            "answer": answer_of(row, values),
             CHECKSUM: checksum(values),
+            ERROR: "",
         }
 
     def note_on_strings(self, row: dict) -> list[str]:
@@ -116,79 +103,109 @@ class Converter:
         return []
 
 
-def tokenise(name: str, split: str, converter: Converter) -> Path:
-    """Reads a data set and converts all its rows, unless an earlier run has cached the result.
+# ============================================================ all rows
+def tokenise(name: str, split: str, converter: Converter) -> list[str]:
+    """Reads a data set and converts all its rows, unless an earlier run has kept the result.
 
     Returns:
-        The cached file.
+        The files with the result.
 
     Raises:
         SystemExit: see `dataset.load`.
     """
-    cache.check_root()
-    rows = files.load(name, split)
-    check_columns(name, rows, converter.columns)
-    key = cache_key(rows, converter)
+    source = files.find(name, split)
+    key = cache_key(source, converter)
     # Not next to the data: a folder of `save_to_disk` is the user's own, and may be read-only.
-    file = cache.root() / "tokenised" / f"{key}.arrow"
-    record = cache.Record(key)
-    try:
-        with record.locked():
-            if not record.is_true():
-                convert(rows, converter, file)
-                record.write([file])
-    except BadRow as error:
-        sys.exit(f"data set {name!r}, {error}")
-    except UnicodeDecodeError as error:
-        sys.exit(f"data set {name!r} is not UTF-8: {error}")
-    except BrokenProcessPool:
-        sys.exit(
-            f"data set {name!r}: one of several processes that tokenise it died, possibly for lack "
-            "of memory. There are fewer of them if the run may use fewer cores (taskset)"
-        )
-    return file
+    folder = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "tokenised" / key
+    if not kept_files(folder):
+        rows = source.rows()
+        check_columns(name, rows, converter.columns)
+        generate(name, rows, converter, folder)
+    return kept_files(folder)
 
 
-def convert(rows: files.Rows, converter: Converter, file: Path) -> None:
-    """Writes what the converter makes of all rows to a file, whole or not at all.
+def kept_files(folder: Path) -> list[str]:
+    """Returns the files that `datasets` wrote into a folder; none unless all are whole."""
+    found = list(folder.glob("*/*/*/dataset_info.json"))
+    whole = [info.parent for info in found if not info.parent.name.endswith(".incomplete")]
+    return sorted(str(file) for parent in whole for file in parent.glob("*.arrow"))
+
+
+def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) -> None:
+    """Writes what the converter makes of all rows into a folder, whole or not at all.
 
     Raises:
-        BadRow, UnicodeDecodeError, BrokenProcessPool: see `Converter` and `workers.map_in_order`.
+        SystemExit: a row that fits no format.
     """
-    n_rows = len(rows.table)
-    spans = [
-        range(start, min(start + ROWS_AT_ONCE, n_rows)) for start in range(0, n_rows, ROWS_AT_ONCE)
-    ]
-    convert_span = partial(converter.convert_rows, rows)
-    processes = workers.number_for(n_rows, convert_span)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(workers.map_in_order(convert_span, spans, processes)) as parts:
-        parts_shown = with_bar(parts, n_rows)
-        # The function ignores the rows of `map`, which only writes to the file, in order, what the
-        # workers made. So their number changes nothing in the file.
-        rows.table.map(
-            lambda _rows: next(parts_shown),
-            batched=True,
-            batch_size=ROWS_AT_ONCE,
-            remove_columns=rows.table.column_names,
-            cache_file_name=str(file),
-            load_from_cache_file=False,
-            new_fingerprint=file.stem,
+    try:
+        first = converter.convert_row(next(rows.read(0, 1)), 0)
+    except (BadRow, UnicodeDecodeError) as error:
+        sys.exit(f"data set {name!r}, {error}")
+    features = {column: feature_of(column, value) for column, value in first.items()}
+    forked.update(rows=rows, converter=converter, first=first)
+    processes = number_of_processes(rows.number)
+    bounds = np.linspace(1, rows.number, processes + 1).astype(int).tolist()
+    had_bars = not datasets.are_progress_bars_disabled()
+    if rows.number < ROWS_WITH_BAR:
+        datasets.disable_progress_bars()
+    try:
+        table = datasets.Dataset.from_generator(
+            converted_rows,
+            features=datasets.Features(features),
+            cache_dir=str(folder),
+            gen_kwargs={"spans": [range(*span) for span in itertools.pairwise(bounds)]},
+            num_proc=processes if processes > 1 else None,
+            fingerprint=folder.name,
         )
+    finally:
+        forked.clear()
+        if had_bars:
+            datasets.enable_progress_bars()
+    errors = column(table, ERROR)
+    if (errors != "").any():
+        shutil.rmtree(folder)
+        sys.exit(f"data set {name!r}, {errors[errors != ''][0]}")
 
 
-def with_bar(parts: Iterator[dict[str, list]], rows: int) -> Iterator[dict[str, list]]:
-    """Yields the parts of a data set, and shows a bar while they are made, if there are many."""
-    with tqdm(
-        total=rows,
-        desc="tokenising",
-        unit=" rows",
-        disable=rows < ROWS_WITH_BAR,
-        mininterval=0.5 if sys.stderr.isatty() else 10,
-    ) as bar:
-        for part in parts:
-            bar.update(len(part[CHECKSUM]))
-            yield part
+def converted_rows(spans: list[range]) -> Iterator[dict]:
+    """Yields what the converter makes of some rows; `datasets` calls it, in several processes.
+
+    An exception would not come back whole from another process. So a row that fits no format ends
+    the rows with one that holds the error. Row 0 precedes the span that starts at 1.
+    """
+    converter = forked["converter"]
+    for span in spans:
+        if span.start == 1:
+            yield forked["first"]
+        index = span.start
+        try:
+            for row in forked["rows"].read(span.start, span.stop):
+                yield converter.convert_row(row, index)
+                index += 1
+        except (BadRow, UnicodeDecodeError) as error:
+            yield {**forked["first"], ERROR: str(error)}
+            return
+
+
+def number_of_processes(rows: int) -> int:
+    """Returns how many processes are worth their start for a data set of so many rows.
+
+    One process of each machine tokenises. It takes its share of the cores that it may use, because
+    the processes that wait for it may use theirs. Example: 100,000 rows on 64 cores with 8 training
+    processes are shared out among 8.
+    """
+    if multiprocessing.get_start_method() != "fork":
+        return 1
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(min(cores, rows // ROWS_PER_PROCESS, MOST_PROCESSES), 1)
+
+
+def feature_of(name: str, value) -> datasets.Value | datasets.List:
+    """Returns the type of a column, which the row function's value of any row tells."""
+    if isinstance(value, list):
+        return datasets.List(datasets.Value("bool" if name in BOOLEAN_COLUMNS else "int32"))
+    kinds = {str: "string", bool: "bool", int: "int64", float: "float64"}
+    return datasets.Value(kinds[type(value)])
 
 
 # ============================================================ the user's columns
@@ -237,36 +254,23 @@ def hidden_columns(columns: dict[str, str]) -> set[str]:
 
 
 # ============================================================ columns of the result
-def with_typed_lists(values: dict) -> dict:
-    """Returns the values with every list as an array that has a type, even if it is empty.
-
-    `datasets` infers types from the first 1,000 rows. If all of those are unusable their lists are
-    empty, so we state the types.
-    """
-    typed = {}
-    for column_name, value in values.items():
-        if isinstance(value, list):
-            value = np.array(value, dtype=bool if column_name in BOOLEAN_COLUMNS else int)
-        typed[column_name] = value
-    return typed
-
-
-def answer_of(row: dict, values: dict) -> dict[str, str]:
-    """Returns the column `answer` of a row whose data has one, else no column."""
-    if "answer" not in row:
-        return {}
+def answer_of(row: dict, values: dict) -> str:
+    """Returns the answer of a row, "" if it has none."""
     # Without a prompt nothing is asked: there is nothing to generate from.
     nothing_asked = values.get("prompt_ids") == []
-    return {"answer": "" if nothing_asked else answer_column.to_text(row["answer"])}
+    if row.get("answer") is None or nothing_asked:
+        return ""
+    return answer_column.to_text(row["answer"])
 
 
 def checksum(values: dict) -> int:
-    """Returns the checksum of what a row function returned; the order of the keys counts.
-
-    The fingerprint of the data is made of these numbers, and a checkpoint holds that fingerprint:
-    a change here, or in what a row function returns, makes resume refuse older checkpoints.
-    """
-    return zlib.crc32(repr(values).encode())
+    """Returns the checksum of what a row function returned; the order of the keys counts."""
+    crc = 0
+    for name, value in values.items():
+        is_list = isinstance(value, list)
+        content = np.array(value, dtype=np.int32).tobytes() if is_list else repr(value).encode()
+        crc = zlib.crc32(content, zlib.crc32(f"{name} {len(content)} ".encode(), crc))
+    return crc
 
 
 def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
@@ -279,7 +283,7 @@ def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
 
 
 # ============================================================ usable rows, and notes on the others
-def read_usable(name: str, file: Path, settings: dict) -> tuple[datasets.Dataset, list[str]]:
+def read_usable(name: str, kept: list[str], settings: dict) -> tuple[datasets.Dataset, list[str]]:
     """Returns the usable rows of what `tokenise` wrote, and notes on what was left out or cut.
 
     Args:
@@ -288,7 +292,7 @@ def read_usable(name: str, file: Path, settings: dict) -> tuple[datasets.Dataset
     Raises:
         SystemExit: no row is usable.
     """
-    converted = datasets.Dataset.from_file(str(file))
+    converted = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in kept])
     notes = describe_unusable(converted, settings) + describe_notes(converted)
     usable = select_usable(converted)
     if len(usable) == 0:
@@ -301,11 +305,11 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     reasons = column(converted, "reason")
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
-    converted = converted.remove_columns(["notes", "longest"])
+    converted = converted.remove_columns(["notes", "longest", ERROR])
     usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
     superfluous = [CHECKSUM]
     # `any` reads until it finds the first answer.
-    if "answer" in usable.column_names and not any(usable["answer"]):
+    if not any(usable["answer"]):
         superfluous.append("answer")
     return usable.remove_columns(superfluous)
 
@@ -388,7 +392,7 @@ def first_of_each_kind(text: str, row: int) -> dict[str, str]:
     """Returns the kinds of a row's notes, each with its first example as it is printed.
 
     Args:
-        text: the notes, one a line, see `tokens.note`.
+        text: the notes, one a line, see `chat.note`.
     """
     kinds: dict[str, str] = {}
     for line in text.split("\n"):
@@ -398,14 +402,14 @@ def first_of_each_kind(text: str, row: int) -> dict[str, str]:
 
 
 # ============================================================ the cache's key
-def cache_key(rows: files.Rows, converter: Converter) -> str:
+def cache_key(source: files.Source, converter: Converter) -> str:
     """Returns a name for the converted rows, which changes with everything that they depend on."""
     folder = Path(__file__).parent
     key = [
-        rows.table._fingerprint,
+        source.identity(),
         *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
         source_of(converter.function),
-        tokens.fingerprint(converter.tokenizer),
+        chat.fingerprint(converter.tokenizer),
         converter.columns,
         converter.settings,
     ]

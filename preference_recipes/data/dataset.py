@@ -58,9 +58,7 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     Raises:
         SystemExit: see `load`, `load_mixture` and `load_evaluation_sets`.
     """
-    # Held-out sets are read last: a missing one is refused before all that.
-    for name in as_list(args.dataset_name) + as_list(args.eval_dataset_name):
-        files.data_files(name)
+    check_names(args)
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
     how = dict(function=function, tokenizer=tokenizer, columns=formats.column_names(args.columns))
     train, mixture = load_mixture(
@@ -79,6 +77,16 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
         for name, rows in zip(args.eval_dataset_name or [], eval_sets.values()):
             answer_column.refuse_objects(name, rows)
     return Data(train, mixture, eval_sets, Converter(**how, settings=settings))
+
+
+def check_names(args) -> None:
+    """Refuses local data that are missing: held-out ones are read after the training data are.
+
+    Raises:
+        SystemExit: with the name.
+    """
+    for name in as_list(args.dataset_name) + as_list(args.eval_dataset_name):
+        files.data_files(name)
 
 
 def load(
@@ -113,10 +121,10 @@ def load(
     # The first process of each machine fills the cache, and the others read what it wrote.
     is_first = accelerator.is_local_main_process
     fill_cache = partial(tokenise, name, split, converter)
-    file = distributed.all_or_none(accelerator, is_first, fill_cache)
+    kept = distributed.all_or_none(accelerator, is_first, fill_cache)
     first = accelerator.process_index - accelerator.local_process_index
-    file = gather_object([file])[first]
-    read_cache = partial(read_usable, name, file, settings)
+    kept = gather_object([kept])[first]
+    read_cache = partial(read_usable, name, kept, settings)
     usable, notes = distributed.all_or_none(accelerator, True, read_cache)
     warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
     others = [note for note in notes if note not in warnings]

@@ -1,80 +1,136 @@
-"""Reads the rows of a data set from the hub, a local file or a folder of files."""
+"""Reads the rows of a data set from the hub, a local file or a folder of files.
 
+JSON is read by `json.loads` row by row, and a CSV as text, so that every value stays as it is.
+`datasets` would guess a column's type from ten megabytes at a time: one list in them would put
+quotes around the strings of other rows, and a number would make 7 of "007". It reads what has types
+of its own, such as parquet.
+"""
+
+import csv
 import glob
 import gzip
-import io
+import itertools
 import json
 import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import datasets
-import pandas
 from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.packaged_modules.json.json import Json
 
 from common import counted, hub, in_one_line, print_once
-from preference_recipes.data import cache
 
-# The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
+# The `datasets` builder for each file suffix; JSON and CSV are read here.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 # JSON may write a character as two halves of these numbers.
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
+# Longer than any text of a cell: the default ends at 131,072 characters.
+csv.field_size_limit(2**31 - 1)
 
-class Rows(NamedTuple):
-    """The rows of a data set.
+
+@dataclass
+class Rows:
+    """The rows of a data set, of which one at a time is in memory.
 
     Attributes:
-        table: one entry a row: its columns, or `json` and `columns`, see `JsonRows`.
+        parts: of files read here: files, the first of their rows that counts, and the one after
+            the last.
+        table: what `datasets` reads; None for files read here.
         column_names: the columns of all rows, in the order in which they first appear.
-        is_json: whether the entries are JSON texts.
+        number: how many rows there are.
     """
 
-    table: datasets.Dataset
+    parts: list[tuple[list[Path], int, int]]
+    table: datasets.Dataset | None
     column_names: list[str]
-    is_json: bool
+    number: int
 
-    def row(self, entry: dict) -> dict:
-        """Returns the columns of one entry of `table`, None where the row lacks one."""
-        if not self.is_json:
-            return entry
-        given = json.loads(entry["json"])
-        return {column_name: given.get(column_name) for column_name in self.column_names}
+    def read(self, start: int, stop: int) -> Iterator[dict]:
+        """Yields the rows of a range, with None where a row lacks a column of others."""
+        if self.table is not None:
+            if start < self.number:
+                yield from self.table.select(range(start, min(stop, self.number)))
+            return
+        entries = itertools.chain.from_iterable(
+            itertools.islice(itertools.chain.from_iterable(map(entries_of, files)), first, last)
+            for files, first, last in self.parts
+        )
+        for entry in itertools.islice(entries, start, stop):
+            row = value_of(entry)
+            yield {name: row.get(name) for name in self.column_names}
 
 
-class JsonRows(datasets.GeneratorBasedBuilder):
-    """Keeps each row of JSON files as its own text, together with the names of its columns.
+@dataclass
+class Source:
+    """Where the rows of one split are; nothing but the names of files has been read.
 
-    So every value keeps the type that it has in its row. A table has one type for a whole column:
-    in one a number would turn the text "046" of another row into 46, and dates would become times.
+    Attributes:
+        name: as the user gave it.
+        files: of each split, if they are read here.
+        table: what `datasets` reads; None for files read here.
     """
 
-    def _info(self) -> datasets.DatasetInfo:
-        text = datasets.Value("string")
-        return datasets.DatasetInfo(features=datasets.Features({"json": text, "columns": text}))
+    name: str
+    split: str
+    files: dict[str, list[Path]]
+    table: datasets.Dataset | None = None
 
-    def _split_generators(self, dl_manager) -> list[datasets.SplitGenerator]:
-        return [
-            datasets.SplitGenerator(split, gen_kwargs={"files": list(files)})
-            for split, files in self.config.data_files.items()
-        ]
+    def identity(self) -> list:
+        """Returns what changes with every change of the rows."""
+        if self.table is not None:
+            return [self.table._fingerprint]
+        stats = [(str(path), path.stat()) for paths in self.files.values() for path in paths]
+        return [self.split, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)]
 
-    def _generate_examples(self, files: list[str]) -> Iterator[tuple[int, dict]]:
-        number = 0
-        for file in files:
-            for text, row in json_rows(Path(file)):
-                yield number, {"json": text, "columns": json.dumps(list(row))}
-                number += 1
+    def rows(self) -> Rows:
+        """Reads all rows once, and returns them with their number and columns.
+
+        Raises:
+            SystemExit: a row that cannot be read, no rows, no such split.
+        """
+        if self.table is not None:
+            rows = Rows([], self.table, self.table.column_names, len(self.table))
+        else:
+            rows = self.scan()
+        if rows.number == 0:
+            refuse_empty(self.name, self.split)
+        return rows
+
+    def scan(self) -> Rows:
+        """Counts the rows of files that are read here, and collects their columns."""
+        numbers = dict.fromkeys(self.files, 0)
+        column_names: dict[str, None] = {}
+        for split, paths in self.files.items():
+            if split not in self.split:  # `train[:10]` and `train+test` name their splits
+                continue
+            for path in paths:
+                for row in checked_rows(path):
+                    numbers[split] += 1
+                    column_names.update(dict.fromkeys(row))
+        try:
+            asked = datasets.ReadInstruction.from_spec(self.split).to_absolute(numbers)
+        except (ValueError, AssertionError) as error:
+            refuse(self.name, self.split, error)
+        parts = [(self.files[part.splitname], part.from_, part.to) for part in asked]
+        number = sum(max(last - first, 0) for _, first, last in parts)
+        return Rows(parts, None, list(column_names), number)
 
 
 def load(name: str, split: str) -> Rows:
-    """Loads a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
+    """Returns the rows of a data set, all of them read once; see `find` and `Source.rows`."""
+    return find(name, split).rows()
+
+
+def find(name: str, split: str) -> Source:
+    """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
     Files are `.jsonl .json .csv`, also gzipped, and `.parquet`. A single file is the split `train`.
     As on the hub, the file names in a folder say the split (`train*`, `test*` ...); if none does,
@@ -83,40 +139,48 @@ def load(name: str, split: str) -> Rows:
     cells of a CSV are text.
 
     Raises:
-        SystemExit: nothing there, malformed JSON (with the row, or the line of an array), no rows.
+        SystemExit: nothing there, or nothing that can be read.
     """
     if is_saved_to_disk(Path(name)):
-        return as_rows(name, split, load_saved(name, split), is_json=False)
+        return Source(name, split, {}, load_saved(name, split))
     files = data_files(name)
     kinds = {reader_of(file) for file in files}
     if len(kinds) > 1:
         sys.exit(f"folder {name!r} mixes {sorted(kinds)} files: give a folder of one kind")
     try:
-        if files or Path(name).is_dir():
-            splits = split_files(Path(name))
-            note_unread(Path(name), files, splits)
-            table = read_files(split, kinds, splits)
-        else:
-            hub_name, _, config = name.partition(":")
-            hub.reach()
-            source = (hub_name, config or None)
-            make = partial(datasets.load_dataset_builder, *source)
-            table = read(split, make, source)
+        if not files and not Path(name).is_dir():
+            return find_on_hub(name, split)
+        splits = split_files(Path(name))
+        note_unread(Path(name), files, splits)
+        of_splits = {
+            str(part): [Path(file) for file in paths if is_data_file(Path(file))]
+            for part, paths in splits.items()
+        }
+        if kinds != {"parquet"}:
+            return Source(name, split, of_splits)
+        escaped = {part: [glob.escape(str(f)) for f in paths] for part, paths in of_splits.items()}
+        table = datasets.load_dataset("parquet", data_files=escaped, split=split)
+        return Source(name, split, {}, table)
     except Exception as error:  # each reader raises what its library does
         refuse(name, split, error)
-    return as_rows(name, split, table, is_json=kinds == {"json"})
 
 
-def as_rows(name: str, split: str, table: datasets.Dataset, is_json: bool) -> Rows:
-    """Returns the rows of a table; exits if there are none."""
-    if len(table) == 0:
-        refuse_empty(name, split)
-    if not is_json:
-        return Rows(table, table.column_names, is_json)
-    column_names = {}
-    for columns in table.unique("columns"):
-        column_names.update(dict.fromkeys(json.loads(columns)))
-    return Rows(table, list(column_names), is_json)
+def find_on_hub(name: str, split: str) -> Source:
+    """Downloads a data set of the hub."""
+    hub_name, _, config = name.partition(":")
+    hub.reach()
+    builder = datasets.load_dataset_builder(hub_name, config or None)
+    if not isinstance(builder, Json) or builder.config.field is not None:
+        builder.download_and_prepare()
+        return Source(name, split, {}, builder.as_dataset(split))
+    settings = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
+    manager = datasets.DownloadManager(base_path=builder.base_path, download_config=settings)
+    downloaded = manager.download_and_extract(builder.config.data_files)
+    files = {
+        str(part): [Path(file) for file in manager.iter_files(paths)]
+        for part, paths in downloaded.items()
+    }
+    return Source(name, split, files)
 
 
 # ============================================================ which files
@@ -201,68 +265,6 @@ def note_unread(folder: Path, files: list[Path], splits: DataFilesDict) -> None:
         )
 
 
-def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:
-    """Returns the rows of one split of local files, all of one kind; see `read`."""
-    if kinds == {"json"}:
-        json_files = {
-            part: datasets.data_files.DataFilesList(
-                [file for file in paths if is_data_file(Path(file))], paths.origin_metadata
-            )
-            for part, paths in files.items()
-        }
-        version = datasets.fingerprint.Hasher.hash(Path(__file__).read_text("utf-8"))
-        make = partial(JsonRows, data_files=DataFilesDict(json_files), hash=version)
-        return read(split, make, (kinds, files, version))
-
-    escaped = {
-        part: [glob.escape(file) for file in paths if is_data_file(Path(file))]
-        for part, paths in files.items()
-    }
-    options = {}
-    if kinds == {"csv"}:
-        first_split = next(iter(files.values()))
-        options = csv_options(Path(first_split[0]))
-    make = partial(datasets.load_dataset_builder, *kinds, data_files=escaped, **options)
-    return read(split, make, (kinds, files, options))
-
-
-def read(
-    split: str, make: Callable[[], datasets.DatasetBuilder], source: tuple
-) -> datasets.Dataset:
-    """Returns the rows of one split, which `datasets` caches; what is damaged is made again.
-
-    Args:
-        make: makes the builder of `datasets` that reads the source.
-        source: what the rows are read from.
-    """
-    record = cache.Record(datasets.fingerprint.Hasher.hash([source, split]))
-    with record.locked():
-        is_whole = record.is_true()
-        if not is_whole:
-            record.remove_files()
-        # After that, because a builder reads what is cached as soon as it is made.
-        builder = make()
-        builder.download_and_prepare()
-        table = builder.as_dataset(split)
-        files = [Path(builder.cache_dir) / "dataset_info.json"]
-        files += [Path(file["filename"]) for file in table.cache_files]
-        if not is_whole or list(record.entries()) != files:
-            record.write(files)
-    return table
-
-
-def csv_options(path: Path) -> dict:
-    """Returns options that make every cell text: else "42" would be a number, "None" nothing."""
-    header = pandas.read_csv(path, nrows=1)
-    # pandas takes surplus cells as an index, and the columns would shift in silence.
-    if not isinstance(header.index, pandas.RangeIndex):
-        raise ValueError("row 1 has more cells than the header: quote cells that hold commas")
-    return {
-        "features": datasets.Features(dict.fromkeys(header, datasets.Value("string"))),
-        "keep_default_na": False,
-    }
-
-
 # ============================================================ folders of save_to_disk
 def is_saved_to_disk(path: Path) -> bool:
     """Whether `save_to_disk` of a data set, or of a dict of its splits, wrote a folder."""
@@ -284,39 +286,70 @@ def load_saved(name: str, split: str) -> datasets.Dataset:
     return splits[split]
 
 
-# ============================================================ JSON
-def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """Yields text and value of each row of a JSON file: one row a line, or one array of rows.
+# ============================================================ JSON and CSV
+def entries_of(path: Path) -> Iterator[str | dict]:
+    """Yields the rows of a JSON or CSV file; where each is a line of JSON, that line.
 
-    Of lines only one is in memory at a time, of an array all rows.
+    Of lines one is in memory at a time, of a JSON array all rows.
+    """
+    with open(path, "rb") as file:
+        is_gzipped = file.read(2) == b"\x1f\x8b"
+    open_file = gzip.open if is_gzipped or path.suffix == ".gz" else open
+    # A byte order mark, which Windows writes, is no part of the first row. Lines end at a line feed
+    # alone, not at what Unicode takes for an end of line.
+    with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+        if reader_of(path) == "csv":
+            yield from csv.DictReader(file, strict=True)
+        elif first_character(file) == "[":
+            file.seek(0)
+            yield from json.load(file)
+        else:
+            file.seek(0)
+            yield from filter(None, map(str.strip, file))
+
+
+def value_of(entry: str | dict) -> dict:
+    """Returns the row of one of `entries_of`."""
+    return json.loads(entry) if isinstance(entry, str) else entry
+
+
+def checked_rows(path: Path) -> Iterator[dict]:
+    """Yields the rows of a file, of which each can be read.
 
     Raises:
-        SystemExit: a row that cannot be read, or that is no JSON object; with its number, from 1.
-            A malformed array, with the line and the column.
+        SystemExit: a row that cannot be read, or that is no object; with its number, from 1. A
+            malformed array, with the line and the column.
     """
     number = 1
-    open_file = gzip.open if path.suffix == ".gz" else open
     try:
-        # A byte order mark, which Windows writes, is no part of the first row.
-        with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            is_array = first_character(file) == "["
-            file.seek(0)
-            for text, row in array_rows(file) if is_array else line_rows(file):
-                if not isinstance(row, dict):
-                    found = json.dumps(row, ensure_ascii=False)[:60]
-                    sys.exit(f"{path}, row {number}: expected a JSON object, found {found}")
-                if HALF_CHARACTER.search(text):
-                    check_characters(row)
-                yield text, row
-                number += 1
+        for entry in entries_of(path):
+            row = line_value(entry) if isinstance(entry, str) else entry
+            if not isinstance(row, dict):
+                found = json.dumps(row, ensure_ascii=False)[:60]
+                sys.exit(f"{path}, row {number}: expected a JSON object, found {found}")
+            if None in row:  # where `csv` puts them
+                raise ValueError("more cells than the header: quote cells that hold commas")
+            if not isinstance(entry, str) or HALF_CHARACTER.search(entry):
+                check_characters(row)
+            yield row
+            number += 1
     except UnicodeDecodeError as error:
         sys.exit(f"{path}, row {number} or a later one, is not UTF-8: {error}")
-    except json.JSONDecodeError as error:  # of an array: `line_rows` raises a plain ValueError
+    except json.JSONDecodeError as error:  # of an array: `line_value` raises a plain ValueError
         sys.exit(f"{path}: malformed JSON: {error}")
-    except (ValueError, RecursionError) as error:
-        sys.exit(f"{path}, row {number}: malformed JSON: {error}")
+    except (ValueError, RecursionError, csv.Error) as error:
+        sys.exit(f"{path}, row {number}: malformed {(reader_of(path) or 'json').upper()}: {error}")
     except (OSError, EOFError, zlib.error) as error:
         sys.exit(f"{path}, row {number}, cannot be read: {error}")
+
+
+def line_value(line: str) -> object:
+    """Returns the value of a line of JSON."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        # It is always line 1 of this text, which tells nothing.
+        raise ValueError(f"{error.msg}: column {error.colno}") from None
 
 
 def check_characters(row: dict) -> None:
@@ -328,7 +361,7 @@ def check_characters(row: dict) -> None:
         raise ValueError(f"{half!a} is one half of a character, without the other") from None
 
 
-def first_character(file: io.TextIOBase) -> str:
+def first_character(file) -> str:
     """Returns the first character that is not whitespace; empty if there is none."""
     character = file.read(1)
     while character.isspace():
@@ -336,34 +369,11 @@ def first_character(file: io.TextIOBase) -> str:
     return character
 
 
-def line_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
-    """Yields the text and the value of each line that is not empty."""
-    for line in file:
-        text = line.strip()
-        if text:
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as error:
-                # It is always line 1 of this text, which tells nothing.
-                raise ValueError(f"{error.msg}: column {error.colno}") from None
-            yield text, row
-
-
-def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
-    """Yields a text and the value of each element of a JSON array."""
-    for row in json.loads(file.read()):
-        yield json.dumps(row), row
-
-
 # ============================================================ refusals
 def refuse(name: str, split: str, error: Exception) -> NoReturn:
     """Exits with the reason why a data set could not be read."""
     why = in_one_line(error.__cause__ or error)
-    no_rows = (
-        isinstance(error, (StopIteration, pandas.errors.EmptyDataError))
-        or "corresponds to no data" in why
-    )
-    if no_rows:
+    if isinstance(error, StopIteration) or "corresponds to no data" in why:
         refuse_empty(name, split)
     sys.exit(f"data set {name!r}, split {split!r}, could not be read: {why}")
 

@@ -35,8 +35,8 @@ FORMAT_COLUMNS = (
 MEDIA_COLUMNS = ("images", "videos", "audios")
 SINGLE_MEDIA_COLUMNS = ("image", "video", "audio")
 
-# How much a turn counts in the loss, in LLaMA-Factory's and in OpenAI's files.
-LOSS_WEIGHTS = ("loss_weight", "weight")
+# Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
+LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "trainable")
 
 NO_ASSISTANT = "no message of role assistant"
 
@@ -137,7 +137,7 @@ def conversation(row: dict) -> tuple[Text, Text]:
         fits = is_messages(row["messages"])
         refuse_unless(fits, row, "messages", "a list of messages with role and content")
         messages = as_messages(row["messages"], "user")
-        refuse_weights(messages)
+        check_loss_keys(messages)
         return [], messages
     if is_whole_text(row):
         refuse_unless(isinstance(row["text"], str), row, "text", "a string")
@@ -153,7 +153,7 @@ def conversation(row: dict) -> tuple[Text, Text]:
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt, completion
     completion_messages = as_messages(completion, "assistant")
-    refuse_weights(completion_messages)
+    check_loss_keys(completion_messages)
     return question_of(prompt), completion_messages
 
 
@@ -176,16 +176,26 @@ def is_whole_text(row: dict) -> bool:
     return has("text") and not has_parts
 
 
-def refuse_weights(messages: list[dict]) -> None:
-    """Raises `BadRow` if a turn of the assistant has a loss weight other than 1."""
+def check_loss_keys(messages: list[dict]) -> None:
+    """Raises `BadRow` if a turn of the assistant says more of the loss than yes or no.
+
+    Other keys that by their name are about it are refused, too: what they mean is not plain.
+    """
     for number, message in enumerate(messages, 1):
-        for key in LOSS_WEIGHTS:
-            weight = message.get(key, 1)
-            if message["role"] == "assistant" and weight != 1:
+        for key, value in message.items():
+            is_unclear = key in LOSS_KEYS and value not in (0, 1)
+            is_unclear |= bool(value) and key.startswith(("skip", "mask"))
+            if message["role"] == "assistant" and is_unclear:
                 raise BadRow(
-                    f"message {number}, {key} {weight!r}: every learned turn counts alike; remove "
-                    "the key (--loss_on completion learns the last turn only)"
+                    f"message {number}, {key} {value!r}: every learned turn counts alike; remove "
+                    "the key, or give train: false to a turn that is not learned (--loss_on "
+                    "completion learns the last turn only)"
                 )
+
+
+def is_learned(message: dict) -> bool:
+    """Whether a message may be learned: not an assistant's that says no in one of `LOSS_KEYS`."""
+    return message["role"] != "assistant" or all(message.get(key, 1) for key in LOSS_KEYS)
 
 
 def has_text(value: Text) -> bool:
@@ -199,6 +209,8 @@ def missing_answer(answer: Text) -> str:
     """Returns why a row without anything to learn must be left out."""
     if isinstance(answer, list) and all(message["role"] != "assistant" for message in answer):
         return NO_ASSISTANT
+    if isinstance(answer, list) and any(not is_learned(message) for message in answer):
+        return "no answer that is to be learned"
     return "empty answer"
 
 

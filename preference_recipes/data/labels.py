@@ -1,6 +1,6 @@
 """Turns a row into token ids of answers that are good or bad: one with a label, or a pair."""
 
-from preference_recipes.data import formats, pairs, templates, tokens
+from preference_recipes.data import chat, formats, pairs
 
 
 def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
@@ -21,14 +21,16 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     if strings_as_messages:
         prompt, answer = formats.as_turns(prompt, answer)
     reason = pairs.missing_text(prompt, answer)
+    if not reason and isinstance(answer, list) and not all(map(formats.is_learned, answer)):
+        reason = formats.missing_answer(answer)
     prompt_ids, answer_ids, notes = [], [], []
     if not reason and isinstance(prompt, str):
-        prompt_ids, answer_ids = tokens.encode_plain(tokenizer, prompt, answer)
+        prompt_ids, answer_ids = chat.encode_plain(tokenizer, prompt, answer)
     elif not reason:
-        encoded = tokens.encode_answer(tokenizer, prompt, answer, row.get("tools"))
+        encoded = chat.encode_answer(tokenizer, prompt, answer, row.get("tools"))
         prompt_ids, answer_ids = encoded.context, encoded.ids
-        notes = encoded.notes + templates.unwritten_parts(tokenizer, prompt, row.get("tools"))
-        reason = "" if answer_ids else tokens.why_left_out(notes)
+        notes = encoded.notes + chat.unwritten_parts(tokenizer, prompt, row.get("tools"))
+        reason = "" if answer_ids else chat.why_left_out(notes)
 
     longest = len(prompt_ids) + len(answer_ids)
     room = max(max_length - len(prompt_ids), 0)

@@ -1,6 +1,6 @@
 """Turns a row with a preference into token ids, for every recipe that learns from pairs."""
 
-from preference_recipes.data import formats, tokens
+from preference_recipes.data import chat, formats
 
 
 def preference_row(
@@ -25,11 +25,11 @@ def preference_row(
     reason = missing_text(prompt, chosen, rejected)
     prompt_ids, chosen_ids, rejected_ids, notes = [], [], [], []
     if not reason:
-        prompt_ids, chosen_ids, rejected_ids, notes = tokens.encode_preference(
+        prompt_ids, chosen_ids, rejected_ids, notes = chat.encode_preference(
             tokenizer, prompt, chosen, rejected, tools=row.get("tools")
         )
         if not (chosen_ids and rejected_ids):
-            reason = tokens.why_left_out(notes)
+            reason = chat.why_left_out(notes)
 
     longest = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
     room = max(max_length - len(prompt_ids), 0)

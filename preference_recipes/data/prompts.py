@@ -2,7 +2,7 @@
 
 import json
 
-from preference_recipes.data import formats, templates, tokens
+from preference_recipes.data import chat, formats
 from preference_recipes.data.messages import BadRow, as_messages, is_messages
 
 
@@ -32,7 +32,7 @@ def prompt_row(
         (prompt,) = formats.as_turns(prompt)
     notes = []
     if isinstance(prompt, str):
-        (ids,) = tokens.encode_plain(tokenizer, prompt)
+        (ids,) = chat.encode_plain(tokenizer, prompt)
     else:
         prompt = messages = as_messages(prompt, "user")
         if messages and messages[-1]["role"] == "assistant":
@@ -41,8 +41,8 @@ def prompt_row(
                 "after it: expected a prompt that ends before the answer"
             )
         tools = tools or row.get("tools")
-        ids = tokens.encode_prompt(tokenizer, messages, tools).ids
-        notes = templates.unwritten_parts(tokenizer, messages, tools)
+        ids = chat.encode_prompt(tokenizer, messages, tools).ids
+        notes = chat.unwritten_parts(tokenizer, messages, tools)
     reason = ""  # why the row cannot be used
     if not formats.has_text(prompt):
         reason = "empty prompt"
@@ -61,7 +61,7 @@ def prompt_row(
 
 
 # ============================================================ prompts with teachers
-NO_ANSWER = tokens.Answer([], [], [], notes=[])
+NO_ANSWER = chat.Answer([], [], [], notes=[])
 
 
 def taught_row(
@@ -156,20 +156,20 @@ def prompt_of_teacher(row: dict, column: str) -> str | list[dict]:
     return prompt
 
 
-def encode_completion(row: dict, tokenizer) -> tokens.Answer:
+def encode_completion(row: dict, tokenizer) -> chat.Answer:
     """Returns the tokens of a row's completion, none if it has no text, and of what precedes it."""
     prompt = row["prompt"]
     completion = row["completion"]
     if not formats.has_text(completion):
         return NO_ANSWER
     if isinstance(prompt, str) and isinstance(completion, str):
-        context, ids = tokens.encode_plain(tokenizer, prompt, completion)
-        return tokens.Answer(context, context, ids, notes=[])
+        context, ids = chat.encode_plain(tokenizer, prompt, completion)
+        return chat.Answer(context, context, ids, notes=[])
     before = as_messages(prompt, "user")
     after = as_messages(completion, "assistant")
-    return tokens.encode_answer(tokenizer, before, after, row.get("tools"))
+    return chat.encode_answer(tokenizer, before, after, row.get("tools"))
 
 
-def reason_of_missing(row: dict, answer: tokens.Answer) -> str:
+def reason_of_missing(row: dict, answer: chat.Answer) -> str:
     """Returns why a completion has no tokens, although the row has one."""
-    return tokens.why_left_out(answer.notes) or formats.missing_answer(row["completion"])
+    return chat.why_left_out(answer.notes) or formats.missing_answer(row["completion"])

@@ -27,7 +27,7 @@ from transformers.utils import is_sentencepiece_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, hub, print_once, record, zero
-from preference_recipes.data import templates, tokens
+from preference_recipes.data import chat
 from preference_recipes.models.architecture import OTHER_SENSES
 
 EXPECTED = "(expected a Hugging Face folder or a hub name)"
@@ -77,10 +77,10 @@ def tokenizer_of(
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if chat_template is not None:
-        tokenizer.chat_template = templates.read(chat_template)
+        tokenizer.chat_template = chat.read(chat_template)
     if chat_template_kwargs is not None:
-        templates.set_defaults(tokenizer, chat_template_kwargs)
-    tokenizer.chat_date = date if templates.prints_date(tokenizer) else None
+        chat.set_defaults(tokenizer, chat_template_kwargs)
+    tokenizer.chat_date = date if chat.prints_date(tokenizer) else None
     return tokenizer
 
 
@@ -192,7 +192,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
             f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
         )
     # The saved actor must end its answers as it does here.
-    model.generation_config.eos_token_id = sorted(tokens.stop_tokens(tokenizer, model))
+    model.generation_config.eos_token_id = sorted(chat.stop_tokens(tokenizer, model))
     published = model.generation_config.to_dict()
     model.generation_config = PublishedGenerationConfig.from_dict(published)
     return model

@@ -1,15 +1,20 @@
 """The policy that another one is held near: frozen weights, or the trained model as it began."""
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 
 from common import batches, engine
-from preference_recipes.data import cache
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
@@ -80,7 +85,7 @@ class Reference:
             # Whether prompts are shared changes rounding.
             key = ["reference", *identity, packer.share, rows.dataset._fingerprint]
             compute = partial(self.table_of, rows, collate=collate, packer=packer)
-            rows.added["ref_logps"] = cache.array(self.accelerator, key, compute)
+            rows.added["ref_logps"] = computed_once(self.accelerator, key, compute)
         self.model = None
         self.module = None
 
@@ -102,3 +107,31 @@ class Reference:
             table[places] = of_rows[is_real.to(accelerator.device)]
         # One process fills in a row, and it is zero on the others: the sum is the whole table.
         return accelerator.reduce(table, reduction="sum").cpu().numpy()
+
+
+def computed_once(accelerator, key: list, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Returns `compute()`, or what an earlier run with the same key computed.
+
+    All processes must call it, and all get the same array.
+
+    Args:
+        key: everything the array depends on, as JSON values.
+        compute: collective; returns the whole array on every process.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    root = Path(datasets.config.HF_DATASETS_CACHE).expanduser()
+    path = root / "computed" / f"{digest}.npy"
+    # Processes may see different disks. `compute` is collective, so all read or all compute.
+    if all(gather_object([path.is_file()])):
+        accelerator.print(f"taken from the cache: {path}")
+        return np.load(path)
+
+    result = compute()
+    if accelerator.is_local_main_process:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is whole, so that no reader meets half a file.
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+        np.save(temporary, result)
+        os.replace(temporary, path)
+    accelerator.wait_for_everyone()
+    return result

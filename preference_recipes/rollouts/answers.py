@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from common import counted
 from preference_recipes.data import answer_column, thoughts
-from preference_recipes.data.ids import decode_answers
+from preference_recipes.data.chat import decode_answers
 from preference_recipes.models import architecture
 from preference_recipes.rollouts import generation
 from preference_recipes.rollouts.sampler import Sampler

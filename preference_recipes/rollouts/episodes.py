@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from common import distributed
-from preference_recipes.data import tokens, turns
-from preference_recipes.data.ids import decode
+from preference_recipes.data import chat
+from preference_recipes.data.chat import decode
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments, generation
 from preference_recipes.rollouts.environments import Failure, ToolResults, UserClass
@@ -37,7 +37,7 @@ def start(sampler: Sampler) -> None:
         return
     user_class = environments.load(name)
     try:
-        turns.check(sampler.tokenizer, user_class.tools)
+        chat.check_turns(sampler.tokenizer, user_class.tools)
     except BadRow as error:
         sys.exit(f"--environment {name}: {error}")
     sampler.stage = Stage(user_class)
@@ -139,7 +139,7 @@ class Stage:
         its share.
         """
         self.close()
-        self.stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
+        self.stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
         with generation.local_generator(sampler) as generate:
@@ -236,9 +236,7 @@ class Stage:
             episode.messages = [*episode.messages, *added]
         option = f"--environment {self.user_class.name}"
         try:
-            ids = tokens.encode_prompt(
-                sampler.tokenizer, episode.messages, self.user_class.tools
-            ).ids
+            ids = chat.encode_prompt(sampler.tokenizer, episode.messages, self.user_class.tools).ids
         except BadRow as error:
             sys.exit(f"{option}: after `reset` of data row {episode.data_row}, {error}")
         if len(ids) >= sampler.args.max_length:
@@ -315,7 +313,7 @@ class Stage:
             # Too long for the episode: so many ids end it, and no text is tokenised in vain.
             return [0] * sampler.args.max_length
         try:
-            return turns.ids_after_answer(sampler.tokenizer, messages, self.user_class.tools)
+            return chat.ids_after_answer(sampler.tokenizer, messages, self.user_class.tools)
         except BadRow as error:
             sys.exit(f"--environment {self.user_class.name}, data row {data_row}: {error}")
 

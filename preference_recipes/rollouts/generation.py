@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine, zero
-from preference_recipes.data import tokens
+from preference_recipes.data import chat
 from preference_recipes.models import architecture, checks
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Response, Samples
@@ -54,7 +54,7 @@ def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: f
         responses = generate(
             sampler, prompt_of_each, max_new_tokens, temperature=temperature, uniforms=draws
         )
-    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
+    stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
     return Samples(
         prompts=prompt_of_each,
         responses=[response.ids for response in responses],
@@ -83,7 +83,7 @@ def local_generator(sampler: Sampler) -> Iterator[LocalGenerator]:
         yield partial(sampler.servers.generate_locally, sampler)
         return
     # Before `ready_to_generate`, which sets the generation config and its stop tokens aside.
-    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
+    stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
     with torch.no_grad(), ready_to_generate(sampler), sampler.accelerator.autocast():
         yield partial(generate_locally, sampler, stops)
 
@@ -148,7 +148,7 @@ def generate(
     Returns:
         The responses in the order of the prompts, on every process.
     """
-    stops = tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
+    stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
     batch_size = (
         batch_size
         or sampler.args.generate_batch_size

@@ -14,8 +14,8 @@ from torch import nn
 from common import arguments, as_list, distributed
 from common.shared_args import refuse_changed
 from preference_recipes.data import answer_column, dataset, prompts
+from preference_recipes.data.chat import decode_answers
 from preference_recipes.data.dataset import Data
-from preference_recipes.data.ids import decode_answers
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.logprobs import ScoreModel
 from preference_recipes.models.packing import Packer

@@ -10,7 +10,7 @@ import torch
 
 from common import batches, distributed, guards
 from common.checkpoint import carried
-from preference_recipes.data.ids import decode_answers
+from preference_recipes.data.chat import decode_answers
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.sampler import Sampler
 

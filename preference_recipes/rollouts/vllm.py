@@ -19,7 +19,7 @@ import torch
 
 from common import actor, adapters, distributed
 from common.shared_args import refuse_changed
-from preference_recipes.data import tokens
+from preference_recipes.data import chat
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.sampler import Sampler
@@ -481,7 +481,7 @@ def make_requests(
     n, n_tokens = uniforms.shape[1:]
     head_size = sampler.unwrapped.model.get_output_embeddings().out_features
     without_probability = range(sampler.unwrapped.vocabulary, head_size)
-    stops = sorted(tokens.stop_tokens(sampler.tokenizer, sampler.unwrapped.model))
+    stops = sorted(chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model))
     return [
         {
             "prompt": prompt,

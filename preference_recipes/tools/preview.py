@@ -18,8 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common import as_list, counted, distributed
-from preference_recipes.data import files, thoughts
-from preference_recipes.data import ids as token_ids
+from preference_recipes.data import chat, files, thoughts
 from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data
 
@@ -66,9 +65,7 @@ def print_preview(args, data: Data) -> None:
     """Prints rows, and how long all rows are."""
     for name in as_list(args.dataset_name):
         rows = files.load(name, args.dataset_split)
-        entries = rows.table.select(range(min(args.preview, len(rows.table))))
-        for index, entry in enumerate(entries):
-            row = rows.row(entry)
+        for index, row in enumerate(rows.read(0, args.preview)):
             values = data.converter.convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
             print("\n".join(describe_row(row, values, data.converter)))
@@ -95,7 +92,7 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
         n_trained = sum(part.is_trained)
         lines += [
             f"  {part.name}: {counted(len(part.ids), 'token')}, {n_trained} trained on",
-            f"    text     {json.dumps(token_ids.decode(tokenizer, part.ids), ensure_ascii=False)}",
+            f"    text     {json.dumps(chat.decode(tokenizer, part.ids), ensure_ascii=False)}",
             f"    tokens   {marked(part, tokenizer)}",
             f"    ids      {' '.join(map(str, part.ids))}",
         ]
@@ -142,7 +139,7 @@ def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     words = []
     for token, is_trained in zip(part.ids, part.is_trained):
-        text = json.dumps(token_ids.decode(tokenizer, [token]), ensure_ascii=False)[1:-1]
+        text = json.dumps(chat.decode(tokenizer, [token]), ensure_ascii=False)[1:-1]
         if in_colour:
             words.append(f"{GREEN if is_trained else DIM}{text}{PLAIN}")
         else:
@@ -168,12 +165,12 @@ def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> l
     row = json.loads(values["columns"])
     of_data = [row[name] for name in ANSWERS if isinstance(row.get(name), str)]
     responses = [*of_data[:1], NO_ANSWER]
-    _, closer = thoughts.opened_by(token_ids.decode(tokenizer, values["prompt_ids"]))
+    _, closer = thoughts.opened_by(chat.decode(tokenizer, values["prompt_ids"]))
     responses = [closer + response for response in responses]
     n = len(responses)
     samples = Samples(
         prompts=[values["prompt_ids"]] * n,
-        responses=[token_ids.encode_text(tokenizer, response) for response in responses],
+        responses=[chat.encode(tokenizer, response) for response in responses],
         row_texts=[values["columns"]] * n,
         data_rows=[values["row"]] * n,
         ended=torch.ones(n, dtype=torch.bool),

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import actor, best, folders, hub
+from common.progress import Progress
 from preference_recipes.tools import export
 from runs import (
     LAUNCHERS,
@@ -237,12 +238,11 @@ def test_the_direction_of_a_metric():
 def test_the_best_of_other_evaluations_does_not_count(changes, is_kept, capsys):
     settings = dict(keep_best="eval/loss", eval_dataset_name=["easy.jsonl"], eval_temperature=0.0, learning_rate=1.0)  # fmt: skip
     kept = {"global_step": 4, "value": 0.8, "since": 1}
-    run = types.SimpleNamespace(
-        args=types.SimpleNamespace(**settings | changes),
-        accelerator=types.SimpleNamespace(print=print),
-    )
-    found = best.of_checkpoint(run, {"best": kept, "arguments": settings})
-    assert found == (best.Best(**kept) if is_kept else best.Best())
+    args = types.SimpleNamespace(**settings | changes, output_dir="out")
+    found = best.Best(types.SimpleNamespace(print=print), args, Progress(100, 1, 1, 0))
+    found.load_state(kept, settings)
+    nothing = {"global_step": None, "value": None, "since": 0}
+    assert found.state() == (kept if is_kept else nothing)
     assert ("--keep_best begins anew here" in capsys.readouterr().out) != is_kept
 
 
@@ -309,9 +309,9 @@ def test_an_early_end_survives_a_resume(inputs, tmp_path):
         for folder in ("actor", "actor_best"):
             assert torch.equal(weights(killed, folder), weights(whole, folder))
         assert json.loads((killed / "best.json").read_text()) == json.loads((whole / "best.json").read_text())  # fmt: skip
-        # The best one lay beyond that checkpoint, so it was moved and made again.
+        # The best one lay beyond that checkpoint, so it was set aside and made again.
         assert ("is not here: --keep_best begins anew" in result.stdout) == (seen_last == end - 4)
-        moved = list(killed.glob("left_behind/*/actor_best"))
+        moved = list(killed.glob("actor_best.before_resume"))
         assert bool(moved) == (seen_last == end - 4)
         shutil.rmtree(killed)
 

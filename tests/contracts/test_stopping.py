@@ -3,12 +3,9 @@
 They go on as if nothing had been.
 """
 
-import contextlib
-import dataclasses
 import json
 import os
 import resource
-import shutil
 import signal
 import tempfile
 import time
@@ -19,8 +16,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common import checkpoint, folders, run_folder
-from common.progress import Progress
+from common import folders, run_folder
+from common.checkpoint import Checkpoint
 from contracts.proof import processes
 from runs import (
     LAUNCHERS,
@@ -37,6 +34,7 @@ from runs import (
     workers,
     write_jsonl,
 )
+from small_run import small_run
 
 UPDATES = 40
 
@@ -230,124 +228,6 @@ def test_what_a_killed_launcher_leaves_ends_with_a_checkpoint(inputs, launcher, 
     assert [line["global_step"] for line in lines(output)] == [1, 2]
 
 
-def partial_run(**given):
-    """A run of which a function under test needs these parts only."""
-    required = [
-        field.name
-        for field in dataclasses.fields(checkpoint.Run)
-        if field.default is dataclasses.MISSING
-    ]
-    return checkpoint.Run(**{**dict.fromkeys(required), **given})
-
-
-@pytest.mark.parametrize(
-    "free, kept, there, total, fits",
-    [
-        (61, 2, 0, 100, True),
-        (59, 2, 0, 100, False),
-        (21, 2, 2, 100, True),
-        (19, 2, 2, 100, False),
-        (19, 0, 5, 100, False),
-        # One is due at the end, or two: there is never a third.
-        (21, 2, 0, 10, True),
-        (19, 2, 0, 10, False),
-        (41, 2, 0, 11, True),
-        (39, 2, 0, 11, False),
-    ],
-)
-def test_a_disk_too_small_is_refused_before_training(
-    tmp_path, monkeypatch, free, kept, there, total, fits
-):
-    """A billion parameters: 20 GB a checkpoint at most."""
-    newest = None
-    for step in range(there):
-        newest = tmp_path / f"checkpoints/global_step_{step:06d}"
-        newest.mkdir(parents=True)
-        state = {"progress": {"global_step": step}}
-        (newest / "state.json").write_text(json.dumps(state))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free * 10**9))
-    args = types.SimpleNamespace(save_total_limit=kept, save_steps=10, output_dir=str(tmp_path))
-    model = types.SimpleNamespace(
-        parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
-        named_modules=lambda: [],
-    )
-    run = partial_run(args=args, unwrapped=model, progress=Progress(total, 1, 1, 0))
-    if fits:
-        return checkpoint.check_disk(run, resumes_from=newest)
-    with pytest.raises(
-        SystemExit, match=r"has .* GiB free, too little for \d checkpoints? .*of up to 18.6 GiB"
-    ):
-        checkpoint.check_disk(run, resumes_from=newest)
-
-
-@pytest.mark.parametrize(
-    "resumed_from, kept, interval, limit, total, number",
-    [
-        (990, [990], 10, 100, 1000, 2),  # of a copy: the others are not there, and not to come
-        (95, [90, 95], 10, 20, 100, 2),  # it was saved at a signal
-        (50, [10, 20, 30, 40, 50], 25, 10, 100, 3),  # --save_steps has changed
-        (20, [10, 20, 30], 10, 3, 100, 2),
-    ],
-)
-def test_the_checkpoints_to_come_after_a_resume(
-    tmp_path, resumed_from, kept, interval, limit, total, number
-):
-    for step in kept:
-        folder = tmp_path / f"checkpoints/global_step_{step:06d}"
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"progress": {"global_step": step}}))
-    args = types.SimpleNamespace(save_total_limit=limit, save_steps=interval, output_dir=tmp_path)
-    run = partial_run(args=args, progress=Progress(total, 1, 1, 0))
-    newest = tmp_path / f"checkpoints/global_step_{resumed_from:06d}"
-    assert checkpoint.checkpoints_to_come(run, newest) == number
-
-
-def test_the_disk_that_counts_is_that_of_the_checkpoints(tmp_path, monkeypatch):
-    """The folder may be a link to another disk."""
-    elsewhere = tmp_path / "scratch"
-    elsewhere.mkdir()
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "checkpoints").symlink_to(elsewhere)
-    free = {elsewhere: 100, output: 1}
-    monkeypatch.setattr(
-        shutil,
-        "disk_usage",
-        lambda path: types.SimpleNamespace(free=free[path.resolve()] * 10**9),
-    )
-    args = types.SimpleNamespace(save_total_limit=2, save_steps=10, output_dir=str(output))
-    model = types.SimpleNamespace(
-        parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
-        named_modules=lambda: [],
-    )
-    run = partial_run(args=args, unwrapped=model, progress=Progress(100, 1, 1, 0))
-    checkpoint.check_disk(run)
-    free[elsewhere] = 1
-    with pytest.raises(SystemExit, match=r"out/checkpoints has .* GiB free, too little"):
-        checkpoint.check_disk(run)
-
-
-@pytest.mark.parametrize(
-    "free, dtype, fits", [(402, None, True), (398, None, False), (202, "bfloat16", True)]
-)
-def test_a_disk_too_small_for_the_actor_is_refused_before_training(
-    tmp_path, monkeypatch, free, dtype, fits
-):
-    """A hundred parameters in fp32: 400 bytes. What is trained beside the actor is not saved."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
-    run = saving_run(tmp_path)
-    actor_and_critic = {
-        "model": torch.nn.Linear(10, 10, bias=False),
-        "critic": torch.nn.Linear(99, 99),
-    }
-    run.unwrapped = torch.nn.ModuleDict(actor_and_critic)
-    run.args.save_dtype = dtype
-    if fits:
-        return checkpoint.check_disk(run)
-    with pytest.raises(SystemExit, match=r"GiB free, too little for the actor of 3\.73e-07 GiB"):
-        checkpoint.check_disk(run)
-
-
 def test_a_disk_that_fills_up_is_said_in_one_line(inputs):
     """After the first update no file may grow beyond 20 kB, so that the actor cannot be saved."""
     output = inputs / "full_at_the_end"
@@ -380,14 +260,10 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
     plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=8, mixed_precision=precision,
                                         device=torch.device("cuda"), state=types.SimpleNamespace(deepspeed_plugin=plugin))  # fmt: skip
-    run = partial_run(
-        args=types.SimpleNamespace(beta=1, may_change=set()),
-        models={},
-        accelerator=accelerator,
-        data=types.SimpleNamespace(fingerprint="d"),
-    )
+    run = small_run(tmp_path, beta=1)
+    run.accelerator = accelerator
     before = {"beta": 1, "data": "d", "world": world}
-    call = lambda: checkpoint.refuse_another_run(run, tmp_path, before)
+    call = lambda: run.refuse_another_run(tmp_path, before)
     refuses(
         f"world: '{world}' in the checkpoint",
         "a resume needs the same number of processes",
@@ -432,11 +308,10 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
 
 
 FORKS = """
-import json, multiprocessing, os, signal, threading, types
+import json, multiprocessing, os, signal, threading
 from common import stopping
 
-run = types.SimpleNamespace(stop_signal=0)
-stopping.listen(run)
+signals = stopping.Signals()
 fork = multiprocessing.get_context("fork")
 # Ended at once: some while they are being forked, some while they wait for what never comes.
 ended = []
@@ -466,7 +341,7 @@ thread = threading.Thread(target=ask)  # a pool forks again in a thread
 thread.start()
 thread.join()
 os.kill(os.getpid(), signal.SIGUSR1)
-print(json.dumps({"ended": ended, "told": told, "own": run.stop_signal}))
+print(json.dumps({"ended": ended, "told": told, "own": signals.number}))
 """
 
 
@@ -480,57 +355,45 @@ def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
     assert found["own"] == signal.SIGUSR1
 
 
-def saving_run(folder, **more):
-    args = types.SimpleNamespace(output_dir=str(folder), save_total_limit=2, save_steps=0)
-    args.save_dtype = None
-    return partial_run(
-        args=args,
-        metrics=types.SimpleNamespace(timed=lambda name: contextlib.nullcontext()),
-        progress=types.SimpleNamespace(global_step=4),
-        unwrapped=torch.nn.ModuleDict({"model": torch.nn.Linear(1, 1)}),
-        **more,
-    )
-
-
 def test_what_a_killed_save_left_is_removed(tmp_path):
     for name in (".global_step_000004.writing", ".global_step_000002.old", "global_step_000002"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    checkpoint.remove_half_written(saving_run(tmp_path))
+    small_run(tmp_path, resume="never").find()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_000002"]
 
 
 @pytest.mark.parametrize("main, before", [(True, True), (True, False), (False, True)])
 def test_only_the_main_process_removes_what_failed(tmp_path, monkeypatch, main, before):
-    def fail(run, temporary, final):
+    def fail(self, temporary, final):
         temporary.mkdir(parents=True)
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write", fail)
-    run = saving_run(tmp_path, accelerator=types.SimpleNamespace(is_main_process=main))
+    monkeypatch.setattr(Checkpoint, "write", fail)
+    run = small_run(tmp_path)
+    run.run.progress.global_step = 4
+    run.accelerator = types.SimpleNamespace(is_main_process=main)
     if before:
-        (run.checkpoints / "global_step_000002").mkdir(parents=True)
+        (run.folder / "global_step_000002").mkdir(parents=True)
     way_on = (
         "--resume auto goes on from global_step_000002."
         if before
         else "This folder has none before it."
     )
     refuses(
-        "global_step_000004 could not be written: No space left on device",
-        way_on,
-        call=lambda: checkpoint.save(run),
+        "global_step_000004 could not be written: No space left on device", way_on, call=run.save
     )
-    assert (run.checkpoints / ".global_step_000004.writing").exists() != main
-    assert (run.checkpoints / "global_step_000002").exists() == before
+    assert (run.folder / ".global_step_000004.writing").exists() != main
+    assert (run.folder / "global_step_000002").exists() == before
 
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(
-        checkpoint, "write", lambda run, temporary, final: written.append(final.name)
+        Checkpoint, "write", lambda self, temporary, final: written.append(final.name)
     )
-    run = saving_run(tmp_path)
-    for run.progress.global_step in (4, 4, 5):
-        checkpoint.save(run)
+    run = small_run(tmp_path)
+    for run.run.progress.global_step in (4, 4, 5):
+        run.save()
     assert written == ["global_step_000004", "global_step_000005"]
 
 

@@ -7,11 +7,8 @@ import csv
 import gzip
 import json
 import os
-import pwd
 import runpy
-import threading
 import types
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -20,14 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from preference_recipes.data import cache, conversion, dataset, files, formats, templates
+from preference_recipes.data import chat, conversion, dataset, files, formats
+from preference_recipes.data.chat import stop_tokens
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
-from preference_recipes.data.tokens import stop_tokens
 from preference_recipes.models.load import causal_lm
-from runs import LAUNCHERS, recipe, refuses, tiny_inputs, write_jsonl
-from runs import launch as launch_script
+from runs import recipe, refuses, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
@@ -300,12 +296,11 @@ def test_the_last_of_the_markers_that_end_every_answer_ends_it():
     """Of those that end the last answer only, the first does: the others belong to what follows."""
     tokenizer = make_tokenizer()
     tokenizer.eos_token = "<pad>"
-    first, second = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    place = templates.place_of_stop
-    assert place(tokenizer, [first, second], earlier_ending=[first, second]) == 1
-    assert place(tokenizer, [first, second], earlier_ending=[first, 9]) == 0
-    assert place(tokenizer, [first, second], earlier_ending=[9]) == 0
-    assert place(tokenizer, [9, 8], earlier_ending=[9, 8]) is None
+    first, second = "<|im_start|>", "<|im_end|>"
+    assert chat.end_in(tokenizer, first + second, followed=first + second) == first + second
+    assert chat.end_in(tokenizer, first + second, followed=first + "a") == first
+    assert chat.end_in(tokenizer, first + second, followed="a") == first
+    assert chat.end_in(tokenizer, "ab", followed="ab") == ""
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
@@ -440,7 +435,7 @@ def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
     (tmp_path / "set" / "loop.jsonl").symlink_to("loop.jsonl")
     folder = str(tmp_path / "set")
     for _ in range(2):  # it is named once
-        assert files.load(folder, "train").table
+        assert files.load(folder, "train").number
     assert capsys.readouterr().out == (
         f"NOTE: folder {folder!r}: 1 file in none of the splits ['test', 'train'], so not read: "
         "parts/more.jsonl\n"
@@ -830,6 +825,38 @@ def test_rows_may_begin_with_a_thousand_empty_lists(tokenizer, accelerator, tmp_
     )
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_late_list_changes_no_string(tokenizer, accelerator, tmp_path, name):
+    """A reader that takes types from ten megabytes at a time would put quotes around strings."""
+    chat = [user("x" * 5_000), assistant("ok")]
+    parts = [user("y"), {"role": "assistant", "content": [{"type": "text", "text": "late"}]}]
+    rows = [{"messages": chat, "answer": "007"}] * 2_300
+    rows += [{"messages": parts, "answer": 7}, {"messages": chat, "answer": "007"}]
+    path = write(tmp_path / name, rows)
+    assert os.path.getsize(path) > 11_000_000
+    read = list(files.load(path, "train").read(0, len(rows)))
+    assert read == rows and [type(row["answer"]) for row in read[-2:]] == [int, str]
+    path = write(tmp_path / f"few-{name}", rows[-40:])
+    data = dataset.load(
+        accelerator, path, "train", sft_row, tokenizer, {}, max_length=9999, loss_on="assistant"
+    )
+    assert data["answer"][:] == ["007"] * 38 + ["7", "007"]
+    texts = [tokenizer.decode(ids).split("assistant\n")[1] for ids in data["input_ids"]]
+    assert texts == ["ok<|im_end|>"] * 38 + ["late<|im_end|>", "ok<|im_end|>"]
+
+
+def test_the_json_files_of_a_hub_set_are_read_row_by_row(tmp_path, monkeypatch):
+    rows = [{"prompt": "a", "answer": "007"}, {"prompt": "b", "answer": 7}, {"prompt": ["c"]}]
+    for name, part in (("train.jsonl", rows), ("test.jsonl.gz", rows[:1])):
+        write(tmp_path / "set" / name, part)
+    builder = datasets.load_dataset_builder(str(tmp_path / "set"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
+    monkeypatch.setattr(files.hub, "reach", lambda: None)
+    read = lambda split: list(files.load("owner/set", split).read(0, 9))
+    assert read("train") == [*rows[:2], {"prompt": ["c"], "answer": None}]
+    assert read("test") == rows[:1] and read("train[1:2]") == rows[1:2]
+
+
 # ---------------------------------------------------------------------------------------------- the cache
 
 CALLS = []
@@ -892,162 +919,15 @@ def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
         )
         path = tmp_path / f"{name}.py"
         path.write_text(source)
-        rows = types.SimpleNamespace(table=types.SimpleNamespace(_fingerprint="rows"))
+        source = types.SimpleNamespace(identity=lambda: ["rows"])
         function = runpy.run_path(str(path))["row_of"]
-        return conversion.cache_key(rows, conversion.Converter(function, tokenizer, {}, {}))
+        return conversion.cache_key(source, conversion.Converter(function, tokenizer, {}, {}))
 
     tokenizer = make_tokenizer()
     first = key("first", end=".", other="2")
     assert (
         key("loss_changed", end=".", other="3") == first != key("row_changed", end="!", other="2")
     )
-
-
-def test_an_array_is_computed_once_for_each_key(accelerator):
-    calls = []
-
-    def compute():
-        calls.append(None)
-        return np.full((2, 3), len(calls), dtype=np.float32)
-
-    for key, expected in ((["a", 1], 1), (["a", 1], 1), (["a", 2], 2), (["a", 1], 1)):
-        found = cache.array(accelerator, key, compute)
-        assert found.dtype == np.float32 and found.tolist() == [[expected] * 3] * 2
-    assert len(calls) == 2
-    computed = datasets.config.HF_DATASETS_CACHE / "computed"
-    assert [path.suffix for path in computed.iterdir()] == [".npy"] * 2  # nothing temporary is left
-
-
-def test_an_array_that_one_process_does_not_see_is_computed_by_all(accelerator, monkeypatch):
-    """Processes may see different disks, and `compute` is collective: one alone would wait for ever."""
-    computed = []
-
-    def compute():
-        computed.append(None)
-        return np.zeros(1)
-
-    cache.array(accelerator, ["seen by one"], compute)
-    monkeypatch.setattr(cache, "gather_object", lambda mine: [*mine, False])
-    cache.array(accelerator, ["seen by one"], compute)
-    assert len(computed) == 2
-
-
-def damage(file: Path, how: str) -> None:
-    content = bytearray(file.read_bytes())
-    if how == "a flipped bit":
-        content[len(content) // 2] ^= 4
-    size = {"a flipped bit": len(content), "cut": len(content) // 2, "emptied": 0}[how]
-    file.write_bytes(content[:size])
-
-
-@pytest.mark.parametrize("how", ["a flipped bit", "cut", "emptied"])
-def test_what_is_damaged_in_the_cache_is_made_again_and_said(accelerator, tmp_path, capsys, how):
-    """What `datasets` keeps of a file as well as what is tokenised."""
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "aa", "completion": "bb cc"}] * 300)
-    root = tmp_path / "cache"
-
-    def load() -> tuple[dict, int, str]:
-        before = len(CALLS)
-        data = dataset.load(
-            accelerator, str(path), "train", counted, make_tokenizer(), {}, max_length=9, loss_on="all"
-        )  # fmt: skip
-        return data[:], len(CALLS) - before, capsys.readouterr().out
-
-    rows, calls, said = load()
-    assert calls == 300 and load() == (rows, 0, said)
-    for pattern, calls in [
-        ("files/**/files-train.arrow", 0), ("files/**/dataset_info.json", 0), ("tokenised/*.arrow", 300),
-    ]:  # fmt: skip
-        (file,) = root.glob(pattern)
-        damage(file, how)
-        note = f"NOTE: {file} is damaged, so it is made again\n"
-        assert load() == (rows, calls, said.replace("data ", f"{note}data "))
-        assert load() == (rows, 0, said)
-    # Without their record nobody knows whether the rows are what was written, or half of it.
-    for record in (root / "checksums").glob("*.json"):
-        damage(record, how)
-    assert load()[::2] == (rows, said)
-    assert load() == (rows, 0, said)
-
-
-def test_a_damaged_array_is_computed_again_and_said(accelerator, tmp_path, capsys):
-    compute = lambda: np.arange(1000.0)
-    for how in ("a flipped bit", "cut", "emptied"):
-        expected = cache.array(accelerator, ["damaged"], compute)
-        (file,) = (tmp_path / "cache/computed").iterdir()
-        damage(file, how)
-        capsys.readouterr()
-        assert (cache.array(accelerator, ["damaged"], compute) == expected).all()
-        assert capsys.readouterr().out == f"NOTE: {file} is damaged, so it is made again\n"
-        assert (cache.array(accelerator, ["damaged"], lambda: None) == expected).all()
-
-
-def test_a_record_that_names_files_elsewhere_is_none(tmp_path):
-    """What it names would be removed."""
-    (tmp_path / "mine").write_text("mine")
-    record = cache.Record("name")
-    record.write([tmp_path / "mine"])
-    assert not record.is_true() and record.entries() == {}
-    record.remove_files()
-    assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_one_run_makes_what_another_waits_for(tmp_path, monkeypatch):
-    record = cache.Record("name")
-    file = tmp_path / "cache/file"
-    somebody_waits = threading.Event()
-    states = []
-    monkeypatch.setattr(cache, "print", lambda *_, **__: somebody_waits.set(), raising=False)
-
-    def another_run():
-        with record.locked():
-            states.append(record.is_true())
-
-    thread = threading.Thread(target=another_run)
-    with record.locked():
-        thread.start()
-        assert somebody_waits.wait(60) and states == []
-        file.write_text("made")
-        record.write([file])
-    thread.join()
-    assert states == [True]
-
-
-# A process that has imported `datasets` no longer reads its environment.
-RUN_WITH_A_CACHE = """
-import runpy, sys, datasets
-datasets.config.HF_DATASETS_CACHE = sys.argv[1]
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_two_processes_make_damage_good_once(tmp_path):
-    """And train on the same rows with the same reference as those that made all of it."""
-    inputs = tiny_inputs(tmp_path)
-    script = tmp_path / "script.py"
-    script.write_text(RUN_WITH_A_CACHE)
-    root = tmp_path / "caches"
-
-    def first_line(output: Path) -> tuple[dict, str]:
-        done = launch_script(
-            LAUNCHERS["ddp"], script, root, recipe("dpo"), "--model_name_or_path", inputs / "model", "--dataset_name",
-            inputs / "dpo.jsonl", "--output_dir", output, "--train_batch_size", 4, "--micro_train_batch_size", 2,
-            "--max_steps", 1, "--precompute_ref_log_probs", "--report_to", "none",
-        )  # fmt: skip
-        return json.loads((output / "metrics.jsonl").read_text().splitlines()[0]), done.stdout
-
-    expected, said = first_line(tmp_path / "first")
-    assert "damaged" not in said
-    kinds = ("files/**/*.arrow", "tokenised/*.arrow", "computed/*.npy")
-    damaged = [file for kind in kinds for file in root.glob(kind)]
-    assert len(damaged) == 3
-    for file in damaged:
-        damage(file, "a flipped bit")
-    found, said = first_line(tmp_path / "second")
-    assert [said.count(f"NOTE: {file} is damaged") for file in damaged] == [1, 1, 1], said
-    for name in ("loss", "logps/chosen", "logps/rejected"):
-        assert found[name] == expected[name]
 
 
 def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
@@ -1081,18 +961,6 @@ def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
         )
         assert load(process, "dd") == expected
     assert len(written) == 4  # two of them are the first of a machine
-
-
-def test_a_cache_that_cannot_be_written_is_said_with_the_way_out(accelerator, monkeypatch):
-    call = lambda: dataset.load(accelerator, "x.jsonl", "train", sft_row, make_tokenizer(), {}, max_length=9)  # fmt: skip
-    nowhere = Path("/dev/null/cache")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", nowhere)
-    refuses(nowhere, "cannot be written (Not a directory)", "set", "HF_HOME", call=call)
-    # A user without a HOME, and without an entry in the system's list, as in some containers.
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("~/.cache"))
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
-    refuses("cannot be written (there is no HOME)", "HF_HOME", call=call)
 
 
 # ---------------------------------------------------------------------------------------------- the samples of an update

@@ -45,7 +45,7 @@ def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="trai
 def rows_of(path, split="train") -> list[dict]:
     """The rows of a data set as a row function gets them."""
     rows = files.load(str(path), split)
-    return [rows.row(entry) for entry in rows.table]
+    return list(rows.read(0, rows.number))
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -139,8 +139,10 @@ def test_each_row_keeps_the_types_of_its_json(tmp_path, name):
     names = ["prompt", "answer", "when", "n", "late"]
     expected = [{column: row.get(column) for column in names} for row in MIXED]
     assert json.dumps(rows_of(path)) == json.dumps(expected)  # 1 is not True, and not 1.0
-    # A part of a split keeps the columns of its own rows.
-    assert rows_of(path, "train[:1]") == [MIXED[0]]
+    assert json.dumps(rows_of(path, "train[1:3]")) == json.dumps(expected[1:3])
+    assert json.dumps(rows_of(path, "train[75%:]+train[:1]")) == json.dumps(
+        [expected[3], expected[0]]
+    )
 
 
 def test_answers_that_look_like_dates_or_numbers_stay_text(tmp_path, accelerator, tokenizer):
@@ -181,17 +183,16 @@ def test_an_error_names_the_row_at_fault(tmp_path, accelerator, tokenizer, name,
     refuses(name, *parts, call=lambda: load(accelerator, tokenizer, tmp_path / name))
 
 
-def test_every_row_of_a_file_comes_with_its_own_text(tmp_path):
+def test_every_row_of_a_file_comes_as_it_is(tmp_path):
     rows = [{"a": '], "[{é\u2028'}, {}, {"b": [{"c": 1.5e3}, "\\", None]}, {"d": {"e": {}}}]
     for text in (json.dumps(rows), f" {json.dumps(rows, indent=3, ensure_ascii=False)}\n\n"):
         (tmp_path / "a.json").write_text(text, encoding="utf-8")
-        read = list(files.json_rows(tmp_path / "a.json"))
-        assert [row for _, row in read] == rows and [json.loads(text) for text, _ in read] == rows
+        assert list(files.checked_rows(tmp_path / "a.json")) == rows
         # Lines end at a line feed alone, not at what Unicode takes for an end of line.
         (tmp_path / "b.jsonl").write_text(
             "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
         )
-        assert [row for _, row in files.json_rows(tmp_path / "b.jsonl")] == rows
+        assert list(files.checked_rows(tmp_path / "b.jsonl")) == rows
 
 
 # In a process of its own, since what is measured is the memory of a whole process.
@@ -203,7 +204,7 @@ from preference_recipes.data import files
 tracemalloc.start()
 for name in sys.argv[1:]:
     tracemalloc.reset_peak()
-    count = sum(1 for _ in files.json_rows(Path(name)))
+    count = sum(1 for _ in files.checked_rows(Path(name)))
     print(count, tracemalloc.get_traced_memory()[1])
 """
 
@@ -816,8 +817,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"messages": [QUESTION, YES], "image": {"path": "a.png"}}, ["column 'image'", "only text"]),
     ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py", "good answers", "pairs"]),
     ({"prompt": "a", "completion": "b", "label": False}, ["column 'label'", "KTO"]),
-    ({"messages": [QUESTION, {**YES, "loss_weight": 0.0}]}, ["message 2", "loss_weight 0.0", "--loss_on"]),
-    ({"prompt": "a", "completion": [{**YES, "weight": 0}]}, ["message 1", "weight 0"]),
+    ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5", "--loss_on"]),
+    ({"prompt": "a", "completion": [{**YES, "weight": 2}]}, ["message 1", "weight 2"]),
+    ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
+    ({"messages": [QUESTION, {**YES, "skip_loss": True}]}, ["message 2", "skip_loss True"]),
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
     ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
     ({"conversations": "a"}, ["column 'conversations'", "found 'a'"]),

@@ -44,6 +44,7 @@ def test_a_pair_is_a_good_answer_and_a_bad_one(tokenizer):
 @pytest.mark.parametrize("messages, reason", [
     ([SAY], "empty prompt"),
     ([ASK, {**SAY, "content": ""}], "empty answer"),
+    ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
     ([ASK, SAY, ASK], "answer that does not end with a message of the assistant"),
 ])  # fmt: skip
 def test_rows_that_are_left_out(tokenizer, messages, reason):

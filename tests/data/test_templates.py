@@ -15,11 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from preference_recipes.data import dataset, thoughts, tokens
-from preference_recipes.data import templates as chat
+from preference_recipes.data import chat, dataset, thoughts
+from preference_recipes.data.chat import stop_tokens
+from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
-from preference_recipes.data.tokens import stop_tokens
 from preference_recipes.models import load
 from runs import recipe, refuses, write_jsonl
 
@@ -171,7 +171,6 @@ KEEP_OPENER = {"deepseek_r1_distill", "deepseekv3", "nemotron_3_5_lightning", "n
                "nemotron_3_ultra", "qwen3_5_think", "qwen3_6", "own_thinks"}  # fmt: skip
 REWRITTEN = {
     "glm4moe": "\n<think>one two</think>\nthree four.",
-    "qwen3_5_nothink": "\none two\n</think>\n\nthree four.",  # behind <think>, which the prompt without thinking shares
     "qwen3_8": "\n</think>\n\n" + THOUGHT,  # it wants the thought in a field
     "own_thinks": "\none two\n</think>\n\nthree four.",
 }
@@ -221,7 +220,7 @@ FIELD_BY_NAME = {
     "nemotron_3_nano": "one two\n</think>\nthree four.",
     "nemotron_3_super": "one two\n</think>\nthree four.",
     "nemotron_3_ultra": "one two</think>three four.",
-    "qwen3_5_nothink": "\none two\n</think>\n\nthree four.",
+    "qwen3_5_nothink": "<think>\none two\n</think>\n\nthree four.",
     "qwen3_8": "one two\n</think>\n\nthree four.",
     "deepseek": "one two\n</think>\n\nthree four.",
     "own_thinks": "\none two\n</think>\n\nthree four.",
@@ -295,7 +294,6 @@ def own_template(answer: str):
         ("{{ m.content }}", ""),
         ("{{ m.content.strip() }}", ""),
         (" {{ m.content }}", " "),
-        ("final:{{ m.content }}", "final:"),
         ("<think>\n\n</think>\n\n{{ m.content }}", ""),  # an empty thought of its own
         ("{{ m.content }}i yes final:", ""),
     ],
@@ -304,7 +302,7 @@ def test_dropped_thinking_is_put_in_front_of_the_content(answer, lead, content):
     """Also where the content occurs in a header, or again after it."""
     tokenizer = own_template(answer)
     message_ = message("assistant", content, reasoning_content="why")
-    ids = tokens.encode_answer(tokenizer, [message("user", "five")], [message_]).ids
+    ids = chat.encode_answer(tokenizer, [message("user", "five")], [message_]).ids
     tail = "i yes final:" if answer.endswith("final:") else ""
     expected = f"{lead}<think>\nwhy\n</think>\n\n{content.strip()}{tail}<|im_end|>"
     assert tokenizer.decode(ids) == expected
@@ -314,7 +312,7 @@ def test_a_call_is_whole_where_the_template_drops_its_thinking_and_its_content()
     """The content, one letter, also occurs in the call."""
     tokenizer = templates.tokenizer("llama3_2")
     answer = {**CALL, "content": "e", "reasoning_content": "one two"}
-    ids = tokens.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
+    ids = chat.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
     assert tokenizer.decode(ids) == "<think>\none two\n</think>\n\n" + CALLS["llama3_2"]
 
 
@@ -328,7 +326,7 @@ def test_a_call_is_whole_where_the_template_drops_its_thinking_and_its_content()
 def test_dropped_thinking_is_learned_as_it_was_written(content, expected):
     """Under a template that writes what follows the thought, without whitespace around it."""
     tokenizer = own_template("{{ m.content.split('</think>')[-1].strip() }}")
-    answer = tokens.encode_answer(
+    answer = chat.encode_answer(
         tokenizer, [message("user", "five")], [message("assistant", content)]
     )
     assert tokenizer.decode(answer.ids) == expected + "<|im_end|>"
@@ -350,7 +348,7 @@ def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(argume
 def test_thinking_that_recurs_in_a_call_is_noticed_as_dropped():
     tokenizer = templates.tokenizer("qwen2_5")
     answer = {**CALL, "reasoning_content": "add"}
-    ids = tokens.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
+    ids = chat.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
     assert tokenizer.decode(ids) == "<think>\nadd\n</think>\n\n" + CALLS["qwen2_5"]
 
 
@@ -359,8 +357,8 @@ def test_thinking_that_is_dropped_within_an_answer_is_named():
     tokenizer = templates.tokenizer("qwen2_5")
     thinks = message("assistant", "three.", reasoning_content="one two")
     messages = [thinks, message("user", "six"), message("assistant", "four.")]
-    answer = tokens.encode_answer(tokenizer, [message("user", "five")], messages)
-    assert answer.notes == [tokens.DROPS_EARLIER]
+    answer = chat.encode_answer(tokenizer, [message("user", "five")], messages)
+    assert answer.notes == [chat.DROPS_EARLIER]
     assert "one two" not in tokenizer.decode(answer.ids)
 
 
@@ -370,7 +368,7 @@ def test_all_messages_of_an_answer_are_learned_where_the_last_ones_thinking_is_d
     history = [message("user", "five")]
     others = [message("assistant", "three four."), message("user", "six")]
     last = message("assistant", "three four.", reasoning_content="one two")
-    answer = tokens.encode_answer(tokenizer, history, [*others, last])
+    answer = chat.encode_answer(tokenizer, history, [*others, last])
     text = tokenizer.decode(answer.context + answer.ids)
     # As the template writes it, with the thinking in front of the last content.
     written = tokenizer.apply_chat_template([*history, *others, last], tokenize=False)
@@ -495,9 +493,9 @@ def test_system_messages_and_tools_are_read(name):
 
 def test_what_is_said_of_a_data_set_is_said_once(accelerator, tmp_path, capsys):
     for name, part in (("glm4moe", "the chat template writes no end of a turn, so the EOS is appended to what is learned: 3 rows"),
-                       ("deepseekv3", "(--chat_template FILE with another generation prompt may align them): 3 rows "
+                       ("deepseekv3", "so they are learned after what both share (--chat_template or --chat_template_kwargs may align them): 3 rows "
                                       "(row 1: the prompt ends '<think>\\n', the answer begins 'three four." + templates.end_of("deepseekv3") + "')"),
-                       ("qwen3_5_nothink", "(--chat_template_kwargs '{\"enable_thinking\": true}' may align them): 3 rows (row 1: ")):  # fmt: skip
+                       ("qwen3_5_nothink", "so they are learned after what both share (--chat_template or --chat_template_kwargs may align them): 3 rows (row 1: ")):  # fmt: skip
         answer = THOUGHT if "nothink" in name else "three four."
         rows = [
             {"messages": [message("user", text), message("assistant", answer)]}
@@ -620,7 +618,7 @@ def test_variables_of_the_template_are_saved_with_it(tmp_path):
     assert thinking == plain.apply_chat_template(
         history, add_generation_prompt=True, return_dict=False, enable_thinking=True
     )
-    assert tokens.fingerprint(tokenizer) != tokens.fingerprint(plain)
+    assert chat.fingerprint(tokenizer) != chat.fingerprint(plain)
 
 
 def test_values_of_every_kind_reach_the_template(tmp_path):
@@ -703,12 +701,11 @@ def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
 # What a template may write, and what the run says of it.
 PROGRAMS = {
     "an error of several lines": ("{{ raise_exception('no\\n  such\\nrole') }}", "refuses the messages: no such role (roles: user)"),
-    "20 MB": ("{{ 'x' * (20000000 * messages | length) }}", "a text of 20,000,000 characters, where at most 10,000,000 are read"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_template_that_errs_or_writes_too_much_is_said_in_one_line(accelerator, tmp_path, kind):
+def test_a_template_that_errs_is_said_in_one_line(accelerator, tmp_path, kind):
     template, said = PROGRAMS[kind]
     tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
     tokenizer.chat_template = template
@@ -734,11 +731,11 @@ def test_a_date_is_that_of_the_run(tmp_path):
     ]
     assert rows[0] == rows[1] and "29 Feb 2020" in on("2020-02-29").decode(rows[0]["input_ids"])
     assert "01 Mar 2021" in on("2020-02-29").decode(rows[2]["input_ids"])
-    assert tokens.fingerprint(on("2020-02-29")) != tokens.fingerprint(on("2021-03-01"))
+    assert chat.fingerprint(on("2020-02-29")) != chat.fingerprint(on("2021-03-01"))
     # Where no date is printed, the day is no part of what the ids depend on.
     undated = saved(tmp_path / "undated", "qwen2_5")
     first, second = (load.tokenizer_of(undated, date=date) for date in ("2020-02-29", "2021-03-01"))
-    assert tokens.fingerprint(first) == tokens.fingerprint(second) and first.chat_date is None
+    assert chat.fingerprint(first) == chat.fingerprint(second) and first.chat_date is None
     # The saved tokenizer prints the day on which it is used.
     on("2020-02-29").save_pretrained(tmp_path / "actor")
     text = AutoTokenizer.from_pretrained(tmp_path / "actor").apply_chat_template(
@@ -777,7 +774,7 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
     tokenizer.chat_template = template.replace("LEAD", json.dumps(lead)).replace(
         "END", json.dumps(prompt_end)
     )
-    answer = tokens.encode_answer(
+    answer = chat.encode_answer(
         tokenizer, [message("user", "five")], [message("assistant", content)]
     )
     prompt = tokenizer.apply_chat_template(
@@ -790,30 +787,18 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
     assert bool(answer.notes) == (expected is None)
 
 
-def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
-    tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
-    message = {"content": "yes", "reasoning_content": "why"}
-    assert thoughts.thinking_and_content(tokenizer, message) == (
-        "<think>\nwhy\n</think>\n\n",
-        "yes",
-    )
-    opened_elsewhere = {"content": "why[/THINK] yes"}
-    assert thoughts.thinking_and_content(tokenizer, opened_elsewhere) == (
-        "[THINK]why[/THINK] ",
-        "yes",
-    )
-    empty = {**message, "content": "<think>\n</think>\nyes"}
-    assert thoughts.thinking_and_content(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
-    whole = {**message, "content": "<think>why</think> yes"}
-    assert thoughts.thinking_and_content(tokenizer, whole) == ("<think>why</think> ", "yes")
-    for thinking, expected in (
-        ("a</think>b<think>c</think>", "<think>a</think>b<think>c</think>"),  # the prompt opened it
-        ("Sure. <think>c</think>", "Sure. <think>c</think>"),
-        ("[THINK]no </think> here[/THINK]", "[THINK]no </think> here[/THINK]"),
-    ):
-        assert (
-            thoughts.thinking_and_content(tokenizer, {"content": thinking + "yes"})[0] == expected
-        )
+@pytest.mark.parametrize("content, expected", [
+    ("yes", "<think>\nwhy\n</think>\n\n"),  # from the field, with the first markers that the template has
+    ("<think>\n</think>\nyes", "<think>\nwhy\n</think>\n\n"),
+    ("so[/THINK] yes", "[THINK]so[/THINK] "),  # the prompt has opened it
+    ("<think>so</think> yes", "<think>so</think> "),
+    ("a</think>b<think>c</think>yes", "<think>a</think>b<think>c</think>"),
+    ("Sure. <think>c</think>yes", "Sure. <think>c</think>"),
+    ("[THINK]no </think> here[/THINK]yes", "[THINK]no </think> here[/THINK]"),
+])  # fmt: skip
+def test_a_thought_gets_markers_once(content, expected):
+    given = {"content": content, "reasoning_content": "why"}
+    assert thoughts.written(given, "... </think> ... [/THINK] ...") == expected
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -824,7 +809,115 @@ def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     ("<|channel|>analysis<|message|>", False), ("<|im_start|><|im_end|>", False), ("", False),
 ])  # fmt: skip
 def test_a_whole_thought_is_one_that_is_closed(text, expected):
-    assert thoughts.is_whole_thought(text) == expected
+    assert thoughts.is_closed(text) == expected
+
+
+MISTRAL = (  # its v3: the system message stands in the last message of the user, calls need ids
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}{% if loop.last and system %}{{ system + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
+    "{% elif m.tool_calls %}{{ '[TOOL_CALLS] ' }}{% for c in m.tool_calls %}{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
+    "{{ c.function.name + (c.function.arguments|tojson) + c.id }}{% endfor %}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}{{ raise_exception('9 letters') }}{% endif %}{{ '[TOOL_RESULTS] ' + m.content + m.tool_call_id }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def mistral():
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = MISTRAL
+    return tokenizer
+
+
+@pytest.mark.parametrize("function", [sft_row, preference_row])
+def test_a_system_message_in_the_last_question_is_read_before_each_answer(function):
+    """Once the question is answered Mistral leaves it out: the question was learned with the answer."""
+    tokenizer = mistral()
+    history = [message("system", "be brief"), *CHAT[:3]]
+    prompt = tokenizer.apply_chat_template(history, return_dict=False)
+    assert "[INST] be brief\n\nfive[/INST]" in tokenizer.decode(prompt)
+    if function is preference_row:
+        pair = {"prompt": history, "chosen": CHAT[3:], "rejected": [message("assistant", "six")]}
+        row = preference_row(pair, tokenizer, 1000)
+        assert row["prompt_ids"] == prompt and "notes" not in row
+        assert tokenizer.decode(row["chosen_ids"]) == " six seven<|im_end|>"
+        return
+    row = sft_row({"messages": [*history, *CHAT[3:]]}, tokenizer, 1000, "assistant")
+    found = [(tokenizer.decode(before), tokenizer.decode(ids)) for before, ids in learned(row)]
+    assert found == [
+        ("<bos>[INST] be brief\n\none two[/INST]", " three four.<|im_end|>"),
+        (tokenizer.decode(prompt), " six seven<|im_end|>"),
+    ]
+    assert row["notes"] == []
+
+
+@pytest.mark.parametrize("call_id", [{}, {"id": "call_1"}, {"id": "abcdefghi"}])
+def test_calls_get_the_ids_that_mistral_wants(call_id):
+    tokenizer = mistral()
+    call = {**CALL, "tool_calls": [{**CALL["tool_calls"][0], **call_id}]}
+    result = message("tool", "5", **({"tool_call_id": call_id["id"]} if call_id else {}))
+    history = [message("user", "five"), call, result]
+    answer = chat.encode_answer(tokenizer, history, [message("assistant", "six")])
+    number = "abcdefghi" if call_id.get("id") == "abcdefghi" else "000000000"
+    expected = f'[TOOL_CALLS] add{{"x": 1}}{number}<|im_end|>[TOOL_RESULTS] 5{number}'
+    assert tokenizer.decode(answer.context).endswith(expected)
+    assert tokenizer.decode(answer.ids) == " six<|im_end|>" and answer.context == answer.prompt
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("own_alpaca")])
+@pytest.mark.parametrize("after", ["", "\n"])
+def test_an_end_that_a_content_has_is_learned_once(name, after):
+    tokenizer = templates.tokenizer(name)
+    turns = [{**turn} for turn in CHAT]
+    for turn in (turns[1], turns[3]):
+        turn["content"] += templates.end_of(name) + after
+    assert sft_row({"messages": turns}, tokenizer, 10_000, "assistant") == sft_row(
+        {"messages": CHAT}, tokenizer, 10_000, "assistant"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_thought_that_is_never_closed_is_learned_or_the_row_is_left_out(name):
+    answer = message("assistant", "<think>one two")
+    row = sft_row({"messages": [*CHAT[:1], answer]}, templates.tokenizer(name), 10_000, "assistant")
+    text = templates.tokenizer(name).decode(learned(row)[0][1]) if not row["reason"] else ""
+    assert ("one two" in text) != ("answers are not learned" in row["reason"])
+
+
+def test_what_a_template_drops_of_a_content_from_a_marker_on_is_noticed():
+    tokenizer = own_template("{{ m.content.split('<think>')[0] }}")
+    answer = chat.encode_answer(
+        tokenizer, [message("user", "five")], [message("assistant", "six <think>one")]
+    )
+    assert answer.ids == [] and answer.notes == [chat.DROPS_ANSWER]
+
+
+def test_of_several_templates_the_one_for_tools_writes_tools():
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = {"default": plain, "tool_use": "TOOLS " + plain}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = sft_row({"messages": CHAT}, tokenizer, 1000, "assistant")
+    assert row == sft_row({"messages": CHAT}, templates.tokenizer("qwen2_5"), 1000, "assistant")
+    row = sft_row({"messages": CHAT, "tools": tools}, tokenizer, 1000, "assistant")
+    assert tokenizer.decode(row["input_ids"]).startswith("TOOLS")
+    assert tokenizer.decode(learned(row)[0][1]) == "three four.<|im_end|>"
+
+
+@pytest.mark.parametrize("key, value", [("train", False), ("weight", 0), ("loss_weight", 0.0), ("loss_mask", 0), ("loss", False)])  # fmt: skip
+def test_a_turn_that_says_so_is_not_learned(key, value):
+    tokenizer = templates.tokenizer("qwen2_5")
+    chat_ = [CHAT[0], {**CHAT[1], key: value}, *CHAT[2:]]
+    for learns in (True, 1):
+        same = [CHAT[0], {**CHAT[1], key: learns}, *CHAT[2:]]
+        rows = [sft_row({"messages": each}, tokenizer, 1000, "assistant") for each in (same, CHAT)]
+        assert rows[0] == rows[1]
+    row = sft_row({"messages": chat_}, tokenizer, 1000, "assistant")
+    assert [tokenizer.decode(ids) for _, ids in learned(row)] == ["six seven<|im_end|>"]
+    assert row["input_ids"] == rows[0]["input_ids"]
+    with pytest.raises(BadRow, match="--loss_on all"):
+        sft_row({"messages": chat_}, tokenizer, 1000, "all")
+    none = sft_row({"messages": chat_[:2]}, tokenizer, 1000, "assistant")
+    assert none["reason"] == "no answer that is to be learned"
 
 
 def test_one_answer_of_a_pair_thinks():
@@ -846,10 +939,10 @@ def test_one_answer_of_a_pair_thinks():
 def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
     """A shorter context need not be the beginning of the longer one, token by token."""
     answers = iter(
-        [tokens.Answer([1, 2, 3], [1, 2, 3], [4], []), tokens.Answer([1, 2, 3], [1, 5], [6], [])]
+        [chat.Answer([1, 2, 3], [1, 2, 3], [4], []), chat.Answer([1, 2, 3], [1, 5], [6], [])]
     )
-    monkeypatch.setattr(tokens, "encode_answer", lambda *args, **kwargs: next(answers))
-    pair = tokens.encode_preference(templates.tokenizer("qwen3"), CHAT[:1], CHAT[1:2], CHAT[1:2])
+    monkeypatch.setattr(chat, "encode_answer", lambda *args, **kwargs: next(answers))
+    pair = chat.encode_preference(templates.tokenizer("qwen3"), CHAT[:1], CHAT[1:2], CHAT[1:2])
     assert pair == ([1], [2, 3, 4], [5, 6], [])
 
 
@@ -904,13 +997,11 @@ def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
         {"role": "assistant", "content": "Two words"},
         {"role": "user", "content": "Three"},
     ]
-    prompt = tokens.encode_prompt(tokenizer, messages)
-    answer = tokens.encode_answer(tokenizer, messages[:1], messages[1:2])
+    prompt = chat.encode_prompt(tokenizer, messages)
+    answer = chat.encode_answer(tokenizer, messages[:1], messages[1:2])
     end = tokenizer.decode(answer.ids[-2:] if name == "cohere2" else answer.ids[-1:])
     _, _, following = prompt.text.partition("Two words" + end)
-    assert following and tokens.tokens_since(tokenizer, messages, 1) == len(
-        tokenizer(following, add_special_tokens=False).input_ids
-    )
+    assert following and chat.text_since(tokenizer, messages, 1) == following
 
 
 @pytest.mark.parametrize("empty", ["<think></think>", "<think>\n\n</think>\n\n", "</think>"])
@@ -924,31 +1015,39 @@ def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty
         f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{empty}{{% endif %}}"
     )
     history = [{"role": "user", "content": "Hi"}]
-    plain = tokens.encode_answer(tokenizer, history, [{"role": "assistant", "content": "Yes"}])
+    plain = chat.encode_answer(tokenizer, history, [{"role": "assistant", "content": "Yes"}])
     assert tokenizer.decode(plain.context).endswith(f"assistant\n{empty}")
     assert tokenizer.decode(plain.ids) == "Yes<|im_end|>"
     answer = {"role": "assistant", "content": "Yes", "reasoning_content": "Why"}
-    found = tokens.encode_answer(tokenizer, history, [answer])
+    found = chat.encode_answer(tokenizer, history, [answer])
     assert tokenizer.decode(found.context).endswith("<|im_start|>assistant\n")
     assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
 
 
 @pytest.mark.parametrize("thought", ["<think>\n[none]\n</think>\n", "<think><budget>0</budget></think>", "<|analysis|><|/analysis|>"])  # fmt: skip
 def test_a_thought_that_only_the_prompt_has_gives_way_whatever_its_markers(thought):
-    found = tokens.follow_prompt(
-        f"<bot>{thought}", only_in_prompt=thought, before_content="", answer="<think>Why</think>Yes"
+    """As Seed-OSS writes one that says how much may be thought."""
+    tokenizer = own_template("{{ m.content }}")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "|im_start|>assistant\n{% endif", f"|im_start|>assistant\n{thought}{{% endif"
     )
-    assert found == ("<bot>", "<think>Why</think>Yes")
+    history = [message("user", "five")]
+    plain = chat.encode_answer(tokenizer, history, [message("assistant", "Yes")])
+    assert tokenizer.decode(plain.context).endswith(thought) and plain.context == plain.prompt
+    answer = message("assistant", "Yes", reasoning_content="Why")
+    found = chat.encode_answer(tokenizer, history, [answer])
+    assert tokenizer.decode(found.context).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
 
 
 @pytest.mark.parametrize("prompt, expected", [
     ("<bot><think>\n</think>\n", "<bot>"), ("<bot></think>", "<bot>"), ("<bot>", "<bot>"),
     ("<think>a</think>b<bot></think>", "<think>a</think>b<bot>"),
     ("<user>what does <think> mean<bot></think>", "<user>what does <think> mean<bot>"),
-    ("<bot></think>Sure", "<bot></think>Sure"), ("<bot><think>Okay.</think>\n", "<bot>"),
+    ("<bot></think>Sure", "<bot></think>Sure"), ("<bot><think>", "<bot>"),
 ])  # fmt: skip
-def test_a_prompt_without_the_empty_thought_at_its_end(prompt, expected):
-    assert thoughts.without_thought_at_end(prompt) == expected
+def test_a_prompt_without_the_open_or_empty_thought_at_its_end(prompt, expected):
+    assert thoughts.AT_END.sub("", prompt) == expected
 
 
 def test_a_thought_that_the_prompt_opens_is_opened_once_where_the_template_writes_one_in_front_of_answers():
@@ -961,7 +1060,7 @@ def test_a_thought_that_the_prompt_opens_is_opened_once_where_the_template_write
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
     answer = [{"role": "assistant", "content": "<think>\nWhy\n</think>\n\nYes"}]
-    found = tokens.encode_answer(tokenizer, [{"role": "user", "content": "Hi"}], answer)
+    found = chat.encode_answer(tokenizer, [{"role": "user", "content": "Hi"}], answer)
     assert found.context == found.prompt
     assert tokenizer.decode(found.ids) == "Why\n</think>\n\nYes<|im_end|>"
 

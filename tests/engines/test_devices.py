@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import pretended_device
-from common import actor
+from common.actor import Actor
 from preference_recipes.models import load as loading
 from recipes import RECIPES, load
 from runs import ASSETS, evaluation_lines, recipe, tiny_llama
@@ -61,11 +61,11 @@ def test_no_tensor_of_the_host_meets_one_of_the_device(name, tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", [str(recipe(name)), *map(str, flags)])
     module = load(name)
 
-    def publish(*args, **kwargs):
+    def save(*args, **kwargs):
         raise Ended
 
     with monkeypatch.context() as patch, pretended_device.device(patch):
-        patch.setattr(actor, "publish", publish)
+        patch.setattr(Actor, "save", save)
         with pytest.raises(Ended):
             module.main()
     assert [line["global_step"] for line in evaluation_lines(tmp_path / "run")] == [0, 1]

@@ -15,7 +15,8 @@ from torch.utils._device import _device_constructors
 from transformers import LlamaForCausalLM
 
 import pretended_device
-from common import actor, batches, engine
+from common import batches, engine
+from common.actor import Actor
 from preference_recipes.models import logprobs, packing
 from recipes import RECIPES, load
 from runs import ASSETS, recipe, tiny_llama
@@ -59,17 +60,16 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
 
     with monkeypatch.context() as patch, pretended_device.device(patch) as device:
 
-        def begin_update(run, micro_batches):
+        def begin_update(accelerator, micro_batches, original=engine.begin_update):
             updates.append(len(micro_batches))
             device.waits.clear()
-            return begin_update.original(run, micro_batches)
+            return original(accelerator, micro_batches)
 
-        def publish(*args, **kwargs):
+        def save(*args, **kwargs):
             raise Ended
 
-        for room, function in [(engine, begin_update), (actor, publish)]:
-            function.original = getattr(room, function.__name__)
-            patch.setattr(room, function.__name__, function)
+        patch.setattr(engine, "begin_update", begin_update)
+        patch.setattr(Actor, "save", save)
         with pytest.raises(Ended):
             module.main()
         assert updates == [ROWS // micro_batch_size] * 2

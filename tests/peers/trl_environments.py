@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bare_runs import bare_sampler
-from preference_recipes.data import tokens
-from preference_recipes.data.ids import encode_text
+from preference_recipes.data import chat
+from preference_recipes.data.chat import encode
 from preference_recipes.rollouts import environments, episodes, generation
 from preference_recipes.rollouts.samples import Response
 
@@ -78,7 +78,7 @@ def played(accelerator, tokenizer, model, respond=None):
     )
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in SAID]
     prompts = {
-        "prompt_ids": [tokens.encode_prompt(tokenizer, row["prompt"], schemas).ids for row in rows],
+        "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"], schemas).ids for row in rows],
         "columns": [json.dumps(row) for row in rows],
         "row": list(range(1, len(rows) + 1)),
     }
@@ -99,7 +99,7 @@ def scripted(tokenizer):
             question = next(one for one in SAID if f"{one} Use the tool." in text)
             said = SAID[question][spoken[question]] + tokenizer.eos_token
             spoken[question] += 1
-            yield place, Response(encode_text(tokenizer, said), [])
+            yield place, Response(encode(tokenizer, said), [])
 
     return respond
 

@@ -14,7 +14,7 @@ import architectures
 import templates
 from bare_runs import bare_sampler, data_of
 from preference_recipes.data import answer_column
-from preference_recipes.data.ids import decode_answers
+from preference_recipes.data.chat import decode_answers
 from preference_recipes.rollouts import answers, generation, rewards
 from runs import ASSETS, launch, recipe, refuses, write_jsonl
 
@@ -443,7 +443,7 @@ def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, mo
     """What is not refused can be generated, to its last token; what is refused cannot."""
     model = architectures.build(name)
     # No token of the vocabulary, so no answer ends early.
-    monkeypatch.setattr(generation.tokens, "stop_tokens", lambda *_: {10**6})
+    monkeypatch.setattr(generation.chat, "stop_tokens", lambda *_: {10**6})
 
     def sampler_with(eval_sets: dict, room: int):
         data = data_of([], eval_sets=eval_sets)

@@ -5,6 +5,7 @@ import math
 import runpy
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ def losses_of(
         "ref_logps": given["ref_logps"],
         "sampler_logps": given["sampler_logps"],
     }
-    args.temperature = 1.0
+    args.temperature, args.off_policy_limit = 1.0, 0.0
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
     losses, weights, values = grpo.sample_losses(model, {}, stored, args, policy_has_moved=True)
     return logps, losses, weights, values
@@ -471,6 +472,57 @@ def test_where_clipping_decides():
     (gradient,) = torch.autograd.grad(losses.sum(), logps)
     assert gradient.flatten().tolist() == pytest.approx([-1, -2, -2.56, 1.5, 3, 3.84])
     assert not low.any() and high.tolist() == [[False, False, True]] * 2
+
+
+def test_sapos_gate_is_smooth_and_has_the_gradient_of_the_ratio_at_1():
+    """arXiv:2511.20347: -A sigmoid(t (r - 1)) 4 / t, with t = 1 above 0 and 1.05 below."""
+    ratios = torch.tensor([[0.5, 1.0, 3.0]] * 2, dtype=torch.float64)
+    logps = ratios.log().requires_grad_()
+    advantages = torch.tensor([[2.0], [-3.0]], dtype=torch.float64)
+    losses, low, high = grpo.policy_losses(logps, logps.exp(), advantages, "sapo", 0.2, 0.28)
+    expected = [
+        -advantage * 4 / t / (1 + math.exp(-t * (ratio - 1)))
+        for advantage, t in ((2.0, 1.0), (-3.0, 1.05))
+        for ratio in (0.5, 1.0, 3.0)
+    ]
+    assert losses.flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert not low.any() and not high.any()
+    (gradient,) = torch.autograd.grad(losses.sum(), logps)
+    assert gradient[:, 1].tolist() == pytest.approx([-2, 3], rel=1e-6)
+    assert (gradient.abs()[:, 2] < 0.5 * 3 * gradient.abs()[:, 1]).all()  # 3: an open gate's
+
+
+def test_each_reward_is_normalised_in_its_group_before_they_are_added():
+    """arXiv:2601.05242. A reward of 100 does not drown one of 0.1, and equal ones add nothing."""
+    parts = {
+        "large": torch.tensor([100.0, 0.0, 0.0, 100.0, 5.0, 5.0, 5.0, 5.0]),
+        "small": torch.tensor([0.1, 0.1, 0.0, 0.0, 0.3, 0.1, math.nan, 0.2]),
+    }
+    found = grpo.scale_each(parts, {"large": 1.0, "small": 2.0}, group_size=4)
+    expected = []
+    for first in (0, 4):
+        total = np.zeros(4)
+        for name, weight in (("large", 1.0), ("small", 2.0)):
+            rewards = parts[name][first : first + 4].double().numpy()
+            spread = np.nanstd(rewards, ddof=1)
+            if spread > 0:
+                scaled = (rewards - np.nanmean(rewards)) / (spread + grpo.EPSILON)
+                total += weight * np.nan_to_num(scaled)
+        expected += total.tolist()
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    assert found[6] == 0
+
+
+def test_responses_that_have_become_unlikely_are_not_unlearned_further():
+    """arXiv:2512.02556 eq. 9: only at a negative advantage, by the mean over the response's tokens."""
+    sampler_logps = torch.full((4, 3), -1.0)
+    logps = torch.tensor([[-1.5] * 3, [-1.1] * 3, [-1.5] * 3, [-2.5, -9.0, -9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 0, 0]])
+    advantages = torch.tensor([[-1.0], [-1.0], [1.0], [-1.0]])
+    found = grpo.is_off_policy(logps, sampler_logps, mask, advantages, limit=0.4)
+    assert found.flatten().tolist() == [True, False, False, True]
+    found = grpo.is_off_policy(logps, sampler_logps, mask, advantages, limit=1.6)
+    assert not found.any()
 
 
 def test_averages_of_responses_of_different_length():

@@ -38,7 +38,7 @@ from common.arguments import (
 from common.launch import quiet
 from common.shared_args import SharedArgs
 from contracts.proof import plain
-from preference_recipes.data import dataset, files, formats, ids
+from preference_recipes.data import dataset, files, formats
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.models import checks, load, merge
 from preference_recipes.models.logprobs import LogProbModel
@@ -290,10 +290,10 @@ GOOD = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     ("a.jsonl", GOOD + b"[1, 2]\n", ["row 2", "JSON object", "[1, 2]"]),
     ("a.jsonl", b'"text"\n' + GOOD, ["row 1", "JSON object", "text"]),
     ("a.json", b'[{"a": 1}, 2]', ["row 2", "JSON object", "found 2"]),
-    ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "EOF inside string", "row 1"]),
-    ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1 has more cells", "quote"]),
-    ("a.csv", b"prompt,chosen\na,b\na,b,c\n", ["a.csv", "line 3"]),
-    ("a.parquet", b"nonsense", ["a.parquet", "not a parquet file"]),
+    ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
+    ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1", "more cells than the header", "quote"]),
+    ("a.csv", b"prompt,chosen\na,b\na,b,c\n", ["a.csv", "row 2", "more cells"]),
+    ("a.parquet", b"nonsense", ["a.parquet", "could not be read"]),
     ("a.txt", b"text", ["a.txt", ".jsonl .json .parquet .csv", ".gz"]),
     ("a.jsonl", b"", ["a.jsonl", "holds no rows"]), ("a.jsonl", b"\n\n", ["holds no rows"]), ("a.jsonl.gz", b"", ["holds no rows"]),
     ("a.json", b"[]", ["holds no rows"]), ("a.csv", b"", ["holds no rows"]), ("a.csv", b"prompt,chosen\n", ["holds no rows"]),
@@ -335,20 +335,22 @@ def test_both_halves_are_a_character_and_an_escaped_half_is_none(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud83d"}\n')
     rows = files.load(str(path), "train")
-    assert rows.row(rows.table[0]) == {"a": "\U0001f600 \\ud83d"}
+    assert next(rows.read(0, 1)) == {"a": "\U0001f600 \\ud83d"}
 
 
 def test_data_that_are_not_there_are_missed_before_any_are_read(tmp_path, monkeypatch):
     """The held-out ones as well, though they are read after the training data are tokenised."""
     monkeypatch.chdir(tmp_path)
     there = str(write_jsonl(tmp_path / "there.jsonl", [PAIR]))
-    asked = ["--model_name_or_path", "m", "--dataset_name", there, "--eval_dataset_name"]
-    read = lambda *names: parse(Args, ASSETS / "sft.yaml", [*asked, *names])
-    assert read(there, "owner/set", "set", str(tmp_path)).eval_dataset_name[1] == "owner/set"
+
+    def read(*names):
+        flags = ["--model_name_or_path", "m", "--dataset_name", there, "--eval_dataset_name"]
+        dataset.check_names(parse(Args, ASSETS / "sft.yaml", [*flags, *names]))
+
+    read(there, "owner/set", "set", str(tmp_path))
     refuses("data file 'gone.jsonl' does not exist", call=lambda: read(there, "gone.jsonl"))
     for name in (f"{tmp_path}/gone", "./gone", "gone/with/parts"):
         refuses(f"data folder {name!r} does not exist", call=lambda name=name: read(name))
-    refuses("'gone.csv' does not exist", call=lambda: parsed("--dataset_name", "gone.csv"))
 
 
 @pytest.fixture
@@ -463,10 +465,6 @@ def test_other_refusals_of_the_data(accelerator, model, tmp_path, monkeypatch):
     )
     tokenizer.chat_template = None
     refuses(path, "row 1", "no chat template", "--chat_template FILE", call=load)
-    path = str(write_jsonl(tmp_path / "long.jsonl", [PAIR, {**PAIR, "chosen": "b" * 101}]))
-    monkeypatch.setattr(ids, "MOST_CHARACTERS", 100)
-    said = "row 2: a text of 102 characters, where at most 100 are read: split or remove it"
-    refuses(path, said, call=load)
     # What a row holds as a JSON text may hold half of a character, too.
     call = {"from": "function_call", "value": '{"name": "\\ud83d"}'}
     turns = [[{"from": "human", "value": "a"}], [call], [{"from": "gpt", "value": "b"}]]
@@ -872,7 +870,7 @@ def test_help_and_wrong_flags_of_every_recipe_and_of_a_copy(tmp_path):
         recipe("dpo")
         .read_text()
         .replace("@dataclass\nclass Args", "BETAS = (0.1, math.pi)\n\n\n@dataclass\nclass Args")
-        .replace("beta: float = arg(default=0.1", "beta: float = arg(default=BETAS[1]")
+        .replace("default=0.1,\n        above=0", "default=BETAS[1],\n        above=0")
     )
     wrong = [
         ["--help"],

@@ -10,13 +10,13 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlencode
 
-import numpy
 import pytest
 import torch
 from tensorboard import default, program
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from common import board, console, counted, trackers, transcript
+from common import console, counted, trackers, transcript
 from recipes import RECIPES
 from runs import (
     REPOSITORY,
@@ -30,6 +30,7 @@ from runs import (
     training_lines,
     write_jsonl,
 )
+from small_run import small_run
 
 NAMES = [
     "ppo",
@@ -99,15 +100,15 @@ def test_what_tensorboards_server_answers(finished, ask, name):
         kind: set(answer(f"{kind}/tags").get("tensorboard", {}))
         for kind in ("scalars", "histograms", "text")
     }
-    # Every value of every line is a curve. Held-out ones have a run, and so a colour, of their own.
+    # Every value of every line is a curve.
     logged = {tag for line in lines(output) for tag in line} - {"global_step"}
-    held_out = set(answer("scalars/tags")["tensorboard/held_out"])
-    assert held_out == {tag for tag in logged if tag.startswith("eval/")}
-    assert kinds["scalars"] == logged - held_out
+    assert kinds["scalars"] == logged
     key_metric = RECIPES[name].key_metric
-    points = answer("scalars/scalars", tag=key_metric, run="tensorboard")
-    expected = {line["global_step"]: line[key_metric] for line in training_lines(output)}
-    assert {step: value for _, step, value in points} == pytest.approx(expected)
+    held_out = {tag for tag in logged if tag.startswith("eval/")}
+    for tag in (key_metric, *held_out):
+        points = answer("scalars/scalars", tag=tag, run="tensorboard")
+        expected = {line["global_step"]: line[tag] for line in lines(output) if tag in line}
+        assert {step: value for _, step, value in points} == pytest.approx(expected), tag
     # No two kinds share a tag: the server would show neither.
     expected = set()
     if name != "reward":
@@ -119,38 +120,21 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     assert {tag.removesuffix("/text_summary") for tag in kinds["text"]} == expected
     assert not kinds["scalars"] & (kinds["histograms"] | kinds["text"])
 
-    # The page of key charts: held-out values, then loss or score, and the key metric, of training.
-    first, second = answer("custom_scalars/layout")["category"]
-    for chart in first["chart"]:
-        (series,) = chart["margin"]["series"]  # with more TensorBoard warns of missing tags
-        assert series["value"] == series["lower"] == series["upper"]
-        assert series["value"] in held_out
-    patterns = [pattern for chart in second["chart"] for pattern in chart["multiline"]["tag"]]
+    # The page of key charts: in each, training and evaluation.
+    (group,) = answer("custom_scalars/layout")["category"]
+    assert group["title"] == "key metrics"
+    charts = {chart["title"]: chart["multiline"]["tag"] for chart in group["chart"]}
+    for title, (pattern,) in charts.items():
+        assert any(re.fullmatch(pattern, tag) for tag in logged), title
+    patterns = [pattern for (pattern,) in charts.values()]
     shown = {tag for tag in logged for pattern in patterns if re.match(pattern, tag)}
-    assert key_metric in shown
-    for pattern in patterns:
-        assert any(re.match(pattern, tag) for tag in kinds["scalars"]), pattern
-    temperatures = " (greedy)", " (sampled at temperature 1)"
-    greedy, sampled = temperatures if RECIPES[name].generates else ("", "")
-    assert first["title"] == f"held out{greedy}"
-    assert second["title"].startswith(f"training{sampled}")
+    assert key_metric in shown and shown & held_out
 
-    # The hyper-parameters, beside the held-out metrics at the end.
+    # The hyper-parameters.
     request = {"experimentName": "", "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
                "colParams": [], "startIndex": 0, "sliceSize": 10}  # fmt: skip
     (group,) = answer("hparams/session_groups", body=request)["sessionGroups"]
     assert group["hparams"]["train_batch_size"] == 4 and "output_dir" not in group["hparams"]
-    # Those that were given come first.
-    names = [each["name"] for each in answer("hparams/experiment", body={})["hparamInfos"]]
-    assert names.index("train_batch_size") < names.index("adam_epsilon")
-    last = evaluation_lines(output)[-1] if RECIPES[name].generates else lines(output)[-1]
-    found = {
-        metric["name"]["tag"]: metric["value"]
-        for session in group["sessions"]
-        for metric in session["metricValues"]
-        if metric["name"]["group"] == "held_out"
-    }
-    assert found == pytest.approx({tag: last[tag] for tag in last if tag.startswith("eval/")})
 
 
 @pytest.mark.parametrize("name", ["dpo", "ppo", pytest.param("grpo", marks=pytest.mark.slow)])
@@ -195,7 +179,7 @@ def test_what_the_console_says_before_and_after(finished):
         in begin
     )
     assert (
-        f"tensorboard --logdir_spec ppo:{output};" in begin
+        f"tensorboard --logdir {output};" in begin
         and "million parameters with the critic's, all trained, weights in float32" in begin
         and re.search(r"scored by +\S", begin)
     )
@@ -224,37 +208,39 @@ def test_a_base_in_4_bits_is_said(packed):
     module = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})
     module.model = module["model"]
     args = types.SimpleNamespace(model_name_or_path="M", load_in_4bit=packed)
-    said = console.describe_model(types.SimpleNamespace(unwrapped=module, args=args))
+    said = console.describe_model(args, module)
     assert said.endswith("weights in float32" + ", those of the base packed into 4 bits" * packed)
 
 
-def trained(architecture: str, roles: list[str]):
-    """A run, as far as `how_to_load` asks it: its architecture, and the roles of its rows."""
-    unwrapped = types.SimpleNamespace(model=type(architecture, (), {})())
-    data = types.SimpleNamespace(train={"roles": roles})
-    return types.SimpleNamespace(unwrapped=unwrapped, data=data)
+def trained(architecture: str, has_adapter: bool = False) -> torch.nn.Module:
+    """What a run trains, as far as `how_to_load` asks it: its architecture, and adapters."""
+    module = torch.nn.Module()
+    module.model = type(architecture, (torch.nn.Module,), {})()
+    module.model._hf_peft_config_loaded = has_adapter
+    return module
 
 
-def test_a_model_is_tried_as_it_was_trained(monkeypatch):
+def test_a_model_is_tried_as_it_was_trained():
     """Its tokenizer may have a chat template although strings were read as they are."""
-    monkeypatch.setattr(console.lora, "has_adapter", lambda module: False)
-    use = lambda kind, roles: console.how_to_load(trained(kind, roles), Path("out/actor"))[2:]
     messages = '[{"role": "user", "content": "..."}]'
-    for roles, question in ((["", "user assistant"], messages), (["", ""], '"text"')):
-        (line,) = use("LlamaForCausalLM", roles)
-        assert line == f"  print(generate({question}, max_new_tokens=100, do_sample=False))"
+    for is_chat, question in ((True, messages), (False, '"text"')):
+        used = console.how_to_load(trained("LlamaForCausalLM"), Path("out/actor"), is_chat)
+        assert used == [
+            "  from transformers import pipeline",
+            '  generate = pipeline("text-generation", "out/actor")',
+            f"  print(generate({question}, max_new_tokens=100, do_sample=False))",
+        ]
 
 
-def test_a_page_says_how_a_reward_model_scores(monkeypatch):
+def test_a_page_says_how_a_reward_model_scores():
     """Transformers alone loads a whole model, so an adapter is merged first."""
-    run = trained("LlamaForSequenceClassification", ["user"])
-    monkeypatch.setattr(console.lora, "has_adapter", lambda module: False)
+    kind = "LlamaForSequenceClassification"
     page = "  see docs/reward.md, The saved model"
-    assert console.how_to_load(run, Path("out/actor")) == [page]
+    assert console.how_to_load(trained(kind), Path("out/actor"), is_chat=True) == [page]
     assert "\n## The saved model\n" in (REPOSITORY / "docs/reward.md").read_text()
-    monkeypatch.setattr(console.lora, "has_adapter", lambda module: True)
     merge = "  python -m preference_recipes.tools.export out/actor out/actor_merged --merge"
-    assert console.how_to_load(run, Path("out/actor")) == [merge, page]
+    of_adapter = trained(kind, has_adapter=True)
+    assert console.how_to_load(of_adapter, Path("out/actor"), is_chat=True) == [merge, page]
 
 
 def test_numbers_in_words():
@@ -353,98 +339,34 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_a_tracker(inputs, tmp_path):
     assert not (output / "tensorboard").exists()
 
 
-CHARTS = {"scores": ["reward", "eval/scores"], "loss": ["loss"], "right": ["eval/exact_match"]}
-HELD_OUT = ["eval/a/loss", "eval/a/scores", "eval/b/loss", "eval/b/scores", "eval/b/exact_match"]
-
-
-def test_the_page_of_key_charts():
-    settings = {"temperature": 0.7, "eval_temperature": 0.0}
-    page = board.key_charts(CHARTS, HELD_OUT, settings)
-    title = "training (sampled at temperature 0.7), and held out (greedy) where both are measured"
-    assert list(page) == ["held out (greedy)", title]
-    # The page shows them in the opposite order.
-    assert list(page["held out (greedy)"].items())[::-1] == [
-        ("scores: a", ["Margin", ["eval/a/scores"] * 3]),
-        ("scores: b", ["Margin", ["eval/b/scores"] * 3]),
-        ("loss: a", ["Margin", ["eval/a/loss"] * 3]),
-        ("loss: b", ["Margin", ["eval/b/loss"] * 3]),
-        ("right: b", ["Margin", ["eval/b/exact_match"] * 3]),
-    ]
-    training = page[title]
-    assert list(training) == ["scores", "loss"]
-    kind, (pattern,) = training["scores"]
-    assert kind == "Multiline"
-    assert re.match(pattern, "reward") and not re.match(pattern, "eval/scores")
-    _, (pattern,) = training["loss"]
-    assert re.match(pattern, "loss") and re.match(pattern, "eval/a/loss")
-
-
-def test_the_page_without_held_out_values_or_temperatures():
-    page = board.key_charts(CHARTS, [], {})
-    assert list(page) == ["training"] and len(page["training"]) == 2
-    charts = {"score": ["reward", "eval/scores"], "rewards": ["rewards/chosen", "rewards/rejected"]}
-    tags = ["eval/scores", "eval/rewards/chosen", "eval/rewards/rejected"]
-    page = board.key_charts(charts, tags, {})
-    assert list(page) == ["held out", "training, and held out where both are measured"]
-    assert list(page["held out"]) == ["score"]
-    assert list(board.key_charts(charts, ["eval/scores"], {})) == ["held out", "training"]
-
-
-@pytest.mark.parametrize("evaluations", [2, 3, 5, 13])
-def test_no_evaluation_of_a_short_run_is_an_outlier(evaluations):
-    """TensorBoard's range is that of the values from the 5 % to the 95 % quantile."""
-    held_out, _ = board.key_charts({"loss": ["loss"]}, ["eval/loss"], {}).values()
-    _, tags = held_out["loss"]
-    values = [2.0**step for step in range(evaluations)]
-    counted_values = [value for value in values for tag in tags if tag == "eval/loss"]
-    low, high = numpy.quantile(counted_values, [0.05, 0.95])
-    assert (low, high) == (values[0], values[-1])
-
-
-def test_a_lone_run_is_called_by_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert board.command(Path("runs/dpo/today")) == "tensorboard --logdir_spec today:runs/dpo/today"
-    assert board.command(Path(".")) == f"tensorboard --logdir_spec {tmp_path.name}:."
-    for name in ("a:b", "a,b"):  # to TensorBoard these are separators
-        assert board.command(Path(name)) == f"tensorboard --logdir {name}"
-
-
 def test_charts_match_their_tags_in_training_and_evaluation():
-    pattern = board.pattern_of(["loss", "rewards/chosen"])
+    pattern = trackers.pattern_of(["loss", "rewards/chosen"])
     for tag in ("loss", "eval/loss", "eval/name/loss", "rewards/chosen", "eval/rewards/chosen"):
         assert re.match(pattern, tag), tag
     for tag in ("loss/policy_avg", "policy_loss", "eval/a/b/loss"):
         assert not re.match(pattern, tag), tag
     # Of held-out values alone.
-    pattern = board.pattern_of(["loss", "eval/scores"])
+    pattern = trackers.pattern_of(["loss", "eval/scores"])
     for tag in ("loss", "eval/loss", "eval/scores", "eval/name/scores"):
         assert re.match(pattern, tag), tag
     assert not re.match(pattern, "scores")
+    # A tag is meant as it is written.
+    assert not re.match(trackers.pattern_of(["pass@1.5"]), "pass@1x5")
 
 
-FULL = """
-import errno, sys
-from pathlib import Path
-from tensorboard.summary.writer.record_writer import RecordWriter
-from common import board, errors
-
-def write(self, data):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-def main():
-    curves = board.Board(Path(sys.argv[1]), 0, {}, {})
-    RecordWriter.write = write
-    while True:  # the thread that writes fails a little later
-        curves.add_scalars({"loss": 1.0}, 1)
-
-errors.run(main)
-"""
-
-
-def test_a_full_disk_under_tensorboard_is_one_line(tmp_path):
-    """TensorBoard writes in a thread of its own: that one's traceback would come first."""
-    (tmp_path / "full.py").write_text(FULL)
-    result = launch([], tmp_path / "full.py", tmp_path / "tensorboard", check=False)
-    assert result.returncode == 1
-    said = result.stdout.strip().splitlines()
-    assert len(said) == 1 and said[0].startswith("a disk is full, "), result.stdout
+def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
+    """What a killed run wrote after the checkpoint is hidden; page and settings are written once."""
+    for first, last, resumed_from in ((1, 4, 0), (3, 5, 2)):
+        checkpoint = small_run(tmp_path, report_to=["tensorboard"])
+        checkpoint.run.progress.global_step = resumed_from
+        checkpoint.run.logger.start()
+        for step in range(first, last + 1):
+            checkpoint.run.progress.global_step = step
+            checkpoint.run.logger.write({"loss": step + 0.5 * resumed_from})
+        checkpoint.run.accelerator.trackers[0].finish()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    found = [(event.step, event.value) for event in board.Scalars("loss")]
+    assert found == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6)]
+    assert len([*(tmp_path / "tensorboard").iterdir()]) == 2
+    assert board.PluginTagToContent("custom_scalars") and board.PluginTagToContent("hparams")

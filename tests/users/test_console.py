@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import common
-from common import metrics
+from common import logger
 from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_inputs, write_jsonl
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
@@ -121,7 +121,7 @@ def test_what_is_announced_is_what_is_written(tmp_path):
 
 def test_an_evaluation_is_printed_in_columns():
     values = {"eval/loss": 0.69314, "eval/accuracies": 0.5, "eval/margins": 0.0}
-    assert metrics.in_columns(values) == [
+    assert logger.in_columns(values) == [
         "  eval/loss           0.6931    eval/accuracies        0.5",
         "  eval/margins             0",
     ]

@@ -5,19 +5,16 @@ import gc
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
-import types
-from pathlib import Path
 
 import pytest
 import torch
 from tqdm import tqdm
 
-from common import errors, run_folder
+from common import errors
 from recipes import load as load_recipe
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe
 
@@ -184,33 +181,6 @@ def test_garbage_is_collected_where_a_recipe_is_imported():
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("call", ["main()", "errors.run(main)"])
-def test_garbage_is_collected_in_main_but_not_while_a_recipe_imports(tmp_path, call):
-    """Whoever copies a recipe may call its `main` by another way than `errors.run`."""
-    demo = tmp_path / "demo.yaml"
-    demo.write_text(
-        f"model_name_or_path: {ASSETS / 'model'}\n"
-        f"dataset_name: {ASSETS / 'preferences_eval.jsonl'}\n"
-    )
-    file = tmp_path / "my_recipe.py"
-    file.write_text(
-        "import gc\nfrom pathlib import Path\n"
-        "import common\ncommon.check_recipe(__file__)\nprint(gc.isenabled())\n"
-        "from common import arguments, errors\n"
-        "from common.shared_args import SharedArgs as Args\n"
-        "def main():\n"
-        f"    arguments.parse(Args, demo=Path({str(demo)!r}))\n"
-        "    print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
-        f"{call}\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, file], env=environment, capture_output=True, text=True, check=True
-    )
-    words = done.stdout.split()
-    assert [words[0], *words[-2:]] == ["False", "True", "True"], done.stdout
-
-
 def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     """That of the first. It stands at the end of the launcher's report, so the process does not print it."""
     file = worker(1)
@@ -252,9 +222,9 @@ def test_what_fails_after_the_last_update_is_a_failure(end, code, tmp_path):
     """A process that has closed its metrics ends before the interpreter cleans up, with its own code."""
     script = tmp_path / "late.py"
     script.write_text(
-        "import atexit, sys\nfrom common import errors, metrics\n"
+        "import atexit, sys\nfrom common import errors, logger\n"
         "def main():\n"
-        "    atexit.register(metrics.exit_without_cleaning_up)\n"
+        "    atexit.register(logger.exit_without_cleaning_up)\n"
         f"    {end}\n"
         "errors.run(main)\n"
     )
@@ -307,48 +277,6 @@ def test_bars_end_before_the_message(capsys, wrong):
     assert capsys.readouterr().err == ""
 
 
-def test_a_file_that_may_not_grow_is_said_in_one_line(tmp_path, capsys):
-    """As a log line beyond `ulimit -f`. It ended in a traceback."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def log():
-        with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write("a" * 2000)
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(SystemExit):
-            errors.run(log)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "File too large" in said
-    assert said.startswith(
-        "a file may not grow further (ulimit -f, or a limit of the disk), that of "
-    )
-
-
-def test_torchs_word_for_a_full_disk_is_explained(tmp_path):
-    with pytest.raises(RuntimeError, match="inline_container") as raised:
-        torch.save(torch.zeros(1000), "/dev/full")
-    said = errors.why_not_written(raised.value, tmp_path)
-    assert (
-        said.startswith("the disk is full, or a quota or limit is reached (") and "inline_c" in said
-    )
-    assert errors.why_not_written(OSError("No space left"), tmp_path) == "No space left"
-    assert errors.is_of_disk(Exception("File too large (os error 27)"))  # as tokenizers raises
-    assert not errors.is_of_disk(RuntimeError("another matter"))
-
-
-def test_the_folder_of_a_run_is_absolute(tmp_path, monkeypatch):
-    """A reward function that called `os.chdir` had the run write elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    for given in ("out", None):
-        args = types.SimpleNamespace(output_dir=given, resume="never")
-        folder = run_folder.decide(args, "sft")
-        assert Path(folder).is_absolute() and Path(folder).is_relative_to(tmp_path)
-
-
 def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys):
     """No file can be written to /dev/full; another OSError keeps its traceback."""
 
@@ -399,28 +327,6 @@ def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, fl
     assert set(border) == {"="} and message in last, result.stdout
     assert result.stdout.count(message) == 1
     assert len(re.findall(r"exitcode +: [12] ", result.stdout)) == 1
-
-
-def test_ctrl_c_while_importing_is_one_line():
-    process = subprocess.Popen(
-        [sys.executable, str(recipe("dpo"))],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    # torch's library is mapped while the recipe imports torch: long before it reads arguments.
-    maps = f"/proc/{process.pid}/maps"
-    while process.poll() is None:
-        with open(maps) as file:
-            if "libtorch" in file.read():
-                break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode in (130, -signal.SIGINT)
-    assert said.strip() == "interrupted while it was starting: nothing was trained"
 
 
 def test_help_lists_each_flag_once_in_groups():

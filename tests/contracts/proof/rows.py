@@ -20,9 +20,7 @@ def first_rows(names: str | list[str] | None, split: str, number: int) -> list[l
 
     sets = []
     for name in as_list(names):
-        data = files.load(name, split)
-        entries = data.table.select(range(min(number, len(data.table))))
-        sets.append(uneven([data.row(entry) for entry in entries]))
+        sets.append(uneven(list(files.load(name, split).read(0, number))))
     return sets
 
 

@@ -1,0 +1,89 @@
+"""A run of one linear layer in this process, with all that a checkpoint holds but a saved actor."""
+
+import types
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from common.actor import Actor
+from common.checkpoint import Checkpoint
+from common.metrics import Means
+from common.mixture import mixture_of
+from common.run import Run
+
+
+class Settings(types.SimpleNamespace):
+    may_change = frozenset()
+
+
+class NoFolder(Actor):
+    """An actor that a checkpoint does not hold: a linear layer is no Hugging Face model."""
+
+    def write_into(self, parent: Path) -> None:
+        pass
+
+
+class Extra:
+    """A recipe's own state."""
+
+    def __init__(self, content=None):
+        self.content = content
+
+    def state(self):
+        return self.content
+
+    def load_state(self, state) -> None:
+        self.content = state
+
+
+def small_run(folder: Path, extra=None, **settings) -> Checkpoint:
+    """A run before its first update: 100 rows, 4 in an update. Its parts are the checkpoint's.
+
+    Args:
+        extra: what the recipe holds.
+    """
+    given = dict(
+        output_dir=str(folder),
+        train_batch_size=4,
+        max_epochs=1,
+        max_steps=0,
+        seed=0,
+        resume="auto",
+        report_to=["none"],
+        save_steps=0,
+        save_total_limit=2,
+        save_dtype=None,
+        keep_best=None,
+        stop_after=0,
+    )
+    args = Settings(**given | settings)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    layer = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 1)})
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(layer, optimizer)
+    run = Run(
+        accelerator, args, mixture_of(100), flop=(0, 0), bar_metric="loss", charts={"loss": []}
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step))
+    return Checkpoint(
+        run,
+        actor=NoFolder(run, model, tokenizer=None),
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        means=Means(accelerator),
+        identity={"data": "d"},
+        extra=Extra(extra),
+    )
+
+
+def update(checkpoint: Checkpoint, applied: bool = True) -> None:
+    """One update of 4 samples and 9 tokens, or one that is skipped."""
+    checkpoint.model["model"](torch.randn(4, 2)).sum().backward()
+    if applied:
+        checkpoint.optimizer.step()
+        checkpoint.scheduler.step()
+    checkpoint.optimizer.zero_grad()
+    checkpoint.run.progress.update_done(applied, samples=4, tokens=9)
