@@ -21,9 +21,9 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm mutations findings lint lock install install-test
+.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm mutations findings lint lock install install-test
 
-sft reward dpo ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
+sft reward dpo kto ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
 
 card: $(VENV)/installed  ## train by GRPO in conversations with an environment

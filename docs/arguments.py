@@ -11,14 +11,14 @@ from typing import Any
 from common.arguments import Parser, default_with_lora
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-RECIPES = ("sft", "reward", "dpo", "ppo", "grpo", "distill")
+RECIPES = ("sft", "reward", "dpo", "kto", "ppo", "grpo", "distill")
 
 HEAD = """# Every argument
 
 Written by `python docs/arguments.py` from the recipes' own `Args`; a test compares them. `python
 recipes/dpo.py --help` prints the same. The pages of the recipes say more about those that matter
-most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [ppo](ppo.md), [grpo](grpo.md),
-[distill](distill.md).
+most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [kto](kto.md), [ppo](ppo.md),
+[grpo](grpo.md), [distill](distill.md).
 
 A flag that is true or false may be given without a value: `--packing` is `--packing true`. What is
 true by default is turned off by `--no_share_prompts`, or `--share_prompts false`. A YAML file

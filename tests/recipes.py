@@ -173,6 +173,24 @@ RECIPES = {
         device_slow=True,
         ten_rows_fast="strings",
     ),
+    "kto": Recipe(
+        data="preferences",  # a pair is two samples; rows with a label are in test_labels.py
+        evaluates_answers=True,
+        key_metric="kl",
+        demo=Demo("cpu", "eval/exact_match", 0.15),
+        splits_left_out=[("zero1", 2), ("ddp", "tokens"), ("compiled", 4)],
+        resume_on=[],
+        resume_on_slow=["plain", "zero3", "fsdp2"],
+        fp16_losses_slow=True,
+        waits={
+            "alone": ["--share_prompts", "false"],
+            "shared": [],
+            "adapters": ["--lora_r", 2],
+        },
+        waits_fast=["shared"],
+        device_slow=True,
+        ten_rows_fast="strings",
+    ),
     "ppo": Recipe(
         data="prompts",
         scores_responses=True,

@@ -76,7 +76,7 @@ def main() -> None:
     )
     parser.add_argument("before", type=Path)
     parser.add_argument(
-        "--recipes", nargs="+", default=["sft", "reward", "dpo", "ppo", "grpo", "distill"]
+        "--recipes", nargs="+", default=["sft", "reward", "dpo", "kto", "ppo", "grpo", "distill"]
     )
     parser.add_argument("--launchers", nargs="+", default=list(LAUNCHERS), choices=LAUNCHERS)
     args = parser.parse_args()

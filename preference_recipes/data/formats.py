@@ -21,6 +21,7 @@ FORMAT_COLUMNS = (
     "rejected",
     "answer",
     "margin",
+    "label",
     "tools",
     "system",
     # Alpaca's and ShareGPT's.
@@ -40,9 +41,9 @@ LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "trainable")
 NO_ASSISTANT = "no message of role assistant"
 
 IS_KTO = (
-    "column 'label': one answer and whether it is good is KTO's format, which no recipe reads. "
-    "For sft keep the good answers and remove the column; for dpo make pairs of a chosen and a "
-    "rejected answer"
+    "column 'label': one answer and whether it is good is KTO's format, which recipes/kto.py "
+    "alone reads. For sft keep the good answers and remove the column; for dpo make pairs of a "
+    "chosen and a rejected answer"
 )
 
 
@@ -211,6 +212,33 @@ def missing_answer(answer: Text) -> str:
     if isinstance(answer, list) and any(not is_learned(message) for message in answer):
         return "no answer that is to be learned"
     return "empty answer"
+
+
+# ============================================================ one answer, good or bad
+# How `label` may be written; the cells of a CSV file are text.
+LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def labelled(row: dict) -> tuple[Text, Text, bool]:
+    """Returns a row of KTO as (prompt, answer, whether it is good).
+
+    Prompt and answer are strings, or both are message lists. Of `messages`, the answer is what the
+    assistant says last.
+
+    Raises:
+        BadRow: there is no label, or `conversation` refuses the rest.
+    """
+    label = str(row.get("label")).lower()
+    if label not in LABELS:
+        found = "none" if row.get("label") is None else f"{row['label']!r:.80}"
+        raise BadRow(
+            f"column 'label': expected true or false, whether the answer is good, found {found}; "
+            "or 'chosen' and 'rejected'"
+        )
+    prompt, answer = conversation({name: row[name] for name in row if name != "label"})
+    if isinstance(answer, list) and not prompt:  # of `messages`
+        return answer[:-1], answer[-1:], LABELS[label]
+    return prompt, answer, LABELS[label]
 
 
 # ============================================================ preferences

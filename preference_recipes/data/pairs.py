@@ -55,13 +55,13 @@ def preference_row(
     return values
 
 
-def missing_text(prompt, chosen, rejected) -> str:
-    """Returns why a pair that lacks a text must be left out; "" if it has all."""
+def missing_text(prompt: formats.Text, *answers: formats.Text) -> str:
+    """Returns why a row that lacks a text must be left out; "" if it has all."""
     if not formats.has_text(prompt):
         return "empty prompt"
-    if not (formats.has_text(chosen) and formats.has_text(rejected)):
+    if not all(map(formats.has_text, answers)):
         return "empty answer"
-    for answer in (chosen, rejected):
+    for answer in answers:
         if isinstance(answer, list) and answer[-1]["role"] != "assistant":
             return "answer that does not end with a message of the assistant"
     return ""

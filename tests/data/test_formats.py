@@ -815,7 +815,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
     ({"messages": [message("user", "<image>\nWhy?"), YES], "image": "a.png"}, ["column 'image'", "only text"]),
     ({"messages": [QUESTION, YES], "image": {"path": "a.png"}}, ["column 'image'", "only text"]),
-    ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "KTO", "good answers", "pairs"]),
+    ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py", "good answers", "pairs"]),
     ({"prompt": "a", "completion": "b", "label": False}, ["column 'label'", "KTO"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5", "--loss_on"]),
     ({"prompt": "a", "completion": [{**YES, "weight": 2}]}, ["message 1", "weight 2"]),

@@ -104,6 +104,7 @@ DEFAULT_RATES = {
     "sft": (2e-5, 2e-4),
     "reward": (1e-5, 1e-4),
     "dpo": (5e-7, 5e-6),
+    "kto": (5e-7, 5e-6),
     "ppo": (1e-6, 1e-5),
     "grpo": (1e-6, 1e-5),
     "distill": (1e-5, 1e-4),

@@ -1,14 +1,20 @@
-"""The losses of pairs that know no reference, against plain arithmetic in float64."""
+"""The losses of SimPO, ORPO and KTO against plain arithmetic in float64; KTO's KL, however split."""
 
+import collections
+import itertools
 import math
-import runpy
+from types import SimpleNamespace
 
+import datasets
+import numpy as np
 import pytest
 import torch
 
-from recipes import REPOSITORY
+from common.batches import MicroBatch, Rows
+from preference_recipes.models.packing import Packer
+from recipes import load
 
-DPO = runpy.run_path(str(REPOSITORY / "recipes/dpo.py"))
+DPO = load("dpo")
 CHOSEN = [-0.7, -2.5, -0.01, -9.0]
 REJECTED = [-1.1, -0.4, -0.02, -30.0]
 
@@ -17,9 +23,9 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def loss(kind, beta, gamma=0.0):
+def loss_of_pairs(kind, beta, gamma=0.0):
     averages = [torch.tensor(values, dtype=torch.float64) for values in (CHOSEN, REJECTED)]
-    return DPO["reference_free_loss"](*averages, beta=beta, loss_type=kind, gamma=gamma)
+    return DPO.reference_free_loss(*averages, beta=beta, loss_type=kind, gamma=gamma)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1.4])
@@ -28,7 +34,7 @@ def test_simpo(gamma):
         -math.log(sigmoid(2.5 * (chosen - rejected) - gamma))
         for chosen, rejected in zip(CHOSEN, REJECTED)
     ]
-    assert loss("simpo", 2.5, gamma).tolist() == pytest.approx(expected, abs=1e-12)
+    assert loss_of_pairs("simpo", 2.5, gamma).tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_orpo():
@@ -37,11 +43,159 @@ def test_orpo():
         p, q = math.exp(chosen), math.exp(rejected)
         odds_ratio = (p / (1 - p)) / (q / (1 - q))
         expected.append(-chosen - 0.3 * math.log(sigmoid(math.log(odds_ratio))))
-    assert loss("orpo", 0.3).tolist() == pytest.approx(expected, abs=1e-9)
+    assert loss_of_pairs("orpo", 0.3).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_orpo_keeps_its_gradient_where_an_answer_is_almost_certain():
     chosen = torch.tensor([-1e-6], requires_grad=True)
-    of_pair = DPO["reference_free_loss"](chosen, torch.tensor([-3.0]), 0.1, "orpo", 0.0)
+    of_pair = DPO.reference_free_loss(chosen, torch.tensor([-3.0]), 0.1, "orpo", 0.0)
     of_pair.sum().backward()
     assert torch.isfinite(of_pair).all() and torch.isfinite(chosen.grad).all()
+
+
+# ============================================================ KTO
+KTO = load("kto")
+RATIOS = [0.7, -2.5, 0.01, -9.0, 4.0]
+IS_GOOD = [True, False, False, True, False]
+WEIGHTS = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.25)
+
+
+def kto_losses(kl: float) -> torch.Tensor:
+    ratios = torch.tensor(RATIOS, dtype=torch.float64)
+    return KTO.kto_loss(ratios, torch.tensor(IS_GOOD), kl, SimpleNamespace(**WEIGHTS))
+
+
+@pytest.mark.parametrize("kl", [0.0, 1.7])
+def test_kto(kl):
+    expected = []
+    for ratio, is_good in zip(RATIOS, IS_GOOD):
+        beyond = ratio - kl if is_good else kl - ratio
+        weight = 1.5 if is_good else 0.25
+        expected.append(weight * (1 - 1 / (1 + math.exp(-0.3 * beyond))))
+    assert kto_losses(kl).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_kto_pulls_a_good_answer_up_and_pushes_a_bad_one_down():
+    ratios = torch.tensor(RATIOS, requires_grad=True)
+    KTO.kto_loss(ratios, torch.tensor(IS_GOOD), 0.5, SimpleNamespace(**WEIGHTS)).sum().backward()
+    assert [gradient < 0 for gradient in ratios.grad.tolist()] == IS_GOOD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", [-0.8, 1.7])
+def test_kto_and_its_kl_are_those_of_trl(kl):
+    """TRL's own method, on answers of one token; a KL below zero is clamped."""
+    trainer_of_trl = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
+    n = len(RATIOS)
+    # What TRL's models return of the answers that the KL is read from, and of the others.
+    outputs = iter([torch.full((n, 1), kl), torch.tensor(RATIOS)[:, None]])
+
+    def model(**inputs):
+        log_probs = next(outputs).double()
+        others = torch.zeros_like(log_probs)
+        return SimpleNamespace(log_probs=log_probs, entropy=others, mean_logits=others)
+
+    model.training = True
+    ids = torch.ones(n, 2, dtype=torch.long)
+    batch = {prefix + name: ids for prefix in ("", "KL_") for name in ("input_ids", "attention_mask", "completion_mask")}  # fmt: skip
+    zeros = torch.zeros(n)
+    batch |= {"label": torch.tensor(IS_GOOD), "ref_logps": zeros, "ref_KL_logps": zeros}
+    trainer = SimpleNamespace(
+        model=model,
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda values: values),
+        calculate_KL=True,
+        precompute_ref_logps=True,
+        aux_loss_enabled=False,
+        loss_type="kto",
+        _metrics={"train": collections.defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        **WEIGHTS,
+    )
+    trainer._compute_kl_logps = lambda *inputs: trainer_of_trl._compute_kl_logps(trainer, *inputs)
+    loss = trainer_of_trl._compute_loss(trainer, model, batch, return_outputs=False)
+    assert loss.item() == pytest.approx(kto_losses(max(kl, 0.0)).mean().item(), abs=1e-6)
+    assert trainer._metrics["train"]["kl"] == pytest.approx([max(kl, 0.0)])
+
+
+# ============================================================ the KL
+# Answers of rows: good, bad, or a pair.
+ROWS = [
+    dict(prompt_ids=[1, 2], chosen_ids=[3, 4, 5], rejected_ids=[]),
+    dict(prompt_ids=[6], chosen_ids=[7], rejected_ids=[8, 9]),
+    dict(prompt_ids=[10, 11, 12], chosen_ids=[], rejected_ids=[13]),
+    dict(prompt_ids=[14], chosen_ids=[15, 16], rejected_ids=[17]),
+    dict(prompt_ids=[18], chosen_ids=[19], rejected_ids=[]),
+]
+LONGEST = 5
+
+
+class Pretended(torch.nn.Module):
+    """Its log-prob of a token depends on that token and on the one before."""
+
+    def forward(self, batch):
+        before = batch["inputs"]["input_ids"].flatten()[batch["predictors"]].double()
+        logps = torch.sin(before * 31 + batch["targets"]) * self.scale
+        cells = torch.zeros(batch["mask"].numel(), dtype=torch.float64)
+        cells[batch["cells"]] = logps
+        return {"logps": cells.view_as(batch["mask"])}
+
+
+def data() -> Rows:
+    lengths = [sum(map(len, row.values())) for row in ROWS]
+    return Rows(
+        datasets.Dataset.from_list(
+            [
+                {**row, "length": length, "row": number}
+                for number, (row, length) in enumerate(zip(ROWS, lengths), 1)
+            ]
+        )
+    )
+
+
+def estimate(scale: float, sizes: list[int], rows: list[int]) -> float:
+    """The KL of some rows, cut into micro-batches of these sizes, with a padding row at the end."""
+
+    def split(places, lengths):
+        ends = np.cumsum(sizes)
+        parts = [list(places[end - size : end]) for size, end in zip(sizes, ends)]
+        padding = MicroBatch([places[0]], torch.zeros(1))
+        return [MicroBatch(part, torch.ones(len(part))) for part in parts] + [padding]
+
+    accelerator = SimpleNamespace(device="cpu", gather=lambda values: values)
+    run = SimpleNamespace(accelerator=accelerator, split=split, args=SimpleNamespace(max_length=LONGEST))  # fmt: skip
+    model = Pretended()
+    model.scale = scale
+    reference = SimpleNamespace(logps=lambda batch: torch.zeros_like(batch["mask"], dtype=float))
+    packer = Packer(torch.device("cpu"))
+    actor = SimpleNamespace(model=model)
+    return KTO.estimate_kl(run, actor, reference, packer, data(), np.array(rows))
+
+
+def by_hand(rows: list[int]) -> float:
+    """The mean log-prob of each row's answers after the prompt of the row before."""
+    found = []
+    for row, next_row in zip(rows, [*rows[1:], rows[0]]):
+        prompt = ROWS[row]["prompt_ids"]
+        for name in ("chosen_ids", "rejected_ids"):
+            answer = ROWS[next_row][name][: LONGEST - len(prompt)]
+            ids = prompt[-1:] + answer
+            if answer:
+                found.append(sum(math.sin(a * 31 + b) for a, b in itertools.pairwise(ids)))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1, 2, 1]])
+def test_kl_is_the_mean_over_all_answers_however_they_are_split(sizes):
+    rows = [3, 0, 4, 1, 2]
+    mean = by_hand(rows)
+    scale = math.copysign(1.0, mean)
+    assert estimate(scale, sizes, rows) == pytest.approx(abs(mean), abs=1e-12)
+    assert estimate(-scale, sizes, rows) == 0.0  # clamped
+
+
+def test_answers_that_fit_their_own_prompt_are_cut_after_a_longer_one():
+    columns = data()[[0]]
+    cut = KTO.labels.with_prompts(columns, [ROWS[2]["prompt_ids"]], LONGEST)
+    assert cut["prompt_ids"] == [[10, 11, 12]] and cut["chosen_ids"] == [[3, 4]]
+    assert cut["rejected_ids"] == [[]] and cut["row"] == [1]

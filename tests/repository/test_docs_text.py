@@ -12,7 +12,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from common import arguments
-from preference_recipes.data import pairs, prompts
+from preference_recipes.data import labels, pairs, prompts
 from preference_recipes.models.load import tokenizer_of
 from preference_recipes.rollouts import generation, samples
 from recipes import NAMES, load
@@ -231,6 +231,8 @@ def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_pa
         function = recipe.reward_row
     elif name == "dpo":
         function = pairs.preference_row
+    elif name == "kto":
+        function = labels.labelled_row
     else:
         function = prompts.prompt_row
         settings = {"max_new_tokens": args.max_new_tokens}

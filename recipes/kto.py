@@ -1,0 +1,280 @@
+"""Kahneman-Tversky Optimization: learn from single answers, each of them good or bad.
+
+Ethayarajh et al. 2024, arXiv:2402.01306. Loss of one answer, with
+r = log pi(answer)/ref(answer), and z the KL of the policy from the reference:
+
+    good: loss = desirable_weight * (1 - sigmoid(beta * (r - z)))
+    bad:  loss = undesirable_weight * (1 - sigmoid(beta * (z - r)))
+
+Demo, offline:
+    python recipes/kto.py
+One GPU:
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/kto.py \
+        --model_name_or_path M --dataset_name D
+N GPUs:
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/kto.py \
+        --model_name_or_path M --dataset_name D
+DeepSpeed fp16:
+    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/kto.py
+
+Every metric: docs/kto.md. Every argument: docs/arguments.md
+"""
+
+# ============================================================ imports
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common import arguments, batches, console, errors, launch, optim
+from common.actor import Actor
+from common.batches import Rows
+from common.checkpoint import Checkpoint
+from common.metrics import Means
+from common.run import Run
+from common.shared_args import SharedArgs, arg
+from preference_recipes.data import dataset, labels
+from preference_recipes.models import checks, load, lora, prepare
+from preference_recipes.models.packing import Packer
+from preference_recipes.models.reference import Reference
+from preference_recipes.rollouts import answers
+from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.tools import preview
+
+
+# ============================================================ arguments
+@dataclass
+class Args(SharedArgs):
+    ref_model_name_or_path: str | None = arg(
+        default=None, help="the reference policy; default: the policy before training"
+    )
+    beta: float = arg(default=0.1, above=0, help="strength of the pull towards the reference")
+    desirable_weight: float = arg(default=1.0, at_least=0, help="of the losses of good answers")
+    undesirable_weight: float = arg(default=1.0, at_least=0, help="of the losses of bad answers")
+    share_prompts: bool = arg(
+        default=True, help="compute a prompt once for both answers, where the model allows it"
+    )
+    learning_rate: float = arg(default=5e-7, with_lora=5e-6, at_least=0, help="peak learning rate")
+    warmup_steps: float = arg(
+        default=0.1, at_least=0, help="warm-up updates; below 1: a share of all updates"
+    )
+    max_new_tokens: int = arg(
+        default=256, at_least=1, help="longest answer in evaluation by exact match"
+    )
+    exact_match_rows: int | None = arg(
+        default=None,
+        at_least=0,
+        help="evaluate exact match on at most this many prompts of each held-out set; 0: on none; "
+        "default: on all that have an `answer`",
+    )
+
+    # What a resumed run may change, on top of what it may change in all recipes.
+    may_change: ClassVar[set[str]] = {"share_prompts", "max_new_tokens", "exact_match_rows"}
+
+
+# ============================================================ the algorithm
+def kto_loss(
+    log_ratios: torch.Tensor, is_good: torch.Tensor, kl: float, args: Args
+) -> torch.Tensor:
+    """Returns the loss of each answer, fp32 `[answers]`; arXiv:2402.01306 eq. 8.
+
+    Args:
+        log_ratios: `[answers]`, log pi(answer) - log ref(answer), summed over the answer's tokens.
+        is_good: bool `[answers]`.
+        kl: the KL of the policy from the reference; no gradient flows through it.
+    """
+    good = args.desirable_weight * (1 - F.sigmoid(args.beta * (log_ratios - kl)))
+    bad = args.undesirable_weight * (1 - F.sigmoid(args.beta * (kl - log_ratios)))
+    return torch.where(is_good, good, bad)
+
+
+def collate(columns: dict, packer: Packer) -> dict:
+    """Returns answers as a model reads them, the good ones first, and the row that each is of."""
+    good = [place for place, ids in enumerate(columns["chosen_ids"]) if ids]
+    bad = [place for place, ids in enumerate(columns["rejected_ids"]) if ids]
+    places = good + bad
+    prompts = [columns["prompt_ids"][place] for place in places]
+    ids = [ids for ids in columns["chosen_ids"] + columns["rejected_ids"] if ids]
+    batch = packer.make_batch(prompts, ids)
+    batch["is_good"] = batches.send([True] * len(good) + [False] * len(bad), packer.device)
+    batch["places"] = batches.send(places, packer.device)
+    batch["rows"] = [columns["row"][place] for place in places]
+    return batch
+
+
+@torch.no_grad()
+def estimate_kl(
+    run: Run, actor: Actor, reference: Reference, packer: Packer, data: Rows, rows: np.ndarray
+) -> float:
+    """Returns the KL of the policy from the reference, estimated on all these rows; section 4.1.
+
+    Each prompt is read with the answers of the next row. All processes must call it, alike.
+    """
+    means = Means(run.accelerator)
+    with checks.evaluation_mode(actor.model):
+        for places, weights in run.split(range(len(rows)), data.lengths[rows]):
+            columns = data[np.roll(rows, -1)[places]]  # the last row's next one is the first
+            prompts = data[rows[places]]["prompt_ids"]
+            batch = collate(labels.with_prompts(columns, prompts, run.args.max_length), packer)
+            log_ratios = actor.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
+            means.add({"kl": log_ratios}, weights[batch["places"]])
+    return max(means.reduce()["kl"], 0.0)
+
+
+def answer_losses(
+    model: torch.nn.Module, reference: Reference, batch: dict, kl: float, args: Args
+) -> tuple[torch.Tensor, dict]:
+    """Returns the losses of answers `[answers]`, and values to log, some with what counts."""
+    logps = model(batch)["logps"].sum(1)  # zero past an answer's end
+    log_ratios = logps - reference.logps(batch).sum(1)
+    is_good = batch["is_good"]
+    losses = kto_loss(log_ratios, is_good, kl, args)
+    rewards = args.beta * log_ratios
+    return losses, {
+        "loss": losses,
+        "kl": torch.full_like(losses, kl),
+        "rewards/chosen": (rewards, is_good),
+        "rewards/rejected": (rewards, ~is_good),
+        "logps/chosen": (logps, is_good),
+        "logps/rejected": (logps, ~is_good),
+    }
+
+
+# TensorBoard's charts: title -> the metrics that it shows together.
+CHARTS = {
+    "loss": ["loss"],
+    "KL from the reference": ["kl"],
+    "right answers": ["eval/exact_match"],
+    "good against bad answers": ["rewards/chosen", "rewards/rejected"],
+    "log-probs": ["logps/chosen", "logps/rejected"],
+}
+
+
+def main():
+    # ============================================================ set-up
+    args = arguments.parse(Args, demo="kto.yaml")
+    accelerator = launch.make_accelerator(args, "kto")  # it also makes the run's folder
+    lora.complete_settings(accelerator, args)
+    tokenizer = load.tokenizer_of_run(accelerator, args)
+    data = dataset.load_data(accelerator, args, tokenizer, function=labels.labelled_row)
+    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    train = Rows(data.train)
+    held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
+    answer_counts = dataset.column(data.train, "n_answers")
+
+    # Without dropout, so that policy and reference differ only in their weights.
+    policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
+    flop = lora.flop(policy)
+    run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="kl", charts=CHARTS)
+    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])
+    reference = Reference(accelerator, args, tokenizer, model)
+    models = [model, reference.model]
+    packer = checks.make_packer(
+        accelerator, models, max_length=args.max_length, share=args.share_prompts
+    )
+
+    means = Means(accelerator)
+    actor = Actor(run, model, tokenizer)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    answers.check_room(sampler)  # do held-out prompts leave room for an answer?
+    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity |= reference.fingerprints
+    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
+    checkpoint = Checkpoint(run, identity=identity, **parts)
+    checkpoint.resume()  # loads what --resume names, and opens the log
+    layout = packer.describe("both answers", each="answer")
+    what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {layout}"
+    console.begin(checkpoint, data=what, exact_match=answers.describe(sampler))
+
+    # ============================================================ the loop
+    max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
+    if run.updates_seen == 0:
+        evaluate(run, actor, reference, packer, held_out, sampler)
+    while not run.finished:
+        update = run.next_update(train)  # the same samples on all processes, each has its share
+        n_answers = int(answer_counts[update.rows].sum())
+        kl = estimate_kl(run, actor, reference, packer, train, update.rows)
+        for rows, weights in update.micro_batches:
+            with run.timed("data"):
+                batch = collate(train[rows], packer)
+                answer_weights = weights[batch["places"]]
+            with accelerator.accumulate(model):
+                losses, values = answer_losses(model, reference, batch, kl, args)
+                run.check_finite(update, batch["rows"], losses, answer_weights)
+                # Part of the mean over the update's answers; the engine divides by `divisor`.
+                loss = (losses * answer_weights).sum() * update.divisor / n_answers
+                accelerator.backward(loss)  # DeepSpeed clips and steps in here
+                if accelerator.sync_gradients:  # true once, in the update's last micro-batch
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                optimizer.step()
+                optimizer.zero_grad()
+            means.add(values, answer_weights)
+            run.count_flop(batch, weights)
+
+        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        means.close_update(
+            applied,
+            grad_norm=grad_norm,
+            learning_rate=scheduler.get_last_lr()[0],
+            loss_scale=update.loss_scale,
+        )
+        if applied:
+            scheduler.step()
+
+        if run.due(args.logging_steps, first=True):
+            run.log(means.reduce())
+        if run.due(args.eval_steps):
+            evaluate(run, actor, reference, packer, held_out, sampler)
+        actor.save_if_due()
+        checkpoint.save_if_due()  # ends the run if a signal asked for it
+
+    run.log(means.reduce())  # a line that is still open
+    actor.save()
+    console.end(actor, is_chat=any(data.train["roles"]))
+
+
+# ============================================================ evaluation
+@torch.no_grad()
+def evaluate(
+    run: Run,
+    actor: Actor,
+    reference: Reference,
+    packer: Packer,
+    held_out: dict[str, Rows],
+    sampler: Sampler,
+) -> None:
+    """Logs for each held-out set what training logs, and exact match where it has answers."""
+    line = {}
+    examples = []
+    with run.timed("paused"), checks.evaluation_mode(actor.model):
+        for prefix, eval_rows in held_out.items():
+            means = Means(run.accelerator)
+            every_row = np.arange(len(eval_rows))
+            kl = estimate_kl(run, actor, reference, packer, eval_rows, every_row)
+            for rows, weights in run.split(every_row, eval_rows.lengths):
+                batch = collate(eval_rows[rows], packer)
+                _, values = answer_losses(actor.model, reference, batch, kl, run.args)
+                means.add(values, weights[batch["places"]])
+            line |= {prefix + name: value for name, value in means.reduce().items()}
+
+            exact_match, answered = answers.exact_match(sampler, eval_rows.dataset, prefix)
+            line |= exact_match
+            examples += answered
+    run.log_evaluation(line, examples)
+    actor.keep_best(line)  # may end the run, see --stop_after
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,64 @@
+"""Rows of KTO: one answer and whether it is good, or a pair, which has one of each."""
+
+import pytest
+
+from preference_recipes.data.labels import labelled_row
+from preference_recipes.data.messages import BadRow
+from preference_recipes.data.pairs import preference_row
+
+ASK = {"role": "user", "content": "1+2="}
+SAY = {"role": "assistant", "content": "3"}
+
+
+def read(tokenizer, row, max_length=64, **settings):
+    return labelled_row(row, tokenizer, max_length, **settings)
+
+
+@pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0])
+def test_a_label_says_which_list_the_answer_is_in(tokenizer, label):
+    row = {"messages": [ASK, SAY], "label": label}
+    is_good = str(label) in ("True", "true", "1")
+    pair = preference_row({"prompt": [ASK], "chosen": [SAY], "rejected": [{**SAY, "content": "4"}]}, tokenizer, 64)  # fmt: skip
+    found = read(tokenizer, row)
+    answer, none = ("chosen_ids", "rejected_ids") if is_good else ("rejected_ids", "chosen_ids")
+    assert found["prompt_ids"] == pair["prompt_ids"]
+    assert found[answer] == pair["chosen_ids"] and found[none] == []
+    assert (found["n_answers"], found["reason"]) == (1, "")
+    assert found["length"] == found["longest"] == len(found["prompt_ids"]) + len(found[answer])
+
+
+def test_prompt_and_completion_are_the_same_row(tokenizer):
+    whole = read(tokenizer, {"messages": [ASK, SAY], "label": True})
+    assert read(tokenizer, {"prompt": [ASK], "completion": [SAY], "label": True}) == whole
+    strings = {"prompt": "1+2=", "completion": "3", "label": True}
+    assert read(tokenizer, strings, strings_as_messages=True) == whole
+    plain = read(tokenizer, strings)
+    assert tokenizer.decode(plain["prompt_ids"] + plain["chosen_ids"]) == "1+2=3<|end|>"
+
+
+def test_a_pair_is_a_good_answer_and_a_bad_one(tokenizer):
+    row = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
+    assert read(tokenizer, row) == {**preference_row(row, tokenizer, 64), "n_answers": 2}
+
+
+@pytest.mark.parametrize("messages, reason", [
+    ([SAY], "empty prompt"),
+    ([ASK, {**SAY, "content": ""}], "empty answer"),
+    ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
+    ([ASK, SAY, ASK], "answer that does not end with a message of the assistant"),
+])  # fmt: skip
+def test_rows_that_are_left_out(tokenizer, messages, reason):
+    assert read(tokenizer, {"messages": messages, "label": False})["reason"] == reason
+
+
+def test_what_is_too_long_is_cut(tokenizer):
+    row = {"prompt": "12345", "completion": "678", "label": True}
+    cut = read(tokenizer, row, max_length=7)
+    assert tokenizer.decode(cut["chosen_ids"]) == "67" and cut["truncated"] and not cut["reason"]
+    assert read(tokenizer, row, max_length=5)["reason"] == "prompt fills max_length"
+
+
+@pytest.mark.parametrize("label", [{}, {"label": None}, {"label": "good"}, {"label": 2}])
+def test_a_row_without_a_label_is_refused(tokenizer, label):
+    with pytest.raises(BadRow, match="'label': expected true or false"):
+        read(tokenizer, {"messages": [ASK, SAY], **label})
