@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # accelerate 1.15.0 with DeepSpeed 0.19.8: clip_grad_norm_ ignores its argument, and clips at 1.0 where nothing was set.
 #
-# The good guess: accelerator.clip_grad_norm_(parameters, 100.0) clips at 100, and no call of it and no setting clip nothing.
+# The good guess: accelerator.clip_grad_norm_(parameters, 100.0) clips at 100, and no call of it and no setting clip
+# nothing.
 # What was seen: with a gradient of 8 and SGD the weight moves by 8 without DeepSpeed, and by 1 with it. Only
-# "gradient_clipping": 0.0 in the JSON switches it off; "auto", or a JSON without the key, is 1.0. The norm that comes back
-# is 8, that before clipping, so that a log shows nothing.
+# "gradient_clipping": 0.0 in the JSON switches it off; "auto", or a JSON without the key, is 1.0. The norm that comes
+# back is 8, that before clipping, so that a log shows nothing.
 # Why it matters: a script that asks for another bound, or for none, trains with 1.0.
 # Where: accelerate/accelerator.py: "gradient_clipping": 1.0 in the place of "auto", and clip_grad_norm_.
 set -euo pipefail

@@ -3,8 +3,8 @@
 #
 # The good guess: scheduler.step() after each update goes one step on, on two processes as on one.
 # What was seen: LinearLR over 10 updates is at 0.5 after 5 updates on one process, and at its end, 0, on two.
-# Why it matters: a schedule whose length is counted in updates is over after 1/n of the run with n processes; the rest has
-# the last learning rate, often 0. The default means that a length is counted in batches of single processes
+# Why it matters: a schedule whose length is counted in updates is over after 1/n of the run with n processes; the rest
+# has the last learning rate, often 0. The default means that a length is counted in batches of single processes
 # (split_batches=False); step_scheduler_with_optimizer=False, or a scheduler that is not prepared, is right.
 # Where: AcceleratedScheduler.step in accelerate/scheduler.py.
 set -euo pipefail

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # accelerate 1.15.0 with DeepSpeed 0.19.8: two calls of backward before optimizer.step() are two updates.
 #
-# The good guess: as without DeepSpeed, gradients of several calls add up, and optimizer.step() makes one update of them.
+# The good guess: as without DeepSpeed, gradients of several calls add up, and optimizer.step() makes one update of
+# them.
 # What was seen: one update of Adam moves the weight by 1 without DeepSpeed; with it the engine counts 2 steps and the
 # weight moves by 1.98: accelerate's backward steps the engine, and optimizer.step() does nothing.
 # Why it matters: losses of two forward passes (policy and value, chosen and rejected) that are propagated one after the

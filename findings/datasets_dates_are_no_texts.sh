@@ -2,8 +2,8 @@
 # datasets 5.2.0: a column of JSON strings that look like dates comes back as points in time.
 #
 # The good guess: JSON knows no dates, so the string "2024-01-05" is a string, as json.loads says.
-# What was seen: datetime.datetime(2024, 1, 5, 0, 0), the feature timestamp[s]; with one other text in the column all are
-# strings. So the type of a row depends on the other rows.
+# What was seen: datetime.datetime(2024, 1, 5, 0, 0), the feature timestamp[s]; with one other text in the column all
+# are strings. So the type of a row depends on the other rows.
 # Why it matters: str() of such an answer is "2024-01-05 00:00:00". It is learned so, or compared so, and every right
 # response counts as wrong.
 # Where: the JSON reader of pyarrow, which datasets uses, guesses types.

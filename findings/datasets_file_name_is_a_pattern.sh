@@ -3,8 +3,8 @@
 #
 # The good guess: a path that exists is that file: data_files="run[1].jsonl" loads run[1].jsonl.
 # What was seen: the rows of run1.jsonl, which lies beside it: [1] is a class of characters. No word is said.
-# Why it matters: downloads and job arrays make such names, data(1).jsonl is none of them and data[1].jsonl is.
-# glob.escape(path) helps.
+# Why it matters: scripts that number their files write such names, and where no other file fits, the load ends
+# with a bare StopIteration. glob.escape(path) helps.
 # Where: resolve_pattern in datasets/data_files.py calls glob.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# DeepSpeed 0.19.8: "grad_accum_dtype": "fp32" gives ZeRO 1 another optimizer under bf16, and other checkpoints; not ZeRO 2.
+# DeepSpeed 0.19.8: "grad_accum_dtype": "fp32" gives ZeRO 1 another optimizer under bf16, and other checkpoints; not
+# ZeRO 2.
 #
 # The good guess: the setting says in which dtype micro-batches are summed, and nothing else.
-# What was seen: at stage 1 the class is BF16_Optimizer instead of DeepSpeedZeroOptimizer, and a checkpoint lacks its keys
-# dynamic_loss_scale, loss_scaler, overflow, param_alignment_paddings and zero_stage. At stage 2 nothing changes.
+# What was seen: at stage 1 the class is BF16_Optimizer instead of DeepSpeedZeroOptimizer, and a checkpoint lacks its
+# keys dynamic_loss_scale, loss_scaler, overflow, param_alignment_paddings and zero_stage. At stage 2 nothing changes.
 # Why it matters: whoever follows the advice to sum in fp32 gets other code for the whole update, and tools that read
 # checkpoints find others; nothing is printed.
 # Where: _do_optimizer_sanity_check in deepspeed/runtime/engine.py.

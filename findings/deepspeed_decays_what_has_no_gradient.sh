@@ -2,9 +2,10 @@
 # DeepSpeed 0.19.8, ZeRO 1 to 3: weight decay shrinks parameters that the loss never touches.
 #
 # The good guess: as in torch, an optimizer leaves parameters whose gradient is None.
-# What was seen: AdamW, learning rate 0.1, decay 0.5: the unused weights are 0.95 of what they were at each stage; 1 in torch.
-# Why it matters: a part of a model that is switched off in a stage of the training, such as a vision tower or the experts
-# of another task, fades in silence, and Adam counts steps of it.
+# What was seen: AdamW, learning rate 0.1, decay 0.5: the unused weights are 0.95 of what they were at each stage; 1 in
+# torch.
+# Why it matters: a part of a model that is switched off in a stage of the training, such as a vision tower or the
+# experts of another task, fades in silence, and Adam counts steps of it.
 # Where: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py: a missing gradient is a part of zeros.
 set -euo pipefail
 folder=$(mktemp -d)

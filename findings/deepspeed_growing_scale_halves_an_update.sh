@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # DeepSpeed 0.19.8, fp16, ZeRO 2: the update at which the loss scale grows is half as large as the others.
 #
-# The good guess: gradients are divided by the scale that their loss was multiplied with, so that each update of SGD with
-# the gradient 1 moves each weight by 1, whatever the scale does.
+# The good guess: gradients are divided by the scale that their loss was multiplied with, so that each update of SGD
+# with the gradient 1 moves each weight by 1, whatever the scale does.
 # What was seen: 1, 1, 0.5, 1, 0.5, 1: the scale doubles before the gradients are divided by it.
-# Why it matters: with the default window that is each 1000th update, without a word; in a comparison with another engine
-# it is an error that no seed explains. Clipping that binds hides it, since it divides by the same wrong norm.
+# Why it matters: with the default window that is each 1000th update, without a word; in a comparison with another
+# engine it is an error that no seed explains. Clipping that binds hides it, since it divides by the same wrong norm.
 # Where: step() in deepspeed/runtime/zero/stage_1_and_2.py: _update_scale comes before unscale_and_clip_grads.
 set -euo pipefail
 folder=$(mktemp -d)

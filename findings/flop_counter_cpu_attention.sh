@@ -3,8 +3,8 @@
 #
 # The good guess: scaled_dot_product_attention is counted, since the table has its kernels: 4 * heads * rows^2 * width.
 # What was seen: 0 on a CPU with or without a mask, also with its backward; on the device "meta" the right 524288.
-# Why it matters: whoever measures the FLOPs of a step on a CPU misses all of the attention, a third of the work and more
-# for long rows. The CPU has a kernel of its own, which the table lacks.
+# Why it matters: whoever measures the FLOPs of a step on a CPU misses all of the attention, a third of the work and
+# more for long rows. The CPU has a kernel of its own, which the table lacks.
 # Where: torch/utils/flop_counter.py registers no aten._scaled_dot_product_flash_attention_for_cpu.
 set -euo pipefail
 folder=$(mktemp -d)
