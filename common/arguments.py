@@ -411,11 +411,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def fill_in_micro_batches(args, on_gpu: bool) -> str | None:
+def fill_in_micro_batches(args, on_gpu: bool, processes: int) -> str | None:
     """Decides how large micro-batches are, where neither size was given.
 
-    A micro-batch of 4 suits a CPU. It would leave most of a GPU idle, which is filled by a number
-    of tokens better than by a number of samples.
+    A micro-batch of 4 suits a CPU, or of the size nearest to it that divides an update. It would
+    leave most of a GPU idle, which is filled by a number of tokens better than by one of samples.
 
     Args:
         args: `micro_train_batch_size` is None if it was not given, `micro_train_tokens` 0.
@@ -425,7 +425,8 @@ def fill_in_micro_batches(args, on_gpu: bool) -> str | None:
     """
     is_given = args.micro_train_batch_size is not None or args.micro_train_tokens
     if args.micro_train_batch_size is None:
-        args.micro_train_batch_size = 4
+        size = nearest_micro_batch_size(args.train_batch_size, 4, processes)
+        args.micro_train_batch_size = 4 if args.micro_train_tokens else size or 4
     if is_given or not on_gpu:
         return None
     args.micro_train_tokens = TOKENS_ON_GPU

@@ -51,7 +51,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             another run uses, or with `--resume never` one that holds another run.
     """
     launcher = read_environment()
-    note = arguments.fill_in_micro_batches(args, on_gpu=not launcher.on_cpu)
+    note = arguments.fill_in_micro_batches(args, not launcher.on_cpu, launcher.processes)
     accumulation = arguments.accumulation_steps(
         args.train_batch_size,
         args.micro_train_batch_size,

@@ -121,7 +121,7 @@ class UpdateArgs:
         default=None,
         at_least=1,
         help="samples that one process runs at once; without this and micro_train_tokens it is "
-        "4, and on a GPU as many as fit 16384 tokens",
+        "4 or the nearest that divides, and on a GPU as many as fit 16384 tokens",
     )
     micro_train_tokens: int = arg(
         default=0,

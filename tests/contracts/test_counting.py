@@ -9,7 +9,16 @@ import yaml
 
 from common import arguments, batches, counted, optim
 from common.progress import Progress
-from runs import PYTHON, REPOSITORY, launch, recipe, tiny_llama, training_lines, write_jsonl
+from runs import (
+    PYTHON,
+    REPOSITORY,
+    launch,
+    recipe,
+    refuses,
+    tiny_llama,
+    training_lines,
+    write_jsonl,
+)
 
 
 def steps_logged(progress: Progress, interval: float) -> list[int]:
@@ -119,11 +128,30 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
 def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(
     given, on_gpu, expected, is_said
 ):
-    args = types.SimpleNamespace(micro_train_batch_size=given[0], micro_train_tokens=given[1])
-    said = arguments.fill_in_micro_batches(args, on_gpu)
+    args = types.SimpleNamespace(
+        train_batch_size=64, micro_train_batch_size=given[0], micro_train_tokens=given[1]
+    )
+    said = arguments.fill_in_micro_batches(args, on_gpu, 2)
     assert (args.micro_train_batch_size, args.micro_train_tokens) == expected
     assert bool(said) == is_said
     assert not said or ("16384 tokens" in said and "--micro_train_tokens" in said)
+
+
+@pytest.mark.parametrize(
+    "train, processes, size",
+    [(64, 1, 4), (64, 2, 4), (2, 1, 2), (2, 2, 1), (6, 1, 3), (5, 1, 5), (7, 1, 1), (6, 4, 4)],
+)
+def test_a_micro_size_that_is_not_given_follows_the_update(train, processes, size):
+    """`--train_batch_size 2` alone was refused. Where nothing divides, the refusal stays."""
+    args = types.SimpleNamespace(
+        train_batch_size=train, micro_train_batch_size=None, micro_train_tokens=0
+    )
+    arguments.fill_in_micro_batches(args, False, processes)
+    assert args.micro_train_batch_size == size
+    if train % processes:
+        refuses("4 x 4", call=lambda: arguments.accumulation_steps(train, size, processes))
+    else:
+        assert arguments.accumulation_steps(train, size, processes) == train // size // processes
 
 
 def test_a_run_without_sizes_on_a_pretended_gpu(tmp_path):
