@@ -131,6 +131,24 @@ COUNTING = [
 # ============================================================ what a sample weighs
 WEIGHTING = [
     Fault(
+        "kto_divided_by_rows",
+        "KTO's loss is divided by the number of rows, though a pair has two answers",
+        "recipes/kto.py",
+        replace(
+            "main",
+            "(losses * answer_weights).sum() * update.divisor / n_answers",
+            by="(losses * answer_weights).sum() * update.divisor / update.n_samples",
+        ),
+        "models/test_preference_losses.py::test_a_pair_weighs_as_its_two_answers_do",
+    ),
+    Fault(
+        "kto_kl_of_own_answers",
+        "KTO's KL is that of each prompt with its own answer",
+        "recipes/kto.py",
+        replace("estimate_kl", "np.roll(rows, -1)[places]", by="rows[places]"),
+        "models/test_preference_losses.py::test_kl_is_the_mean_over_all_answers_however_they_are_split",
+    ),
+    Fault(
         "loss_mean_of_means",
         "each micro-batch weighs the same, however many targets it has",
         "recipes/sft.py",

@@ -24,12 +24,8 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     if not reason and isinstance(answer, list) and not all(map(formats.is_learned, answer)):
         reason = formats.missing_answer(answer)
     prompt_ids, answer_ids, notes = [], [], []
-    if not reason and isinstance(prompt, str):
-        prompt_ids, answer_ids = chat.encode_plain(tokenizer, prompt, answer)
-    elif not reason:
-        encoded = chat.encode_answer(tokenizer, prompt, answer, row.get("tools"))
-        prompt_ids, answer_ids = encoded.context, encoded.ids
-        notes = encoded.notes + chat.unwritten_parts(tokenizer, prompt, row.get("tools"))
+    if not reason:
+        prompt_ids, answer_ids, notes = encode(tokenizer, prompt, answer, row.get("tools"))
         reason = "" if answer_ids else chat.why_left_out(notes)
 
     longest = len(prompt_ids) + len(answer_ids)
@@ -51,6 +47,16 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     if notes:
         values["notes"] = notes
     return values
+
+
+def encode(tokenizer, prompt, answer, tools=None) -> tuple[list[int], list[int], list[str]]:
+    """Returns the token ids of a prompt and an answer, two strings or two lists, and notes."""
+    if isinstance(prompt, str):
+        prompt_ids, answer_ids = chat.encode_plain(tokenizer, prompt, answer)
+        return prompt_ids, answer_ids, []
+    encoded = chat.encode_answer(tokenizer, prompt, answer, tools)
+    notes = encoded.notes + chat.unwritten_parts(tokenizer, prompt, tools)
+    return encoded.context, encoded.ids, notes
 
 
 def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:

@@ -13,6 +13,7 @@ import torch
 from common.batches import MicroBatch, Rows
 from preference_recipes.models.packing import Packer
 from recipes import load
+from runs import LAUNCHERS, launch, recipe, tiny_llama, training_lines, write_jsonl
 
 DPO = load("dpo")
 CHOSEN = [-0.7, -2.5, -0.01, -9.0]
@@ -57,6 +58,7 @@ def test_orpo_keeps_its_gradient_where_an_answer_is_almost_certain():
 KTO = load("kto")
 RATIOS = [0.7, -2.5, 0.01, -9.0, 4.0]
 IS_GOOD = [True, False, False, True, False]
+KTO_TAGS = ("loss", "kl", "grad_norm", "logps/chosen", "logps/rejected")
 WEIGHTS = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.25)
 
 
@@ -199,3 +201,35 @@ def test_answers_that_fit_their_own_prompt_are_cut_after_a_longer_one():
     cut = KTO.labels.with_prompts(columns, [ROWS[2]["prompt_ids"]], LONGEST)
     assert cut["prompt_ids"] == [[10, 11, 12]] and cut["chosen_ids"] == [[3, 4]]
     assert cut["rejected_ids"] == [[]] and cut["row"] == [1]
+
+
+def test_a_pair_weighs_as_its_two_answers_do(tmp_path):
+    """The first update, whose KL is 0, of pairs and single answers together; DDP splits them."""
+    tiny_llama(tmp_path / "model")
+    say = lambda number: "answer" * (number % 3 + 1) + str(number)
+    single = [{"prompt": f"{n}?", "completion": say(n), "label": n % 3 == 0} for n in range(6)]
+    pairs = [{"prompt": f"{n}!", "chosen": say(n), "rejected": say(n + 1)} for n in range(4)]
+    alone = [
+        {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+        for pair in pairs
+        for name in ("chosen", "rejected")
+    ]
+    found = []
+    for launcher, rows in (
+        ([], single + alone),
+        ([], single + pairs),
+        (LAUNCHERS["ddp"], single + pairs),
+    ):
+        output = tmp_path / f"run{len(found)}"
+        flags = [
+            *("--model_name_or_path", tmp_path / "model", "--output_dir", output, "--max_steps", 1),
+            *("--dataset_name", write_jsonl(output.with_suffix(".jsonl"), rows)),
+            *("--train_batch_size", len(rows), "--micro_train_batch_size", 1),
+            *("--desirable_weight", 1.5, "--report_to", "none"),
+        ]
+        launch(launcher, recipe("kto"), *flags)
+        [line] = training_lines(output)
+        found.append({tag: line[tag] for tag in KTO_TAGS})
+    assert found[0]["grad_norm"] > 0
+    for others in found[1:]:
+        assert others == pytest.approx(found[0], rel=1e-5, abs=1e-6)
