@@ -250,7 +250,7 @@ RECIPES = {
         key_metric="reward",
         demo=Demo("cpu", "eval/exact_match", 0.25, adapters=(3e-3, 0.25)),
         demo_batches_divided_by=8,
-        glossary_flags=["--kl_coef", 0.01],
+        glossary_flags=["--kl_coef", 0.01, "--off_policy_limit", 0.1],
         board_flags=[
             *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
             *("--generate_batch_size", 8, "--score_batch_size", 8, "--n_samples_per_prompt", 2),

@@ -393,7 +393,7 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         ]
         output = {"logps": torch.full((2, 3), -1e-8), "correct": torch.ones(2, 3)}
         losses, _ = recipes["sft"]["token_losses"](
-            lambda batch, extras: output, {"mask": torch.ones(2, 3) > 0}
+            lambda batch, extras: output, {"mask": torch.ones(2, 3) > 0}, "nll"
         )
         assert losses.sum().item() == pytest.approx(6e-8, rel=1e-5)
         assert losses.dtype == torch.float32

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import batches
+from common import batches, trackers
 from common.metrics import Means
 from common.mixture import mixture_of
 from common.run import Run, Update
@@ -413,18 +413,19 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(
 ):
     """A new run begins with the evaluation at step 0. The line of the checkpoint itself stays."""
     opened = []
-    monkeypatch.setattr(
-        "torch.utils.tensorboard.SummaryWriter",
-        lambda folder, purge_step: opened.append((folder, purge_step)),
-    )
-    run, _ = run_without_bar(
-        tmp_path, report_to=["tensorboard"], eval_dataset_name=["held-out.jsonl"]
-    )
+
+    def tracker(name, folder, purge_step):
+        opened.append((name, folder, purge_step))
+        return types.SimpleNamespace(start=lambda: None, writer=None)
+
+    monkeypatch.setattr(trackers, "TensorBoardTracker", tracker)
+    monkeypatch.setattr(trackers, "describe", lambda *_: None)
+    run, _ = run_without_bar(tmp_path, report_to=["tensorboard"])
+    run.accelerator.trackers = []
     run.progress.global_step = global_step
     run.logger.start()
     run.logger.bar.close()
-    folder = tmp_path / "tensorboard"
-    assert opened == [(folder, hidden_from), (folder / "held_out", hidden_from)]
+    assert opened == [("tensorboard", str(tmp_path), hidden_from)]
 
 
 def test_sums_that_another_process_takes_over_leave_only_their_names(tmp_path):

@@ -129,7 +129,12 @@ def test_a_run_says_what_it_reads_before_it_does(accelerator, tmp_path, monkeypa
 
     def row(row, **settings):
         assert texts == [f"reading {path} ..."]
-        return {"input_ids": [1], "length": 1, "reason": "", "truncated": False}
+        return {
+            "input_ids": [len(row.get("text", ""))],
+            "length": 1,
+            "reason": "",
+            "truncated": False,
+        }
 
     tokenizer = templates.tokenizer("qwen3")
     dataset.load(accelerator, path, "train", row, tokenizer, {}, max_length=9)
