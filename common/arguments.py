@@ -162,6 +162,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
             message names the argument. Also if a tracker is unknown.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
+    gc.enable()  # it is off while a recipe loads its modules
     demo = ASSETS / demo
     args, is_demo = read(args_class, demo, argv)
     trackers.check(getattr(args, "report_to", []))

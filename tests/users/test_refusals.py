@@ -181,6 +181,25 @@ def test_garbage_is_collected_where_a_recipe_is_imported():
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("as_program, enabled", [(True, False), (False, True)])
+def test_garbage_is_collected_but_while_a_program_loads_its_modules(as_program, enabled):
+    """`parse` enables it again; whoever imports a recipe takes its functions and need not call it."""
+    name = "__main__" if as_program else "recipe"
+    code = (
+        "import gc, runpy, sys\nfrom common import arguments\n"
+        "def parse(*_, **__):\n    print(gc.isenabled())\n    sys.exit()\n"
+        "arguments.parse = parse\n"
+        f"runpy.run_path({str(recipe('dpo'))!r}, run_name={name!r})\n"
+        "print(gc.isenabled())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    said = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert said.split() == [str(enabled)]
+    parsed = "import gc; gc.disable(); from common.arguments import parse; from common.shared_args import SharedArgs; parse(SharedArgs, 'dpo.yaml', ['--model_name_or_path', 'm', '--dataset_name', 'd']); print(gc.isenabled())"  # fmt: skip
+    said = subprocess.check_output([sys.executable, "-c", parsed], env=environment, text=True)
+    assert said.split() == ["True"]
+
+
 def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     """That of the first. It stands at the end of the launcher's report, so the process does not print it."""
     file = worker(1)
