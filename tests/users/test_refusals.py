@@ -91,7 +91,7 @@ TABLE = [
     # Folders and checkpoints.
     ("dpo", [*OWN, "--output_dir", "used"], 1, ["already holds another run", "no checkpoint to go on from"]),
     ("dpo", [*OWN, "--output_dir", "stopped"], 1, ["already holds another run", "--resume auto"]),
-    ("dpo", [*OWN, "--output_dir", "file"], 1, ["--output_dir file cannot be made"]),
+    ("dpo", [*OWN, "--output_dir", "file"], 1, ["--output_dir ", "/file cannot be made"]),
     ("dpo", [*OWN, "--resume", "auto"], 1, ["--resume auto", "--output_dir: give it"]),
     ("dpo", [*OWN, "--resume", "used"], 1, ["--resume used: not a checkpoint", "manifest.json"]),
 ]  # fmt: skip
