@@ -37,7 +37,7 @@ class Actor:
         self.model = model
         self.tokenizer = tokenizer
         self.also = dict(also or {})
-        self.unwrapped = run.accelerator.unwrap_model(model, keep_torch_compile=False)
+        self.unwrapped = engine.unwrapped(run.accelerator, model)
         self.best = Best(run.accelerator, run.args, run.progress)
 
     def save_if_due(self) -> None:

@@ -110,8 +110,10 @@ class Checkpoint:
     # ============================================================ the beginning of a run
 
     def resume(self) -> None:
-        """Makes a run ready for its next update: at a checkpoint or at the start, as `--resume`
-        says. It also opens the log. All processes must call it.
+        """Makes a run ready for its next update, and opens its log.
+
+        It goes on at a checkpoint or begins at the start, as `--resume` says. All processes must
+        call it.
 
         Raises:
             SystemExit: there are checkpoints but none is whole; the chosen one belongs to another

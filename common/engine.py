@@ -26,6 +26,11 @@ def describe(accelerator: Accelerator) -> str:
     return f"{engine} {precision} on {accelerator.device.type}"
 
 
+def unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Returns the module inside a prepared one, as it was before DDP, DeepSpeed and compilation."""
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
 def half_precision(accelerator) -> torch.dtype | None:
     """Returns the precision in which a model computes; None: in fp32."""
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)

@@ -91,11 +91,6 @@ class Logger:
                 trackers.add_histogram(writer, "rollout/scores", scored, next_update)
             writer.add_text("samples/rollout", transcript.as_markdown(examples), next_update)
 
-    def warn(self, message: str) -> None:
-        """Prints a line above the bar. All processes may call it."""
-        if self.accelerator.is_main_process:
-            self.bar.write(f"WARNING: {message}")
-
     def note_once(self, name: str, message: str) -> None:
         """Prints a line above the bar, the first time that it is called with this name.
 

@@ -25,7 +25,7 @@ class Progress:
             twice), padding excluded, in applied updates.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         sequences: trained on so far, in applied updates.
-        position: the run's `rollout.schedule.Position`, in a recipe whose updates do not tell how
+        position: the run's `rollouts.schedule.Position`, in a recipe whose updates do not tell how
             much of the data is used up. In GRPO a rollout that leaves groups out makes fewer.
         stopped_early: whether the run ends before its data: by `--stop_after`, or in GRPO because
             a whole epoch of prompts led to no update.

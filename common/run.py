@@ -177,9 +177,9 @@ class Run:
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Ends the run if a loss of the update is not finite. Looks at the last micro-batch only.
+        """Ends the run if a loss of the update is not finite.
 
-        To be called before `backward`, in which DeepSpeed steps.
+        It looks once, at its last micro-batch. Call it before `backward`, where DeepSpeed steps.
 
         Args:
             rows: the numbers of the rows in the data file.

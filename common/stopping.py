@@ -20,9 +20,7 @@ SAME_SIGNAL_SECONDS = 3
 
 
 class Signals:
-    """The signal that ends a run after its update. Each process listens from its making on.
-
-    SIGTERM, SIGINT and SIGUSR1 do. A second signal ends the process at once.
+    """SIGTERM, SIGINT or SIGUSR1, which end a run after its update; a second one does at once.
 
     Attributes:
         number: of the signal that came; 0 if none did.

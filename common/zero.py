@@ -162,7 +162,7 @@ def delay_scale_growth() -> None:
     DeepSpeed 0.19.8 lets it grow within an update, and then divides gradients by twice the scale
     that they were multiplied by. That update is halved, unless clipping decides its size.
 
-    DeepSpeed also raises an error at the smallest scale. Here it does not: `Metrics.update_done`
+    DeepSpeed also raises an error at the smallest scale. Here it does not: `Run.count`
     ends the run, and says where it was.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler

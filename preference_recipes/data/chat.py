@@ -9,7 +9,7 @@ prompt and answer apart, as at inference. What the rule meets on its way:
     writes more in the prompt than before an answer       the answer follows what both begin with,
                                                           or the prompt, see `split_answer`
     rewrites the history once an answer follows           the prompt's history is put back
-    drops the thinking of the answer                      it is put back, see `write_answer`
+    drops the thinking of the answer                      it is put back, see `with_thinking`
     drops a content or a call of the answer               the row is left out, and named
     drops a part of the history                           so it does at inference: a note says it
 """
@@ -728,7 +728,7 @@ def unwritten_parts(tokenizer, messages: list[dict], tools=None) -> list[str]:
         is_written = message["role"] == "assistant" or message["content"].strip() in text
         if not is_written and leaves_out(tokenizer, messages, place, tools, "content"):
             notes.append(f"{DROPS_ROLE} (role {message['role']!r})")
-    return notes + [DROPS_TOOLS] * (text == without_tools)
+    return notes + ([DROPS_TOOLS] if text == without_tools else [])
 
 
 def why_left_out(notes: list[str]) -> str:

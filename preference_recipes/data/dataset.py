@@ -102,7 +102,7 @@ def load(
             columns of the result; among them `length`, the number of tokens of the row (of a pair,
             those of both sequences), `reason`, why a row is left out ("" if it is not), and
             `truncated`, whether something was cut off. It may return `notes`, a list of what the
-            run prints about such rows, see `tokens.note`, and `longest`, the tokens of its longest
+            run prints about such rows, see `chat.note`, and `longest`, the tokens of its longest
             sequence before anything was cut. It raises `BadRow` if a row fits no format.
         columns: see `formats.column_names`.
         settings: passed to `function`; `max_length` among them.

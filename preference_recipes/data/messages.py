@@ -111,7 +111,7 @@ def with_arguments(call: Any) -> Any:
     """Returns a tool call whose `function` has `arguments`, an object, as `nested` does.
 
     OpenAI's API writes an object's JSON, '{"a": 1}', which most templates would quote once more.
-    For templates that want a string, `templates.render` makes one.
+    For templates that want a string, `chat.render` makes one.
     """
     function = call.get("function") if isinstance(call, dict) else None
     key = key_of_arguments(function) if isinstance(function, dict) else None

@@ -46,7 +46,7 @@ class Reference:
         self.fingerprints: dict[str, str] = {}
         self.model: nn.Module | None
         if args.lora_r and args.ref_model_name_or_path is None:
-            self.module = accelerator.unwrap_model(model, keep_torch_compile=False)
+            self.module = engine.unwrapped(accelerator, model)
             self.model = lora.WithoutAdapters(model, **settings)
         else:
             self.module = LogProbModel(load.causal_lm(self.name, tokenizer, args, frozen=True))
@@ -77,17 +77,17 @@ class Reference:
             collate: makes the batch of some rows from their columns: all their first answers, then
                 all their second ones, and so on.
         """
-        fingerprint = load.fingerprint(self.accelerator, self.name, self.module.config)
+        fingerprint = self.fingerprints.get("reference model")
+        if fingerprint is None:  # it is the trained model without its adapters
+            fingerprint = load.fingerprint(self.accelerator, self.name, self.module.config)
         # Other hardware and software rounds otherwise.
-        decides = engine.decides_values(self.accelerator, self.module)
-        identity = [self.name, fingerprint, decides]
+        identity = [self.name, fingerprint, engine.decides_values(self.accelerator, self.module)]
         for rows in sets:
             # Whether prompts are shared changes rounding.
             key = ["reference", *identity, packer.share, rows.dataset._fingerprint]
             compute = partial(self.table_of, rows, collate=collate, packer=packer)
             rows.added["ref_logps"] = computed_once(self.accelerator, key, compute)
-        self.model = None
-        self.module = None
+        self.model = self.module = None
 
     def table_of(
         self, rows: batches.Rows, collate: Callable[[dict, Packer], dict], packer: Packer
@@ -97,9 +97,8 @@ class Reference:
         table = None  # made at the first batch, which shows how many answers a row has
         numbers = range(len(rows))
         for some, weights in batches.split_update(accelerator, self.args, numbers, rows.lengths):
-            answer_logps = self.logps(collate(rows[some], packer)).sum(1)
             # From all first answers, then all second ones, to `[rows, answers of a row]`.
-            of_rows = answer_logps.view(-1, len(some)).T
+            of_rows = self.logps(collate(rows[some], packer)).sum(1).view(-1, len(some)).T
             if table is None:
                 table = torch.zeros(len(rows), of_rows.shape[1], device=accelerator.device)
             is_real = weights > 0  # a padding row repeats a row that another process fills in

@@ -125,7 +125,7 @@ class Teachers:
         self.have_own_prompts = args.teacher_prompt is not None
         self.fingerprints: dict[str, str] = {}
         self.by_name: dict[str, Teacher] = {}
-        student = accelerator.unwrap_model(model, keep_torch_compile=False)
+        student = engine.unwrapped(accelerator, model)
         for name, path in names_and_paths(args).items():
             if path is None:  # the student without its adapters
                 head = student.whole_head().at(args.temperature)

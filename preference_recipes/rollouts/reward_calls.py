@@ -161,7 +161,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether an error may be the user's Ctrl-C.
 
-    A run handles Ctrl-C by itself, see `stopping.listen`. So in a run a
+    A run handles Ctrl-C by itself, see `stopping.Signals`. So in a run a
     KeyboardInterrupt is the function's own: it failed, and the other processes must learn of it.
     """
     is_handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler

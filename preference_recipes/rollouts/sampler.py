@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from common import engine
 from common.metrics import Means
 from common.progress import Progress
 
@@ -40,7 +41,7 @@ class Sampler:
     servers: Any = None
 
     def __post_init__(self):
-        self.unwrapped = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        self.unwrapped = engine.unwrapped(self.accelerator, self.model)
 
     @property
     def device(self) -> torch.device:
