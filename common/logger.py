@@ -142,15 +142,20 @@ class Logger:
     def close(self) -> None:
         """Ends trackers, bar and process group. All processes must call it."""
         self.bar.close()
-        self.accelerator.end_training()
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cpu":
-            atexit.register(exit_without_cleaning_up)
+            atexit.register(exit_without_cleaning_up, torch.distributed.group.WORLD)
+        self.accelerator.end_training()
 
 
-def exit_without_cleaning_up() -> None:
+def exit_without_cleaning_up(group=None) -> None:
     """Ends a process of a finished run before the interpreter cleans up.
 
     With torch 2.13, gloo's threads now and then abort a finished process during that cleanup.
+
+    Args:
+        group: the process group, which must live until here. If DDP were the last to hold it, it
+            would delete the group without letting go of Python's lock. A thread of gloo may wait
+            for that lock, and the process would hang.
     """
     sys.stdout.flush()
     # `last_value` is set by an exception that nobody caught, outside `errors.run`.

@@ -8,6 +8,7 @@ import datetime
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from common import lock
 from runs import (
     CONFIGS,
     LAUNCHERS,
+    OFFLINE,
     PYTHON,
     REPOSITORY,
     config_launcher,
@@ -325,6 +327,24 @@ def test_only_a_launcher_that_is_gone_is_missed(monkeypatch):
             with monkeypatch.context() as launched:
                 launched.setenv(name, "none")
                 assert is_gone() == gone, (name, parent)
+
+
+def test_a_run_on_cpus_ends():
+    """With torch 2.13 each second end hung when DDP was the last to hold its process group."""
+    script = REPOSITORY / "tests/ending_groups.py"
+    environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)}
+    port = str(random.randrange(20_000, 30_000))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, port, rank], env=environment, stdout=subprocess.PIPE
+        )
+        for rank in "01"
+    ]
+    try:
+        assert [rank.communicate(timeout=120)[0] for rank in ranks] == [b"ended\n"] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
