@@ -24,7 +24,9 @@ from preference_recipes.models.logprobs import (
     LogProbHead,
     LogProbModel,
     by_answer,
+    head_gradients,
     product_dtype,
+    scaled_products,
 )
 
 # Logits of each model that are held at once, in elements: 256 MiB in fp32. What is made of them
@@ -86,33 +88,17 @@ class Head:
         Returns:
             fp32 `[n, v]` each; None where there is no soft cap.
         """
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = fp32_product(hidden.to(dtype), self.weight.to(dtype))
-            if self.bias is not None:
-                logits += self.bias.float()
-            if self.multiplier != 1.0:
-                logits *= self.multiplier
-            slope = None
-            if self.softcap:
-                capped = torch.tanh(logits / self.softcap)
-                logits = self.softcap * capped
-                slope = 1 - capped**2
-            # On a CPU `log_softmax` adds up a row number by number. Over a vocabulary of 150,000
-            # its sum would be off by more than a small divergence.
-            for (block,) in blocks(logits):
-                block -= block.logsumexp(-1, keepdim=True)
-            return logits, slope
-
-
-def fp32_product(hidden: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Returns `hidden @ matrix.T` in fp32, `[n, v]`.
-
-    A GPU adds up half products in fp32. Rounded to half, the sums would differ from one another by
-    more than a student differs from its teacher at the end of training.
-    """
-    if matrix.is_cuda and matrix.dtype != torch.float32:
-        return torch.mm(hidden, matrix.T, out_dtype=torch.float32)
-    return (hidden @ matrix.T).float()
+        logits = scaled_products(hidden, self.weight.to(dtype), self.bias, self.multiplier)
+        slope = None
+        if self.softcap:
+            capped = torch.tanh(logits / self.softcap)
+            logits = self.softcap * capped
+            slope = 1 - capped**2
+        # On a CPU `log_softmax` adds up a row number by number. Over a vocabulary of 150,000 its
+        # sum would be off by more than a small divergence.
+        for (block,) in blocks(logits):
+            block -= block.logsumexp(-1, keepdim=True)
+        return logits, slope
 
 
 def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -242,21 +228,22 @@ class ChunkedDivergence(torch.autograd.Function):
         Returns:
             fp32 `[n]` each. The first has a gradient, for the student alone.
         """
-        vocabulary = len(lesson.head.weight)
+        ctx.vocabulary = len(lesson.head.weight)
         ctx.formula = dict(multiplier=multiplier, softcap=softcap)
         ctx.lesson = lesson
         ctx.beta = beta
-        ctx.dtypes = (product_dtype(hidden), product_dtype(lesson.hidden))
-        ctx.chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+        ctx.dtype = product_dtype(hidden)
+        ctx.teacher_dtype = product_dtype(lesson.hidden)
+        ctx.chunk = max(1, CHUNK_ELEMENTS // ctx.vocabulary)
         ctx.save_for_backward(hidden, weight, bias, targets)
 
-        head = Head(weight, bias, **ctx.formula).cut(vocabulary)
+        head = Head(weight, bias, **ctx.formula).cut(ctx.vocabulary)
         first = hidden.new_zeros(len(hidden), dtype=torch.float32)
         others = [torch.zeros_like(first) for _ in VALUES]
-        ctx.last_gradient = None
+        ctx.kept = None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            student, teacher, slope = logps_of_both(ctx, head, hidden, part)
+            student, teacher, slope = logps_of_both(ctx, head, hidden[part], part)
             results = [tensor[part] for tensor in (first, *others)]
             for s, t, chosen, *block in blocks(student, teacher, targets[part], *results):
                 divergence, values = compare(s, t, chosen, beta)
@@ -264,51 +251,28 @@ class ChunkedDivergence(torch.autograd.Function):
                     result.copy_(value)
             is_last = start + ctx.chunk >= len(hidden)
             if is_last and any(ctx.needs_input_grad):
-                ctx.last_gradient = gradient_of_products(
-                    ctx, student, teacher, slope, targets[part]
-                )
+                ctx.kept = gradient_of_logits(ctx, student, teacher, slope, targets[part])
             del student, teacher, slope
         ctx.mark_non_differentiable(*others)
         return first, *others
 
     @staticmethod
     def backward(ctx, grad_first, *_):
-        """Returns the gradients of hidden states, weight and bias, summed over chunks in fp32."""
-        hidden, weight, bias, targets = ctx.saved_tensors
-        vocabulary = len(ctx.lesson.head.weight)
-        head = Head(weight, bias, **ctx.formula).cut(vocabulary)
-        dtype, _ = ctx.dtypes
-        matrix = head.weight.to(dtype)
-        grad_hidden = torch.empty_like(hidden)
-        # Below adapters the layer is frozen, and its gradient would cost a product.
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None
-        if bias is not None:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        """Returns the gradients of hidden states, weight and bias."""
+        gradients = head_gradients(ctx, grad_first, gradient_of_divergence)
+        return *gradients, None, None, None, None, None
 
-        # What the forward pass kept is overwritten here. A second backward pass computes it again.
-        kept = ctx.last_gradient
-        ctx.last_gradient = None
-        for start in reversed(range(0, len(hidden), ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
-            grad = kept
-            kept = None
-            if grad is None:
-                student, teacher, slope = logps_of_both(ctx, head, hidden, part)
-                grad = gradient_of_products(ctx, student, teacher, slope, targets[part])
-                del student, teacher, slope
-            grad *= grad_first[part, None]
-            if grad_bias is not None:
-                grad_bias[:vocabulary] += grad.sum(0)
-            grad = grad.to(dtype)
-            grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
-            if grad_weight is not None:
-                grad_weight[:vocabulary] += grad.T @ hidden[part].to(dtype)
-            del grad
-        # autograd rounds each to the dtype of what it belongs to.
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+def gradient_of_divergence(
+    ctx, part: slice, matrix: torch.Tensor, kept: torch.Tensor | None, grad_first: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of the products of some positions, see `head_gradients`."""
+    hidden, _, bias, targets = ctx.saved_tensors
+    if kept is None:
+        head = Head(matrix, bias, **ctx.formula).cut(ctx.vocabulary)
+        both = logps_of_both(ctx, head, hidden[part], part)
+        kept = gradient_of_logits(ctx, *both, targets[part])
+    return kept.mul_(grad_first)
 
 
 def logps_of_both(
@@ -319,13 +283,12 @@ def logps_of_both(
     Returns:
         fp32 `[n, v]` each, and how steep the student's soft cap is, see `Head.logps`.
     """
-    student_dtype, teacher_dtype = ctx.dtypes
-    student, slope = head.logps(hidden[part], student_dtype)
-    teacher, _ = ctx.lesson.head.logps(ctx.lesson.hidden[part], teacher_dtype)
+    student, slope = head.logps(hidden, ctx.dtype)
+    teacher, _ = ctx.lesson.head.logps(ctx.lesson.hidden[part], ctx.teacher_dtype)
     return student, teacher, slope
 
 
-def gradient_of_products(
+def gradient_of_logits(
     ctx, student: torch.Tensor, teacher: torch.Tensor, slope: torch.Tensor | None, targets
 ) -> torch.Tensor:
     """Returns the gradient of what the output layer's product gives, `[n, v]`, in `student`."""

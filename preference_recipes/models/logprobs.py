@@ -1,6 +1,7 @@
 """Models whose output is log-probabilities of given tokens, or scores, instead of logits."""
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class ChunkedLogProbs(torch.autograd.Function):
     chunk only. The backward pass begins with that chunk and computes the others again. So the
     memory for logits does not grow with the number of positions.
 
-    Under half precision the product is computed in half, and everything after it in fp32.
+    Under half precision the product is of halves. Its sums and everything after it are fp32.
     """
 
     @staticmethod
@@ -69,16 +70,17 @@ class ChunkedLogProbs(torch.autograd.Function):
         ctx.dtype = product_dtype(hidden)
         ctx.multiplier = multiplier
         ctx.softcap = softcap
-        ctx.chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        ctx.vocabulary = weight.shape[0]
+        ctx.chunk = max(1, CHUNK_ELEMENTS // ctx.vocabulary)
         ctx.save_for_backward(hidden, weight, bias, targets)
 
         logps = hidden.new_zeros(len(hidden), dtype=torch.float32)
         others = [torch.zeros_like(logps) for _ in extras]
         matrix = weight.to(ctx.dtype)
-        ctx.last_chunk = None
+        ctx.kept = None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            ctx.last_chunk = None  # frees the chunk before: only one is held at a time
+            ctx.kept = None  # frees the chunk before: only one is held at a time
             logits, all_logps = logits_of(
                 hidden[part], matrix, bias, multiplier=multiplier, softcap=softcap
             )
@@ -86,57 +88,77 @@ class ChunkedLogProbs(torch.autograd.Function):
             for name, values in zip(extras, others):
                 values[part] = EXTRAS[name](logits, all_logps, targets[part])
             # The gradient needs the logits themselves for the soft cap only.
-            ctx.last_chunk = (logits if softcap else None, all_logps)
+            ctx.kept = (logits if softcap else None, all_logps)
             del logits, all_logps
         ctx.mark_non_differentiable(*others)
         return logps, *others
 
     @staticmethod
     def backward(ctx, grad_logps, *_):
-        """Returns the gradients of hidden states, weight and bias, summed over chunks in fp32."""
-        hidden, weight, bias, targets = ctx.saved_tensors
-        matrix = weight.to(ctx.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        # Below adapters the layer is frozen, and its gradient would cost a product.
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None
-        if bias is not None:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        """Returns the gradients of hidden states, weight and bias."""
+        return *head_gradients(ctx, grad_logps, gradient_of_logps), None, None, None, None
 
-        # What the forward pass kept is overwritten here. A second backward pass computes it again.
-        kept = ctx.last_chunk
-        ctx.last_chunk = None
-        for start in reversed(range(0, len(hidden), ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
-            if kept is None:
-                kept = logits_of(
-                    hidden[part], matrix, bias, multiplier=ctx.multiplier, softcap=ctx.softcap
-                )
-            logits, all_logps = kept
-            kept = None
 
-            # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, in
-            # the memory of the log-softmax. The minus before the multiplier turns the sign.
-            minus_one = -torch.ones_like(all_logps[:, :1])
-            grad = all_logps.exp_().scatter_add_(1, targets[part, None], minus_one)
-            grad *= grad_logps[part, None] * -ctx.multiplier
-            if ctx.softcap:
-                # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
-                grad *= 1 - (logits / ctx.softcap) ** 2
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(ctx.dtype)
-            grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
-            if grad_weight is not None and ctx.dtype == torch.float32:
-                # In place: the product of a chunk is as large as the weight itself.
-                grad_weight.addmm_(grad.T, hidden[part].to(ctx.dtype))
-            elif grad_weight is not None:
-                grad_weight += grad.T @ hidden[part].to(ctx.dtype)
-            del logits, all_logps, grad
-        # autograd rounds each to the dtype of what it belongs to.
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+def gradient_of_logps(
+    ctx, part: slice, matrix: torch.Tensor, kept: tuple | None, grad_logps: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of the products of some positions, see `head_gradients`."""
+    hidden, _, bias, targets = ctx.saved_tensors
+    if kept is None:
+        kept = logits_of(hidden[part], matrix, bias, multiplier=ctx.multiplier, softcap=ctx.softcap)
+    logits, all_logps = kept
+    # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, in the
+    # memory of the log-softmax. The minus before the multiplier turns the sign.
+    minus_one = -torch.ones_like(all_logps[:, :1])
+    grad = all_logps.exp_().scatter_add_(1, targets[part, None], minus_one)
+    grad *= grad_logps * -ctx.multiplier
+    if ctx.softcap:
+        # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
+        grad *= 1 - (logits / ctx.softcap) ** 2
+    return grad
+
+
+def head_gradients(ctx, grad_outputs: torch.Tensor, gradient_of_products: Callable) -> tuple:
+    """Returns the gradients of hidden states, weight and bias, summed over chunks in fp32.
+
+    Args:
+        ctx: of a function that reads hidden states a chunk of positions at a time. `ctx.kept` is
+            what its forward pass kept of the last chunk.
+        grad_outputs: the gradient of what the function returned, `[n]`.
+        gradient_of_products: returns fp32 `[chunk, v]` of the context, the chunk, the weight, what
+            was kept or None, and the chunk's `grad_outputs`, `[chunk, 1]`.
+    """
+    hidden, weight, bias, _ = ctx.saved_tensors
+    rows = slice(ctx.vocabulary)
+    matrix = weight[rows].to(ctx.dtype)
+    grad_hidden = torch.empty_like(hidden)
+    # Below adapters the layer is frozen, and its gradient would cost a product.
+    grad_weight = None
+    if ctx.needs_input_grad[1]:
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+    grad_bias = None
+    if bias is not None:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+
+    # What the forward pass kept is overwritten here. A second backward pass computes it again.
+    kept = ctx.kept
+    ctx.kept = None
+    for start in reversed(range(0, len(hidden), ctx.chunk)):
+        part = slice(start, start + ctx.chunk)
+        grad = gradient_of_products(ctx, part, matrix, kept, grad_outputs[part, None])
+        kept = None
+        if grad_bias is not None:
+            grad_bias[rows] += grad.sum(0)
+        grad = grad.to(ctx.dtype)
+        grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
+        if grad_weight is not None and ctx.dtype == torch.float32:
+            # In place: the product of a chunk is as large as the weight itself.
+            grad_weight[rows].addmm_(grad.T, hidden[part].float())
+        elif grad_weight is not None:
+            grad_weight[rows] += grad.T @ hidden[part].to(ctx.dtype)
+        del grad
+    # autograd rounds each to the dtype of what it belongs to.
+    return grad_hidden, grad_weight, grad_bias
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -156,18 +178,30 @@ def product_dtype(hidden: torch.Tensor) -> torch.dtype:
 def logits_of(
     hidden, matrix, bias, multiplier: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits `[n, v]` of some positions, and their log-softmax in fp32."""
+    """Returns the logits of some positions, and their log-softmax, fp32 `[n, v]` each."""
+    logits = scaled_products(hidden, matrix, bias, multiplier)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob can
+    # be 5e-5 too high. `logsumexp` adds up better, and the head would be 10 to 18 % slower.
+    return logits, logits.log_softmax(-1)
+
+
+def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
+    """Returns `multiplier * (hidden @ matrix.T + bias)` in fp32, `[n, v]`.
+
+    Products of halves are added up in fp32, and are not rounded to half again: docs/fp16.md.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = hidden.to(matrix.dtype) @ matrix.T
+        if matrix.is_cuda and matrix.dtype != torch.float32:
+            products = torch.mm(hidden.to(matrix.dtype), matrix.T, out_dtype=torch.float32)
+        else:  # exact, too: a product of two halves is a number of fp32
+            products = hidden.to(matrix.dtype).float() @ matrix.float().T
         if bias is not None:
-            logits = logits.float() + bias.float()
+            products += bias.float()
         if multiplier != 1.0:
-            logits = logits.float() * multiplier
-        if softcap:
-            logits = softcap * torch.tanh(logits.float() / softcap)
-        # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob can
-        # be 5e-5 too high. `logsumexp` adds up better, and the head would be 10 to 18 % slower.
-        return logits, logits.log_softmax(-1, dtype=torch.float32)
+            products *= multiplier
+        return products
 
 
 def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
