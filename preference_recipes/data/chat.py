@@ -17,7 +17,6 @@ prompt and answer apart, as at inference. What the rule meets on its way:
 import datetime
 import functools
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -71,12 +70,24 @@ def encode(tokenizer, text: str) -> list[int]:
     Raises:
         BadRow: the text holds half of a character.
     """
+    backend = backend_of(tokenizer)
     try:
-        return tokenizer(text, add_special_tokens=False).input_ids
+        if backend is None:
+            return tokenizer(text, add_special_tokens=False).input_ids
+        # Without offsets, which nothing reads here: in half the time.
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     except TypeError:  # which does not say what is wrong
         if HALF_CHARACTER.search(text):
             raise BadRow("a text holds one half of a character, without the other") from None
         raise
+
+
+@functools.lru_cache(maxsize=16)
+def backend_of(tokenizer):
+    """Returns what encodes for a fast tokenizer; None for one in Python, or that truncates."""
+    tokenizer("")  # sets the backend to neither truncate nor pad, whatever its file says
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return None if backend is None or backend.truncation or backend.padding else backend
 
 
 def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> list[int]:
@@ -95,10 +106,16 @@ def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> li
     markers = [found.start() for found in added_tokens(tokenizer).finditer(before[-200:])]
     if markers:
         before = before[-200:][markers[-1] :]
-        before_ids = encode(tokenizer, before)
+        before_ids = encode_marker(tokenizer, len(tokenizer), before)
     both = encode(tokenizer, before + text)
     if both[: len(before_ids)] == before_ids:
         return both[len(before_ids) :]
+    return encode(tokenizer, text)
+
+
+@functools.lru_cache(maxsize=1024)
+def encode_marker(tokenizer, _size: int, text: str) -> list[int]:
+    """Does what `encode` does, once for each text: what follows the last marker is mostly alike."""
     return encode(tokenizer, text)
 
 
@@ -153,7 +170,14 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
 def n_common(first, second) -> int:
     """Returns how many elements, or characters, both begin with."""
-    return len(os.path.commonprefix([first, second]))
+    known, most = 0, min(len(first), len(second))
+    while known < most:  # by halves: slices are compared much faster than their elements in Python
+        middle = (known + most + 1) // 2
+        if first[known:middle] == second[known:middle]:
+            known = middle
+        else:
+            most = middle - 1
+    return known
 
 
 def common_end(first: str, second: str) -> str:
@@ -713,11 +737,16 @@ def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -
         return False
 
 
-def unwritten_parts(tokenizer, messages: list[dict], tools=None) -> list[str]:
+def unwritten_parts(tokenizer, messages: list[dict], tools=None, text: str = "") -> list[str]:
     """Returns notes on messages and tools that the chat template leaves out without a word.
 
     At inference it leaves them out as well, so the rows are used. The user should know it.
+
+    Args:
+        text: what the template writes, if it is known. What is found there needs no trial.
     """
+    if not tools and all(message["content"].strip() in text for message in messages):
+        return []
     try:
         text = render(tokenizer, messages, tools)
         without_tools = render(tokenizer, messages) if tools else ""
@@ -847,7 +876,7 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
     chosen_ids, rejected_ids = (
         answer.context[n:] + answer.ids if answer.ids else [] for answer in (first, second)
     )
-    notes = first.notes + second.notes + unwritten_parts(tokenizer, prompt, tools)
+    notes = first.notes + second.notes + unwritten_parts(tokenizer, prompt, tools, read.text)
     return Preference(first.context[:n], chosen_ids, rejected_ids, notes)
 
 

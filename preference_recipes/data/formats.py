@@ -1,9 +1,9 @@
 """Recognises the formats of rows: conversations, prompts with completions, preferences, text."""
 
-import os
 import re
 import sys
 
+from preference_recipes.data import chat
 from preference_recipes.data.messages import BadRow, as_messages, is_message, is_messages, role_of
 
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
@@ -294,7 +294,7 @@ def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tup
         None      transcripts                         split
         None      others                              BadRow, see `split_transcripts`
     """
-    shared = os.path.commonprefix([chosen, rejected])
+    shared = chosen[: chat.n_common(chosen, rejected)]
     repeat_prompt = HH_MARKER in shared and shared.startswith(prompt or "")
     if prompt is None or repeat_prompt:
         return split_transcripts(chosen, rejected)
@@ -336,7 +336,7 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
         rejected    \n\nHuman: Why?\n\nAssistant: Be silent.
         prompt      \n\nHuman: Why?\n\nAssistant:
     """
-    shared = os.path.commonprefix([chosen, rejected])
+    shared = chosen[: chat.n_common(chosen, rejected)]
     if HH_MARKER not in shared:
         raise BadRow(
             "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "

@@ -6,10 +6,11 @@ from functools import partial
 
 import datasets
 import pytest
+from transformers import AutoTokenizer
 
 import templates
 from common import launch
-from preference_recipes.data import conversion, dataset
+from preference_recipes.data import chat, conversion, dataset
 from preference_recipes.data.pairs import preference_row
 from runs import refuses, write_jsonl
 
@@ -24,17 +25,17 @@ PAIR = {
 
 
 def encoded_texts(monkeypatch, tokenizer, row: dict) -> list[str]:
-    """The texts that the tokenizer is given for one pair."""
+    """The texts that are encoded for one pair."""
     preference_row(row, tokenizer, max_length=10_000)  # what is found out of a template once
     texts = []
-    encode = type(tokenizer).__call__
+    encode = chat.encode
 
-    def recorded(self, text, *args, **kwargs):
+    def recorded(tokenizer, text):
         texts.append(text)
-        return encode(self, text, *args, **kwargs)
+        return encode(tokenizer, text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(tokenizer), "__call__", recorded)
+        patch.setattr(chat, "encode", recorded)
         preference_row(row, tokenizer, max_length=10_000)
     return texts
 
@@ -50,7 +51,6 @@ def test_a_plain_prompt_is_encoded_alone_and_in_front_of_each_answer(monkeypatch
     """No special token shows where such a text can be cut, so its ids may depend on what follows."""
     row = {"prompt": "What is the capital of Xanadu?", "chosen": " Paris", "rejected": " one"}
     texts = encoded_texts(monkeypatch, templates.tokenizer("own_alpaca"), row)
-    texts.remove("a")  # whether the tokenizer adds a BOS
     assert texts == [
         row["prompt"], row["prompt"] + " Paris", row["prompt"] + " one",
     ]  # fmt: skip
@@ -139,3 +139,16 @@ def test_a_run_says_what_it_reads_before_it_does(accelerator, tmp_path, monkeypa
     tokenizer = templates.tokenizer("qwen3")
     dataset.load(accelerator, path, "train", row, tokenizer, {}, max_length=9)
     assert texts[1:] == [f"data {path}: 1 usable rows"]
+
+
+def test_a_backend_that_truncates_and_pads_does_neither(tmp_path):
+    """tokenizer.json may hold both; transformers' own call switches them off."""
+    tokenizer = templates.tokenizer("qwen3")
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded.backend_tokenizer.enable_truncation(2)
+    text = "What is the capital of Xanadu?"
+    assert chat.encode(loaded, text) == loaded(text, add_special_tokens=False).input_ids
+    assert len(chat.encode(loaded, text)) > 5
