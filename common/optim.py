@@ -1,33 +1,47 @@
-"""Parameter groups, AdamW, the warm-up, the schedule in words, and step counts held at zero."""
+"""Parameter groups, AdamW and Muon, the schedule and its words, step counts held at zero."""
 
+import sys
 from collections.abc import Collection
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from common import counted
+from common import counted, engine
 from common.progress import share_of
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
+def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
     """Returns parameter groups with weight decay on matrices only, not on biases and norms.
 
+    With `--optimizer muon` the weights of hidden layers are a group with `adjust_lr_fn`. They are
+    told by their type: output layers and score heads have types of their own.
+
     Args:
-        settings: further settings of both groups, such as `lr`.
+        args: needs `weight_decay optimizer`.
+        settings: further settings of all groups, such as `lr`.
     """
+    hidden = []
     matrices = []
     vectors = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         path, _, own_name = name.rpartition(".")
-        if is_matrix(parameter, own_name, model.get_submodule(path)):
-            matrices.append(parameter)
-        else:
+        owner = model.get_submodule(path)
+        is_hidden = type(owner) in (nn.Linear, Conv1D) and "lora_" not in path
+        if not is_matrix(parameter, own_name, owner):
             vectors.append(parameter)
+        elif args.optimizer == "muon" and is_hidden:
+            hidden.append(parameter)
+        else:
+            matrices.append(parameter)
+    decays = {"weight_decay": args.weight_decay, **settings}
     groups = [
-        {"params": matrices, "weight_decay": weight_decay, **settings},
+        {"params": matrices, **decays},
         {"params": vectors, "weight_decay": 0.0, **settings},
+        # Updates as large as AdamW's, for AdamW's learning rate and weight decay.
+        {"params": hidden, "adjust_lr_fn": "match_rms_adamw", **decays},
     ]
     return [group for group in groups if group["params"]]
 
@@ -48,8 +62,25 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
     return len(shape) >= 2 and "bias" not in name and name != "A_log" and not is_norm
 
 
-def adamw(accelerator, groups: list[dict], args) -> torch.optim.AdamW:
-    """Returns AdamW, fused on a GPU: one kernel reads and writes all at once.
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon for the groups that have `adjust_lr_fn`, and AdamW for the others, as one."""
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
+        super().__init__(adamw.param_groups + muon.param_groups, {})
+        self.muon = muon
+        self.adamw = adamw
+
+    def step(self, closure=None) -> None:
+        # Loading a checkpoint replaces groups and state.
+        self.muon.state = self.adamw.state = self.state
+        self.muon.param_groups = [group for group in self.param_groups if "adjust_lr_fn" in group]
+        self.adamw.param_groups = [group for group in self.param_groups if "betas" in group]
+        self.muon.step()
+        self.adamw.step()
+
+
+def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
+    """Returns the optimizer. AdamW is fused on a GPU: one kernel reads and writes all at once.
 
     Not with torch's own loss scaler for fp16. It would call a fused optimizer in each update and
     let the kernel skip, and accelerate would not notice that an update was skipped. And not on a
@@ -57,12 +88,24 @@ def adamw(accelerator, groups: list[dict], args) -> torch.optim.AdamW:
 
     Args:
         groups: of `parameter_groups`.
-        args: needs `learning_rate adam_epsilon`.
+        args: needs `optimizer learning_rate adam_epsilon`.
     """
     fused = None  # torch's default, which is not fused
     if accelerator.device.type != "cpu" and accelerator.scaler is None:
         fused = True
-    return torch.optim.AdamW(groups, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
+    for_muon = [group for group in groups if "adjust_lr_fn" in group]
+    others = [group for group in groups if "adjust_lr_fn" not in group]
+    adamw = torch.optim.AdamW(others, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
+    if args.optimizer == "adamw":
+        return adamw
+    if engine.is_sharded(accelerator):
+        sys.exit(
+            "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
+            "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
+        )
+    if not for_muon:
+        sys.exit("--optimizer muon: no hidden layer is trained; AdamW steps adapters and heads")
+    return MuonAndAdamW(torch.optim.Muon(for_muon, lr=args.learning_rate), adamw)
 
 
 def warmup_updates(warmup_steps: float, total_updates: int) -> int:

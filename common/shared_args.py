@@ -139,6 +139,9 @@ class UpdateArgs:
     weight_decay: float = arg(
         default=0.0, at_least=0, help="on matrices only, not on biases and norms"
     )
+    optimizer: Literal["adamw", "muon"] = arg(
+        default="adamw", help="muon: for the matrices of hidden layers, AdamW for all else"
+    )
     adam_epsilon: float = arg(default=1e-8, at_least=0, help="Adam's epsilon")
     max_grad_norm: float = arg(default=1.0, at_least=0, help="gradient clipping; 0: none")
     gradient_checkpointing: bool = arg(default=False, help="saves memory, costs time")

@@ -476,7 +476,7 @@ def main():
         charts=CHARTS,
         updates_per_epoch=plan.updates_per_epoch,
     )
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])

@@ -263,7 +263,7 @@ def main():
     run = Run(
         accelerator, args, data.mixture, flop=flop, bar_metric="rewards/accuracies", charts=CHARTS
     )
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])

@@ -176,7 +176,7 @@ def main():
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     flop = lora.flop(policy)
     run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="kl", charts=CHARTS)
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])

@@ -508,11 +508,9 @@ def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
 
 def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
     """Returns the optimizer's groups: actor and critic have learning rates of their own."""
-    actor_groups = optim.parameter_groups(
-        policy.model, args.weight_decay, lr=args.learning_rate, name="actor"
-    )
+    actor_groups = optim.parameter_groups(policy.model, args, lr=args.learning_rate, name="actor")
     critic_groups = optim.parameter_groups(
-        policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic"
+        policy.critic, args, lr=args.critic_learning_rate, name="critic"
     )
     return actor_groups + critic_groups
 
@@ -581,7 +579,7 @@ def main():
         updates_per_epoch=plan.updates_per_epoch,
     )
     check_critic_warmup(args, plan, run.total_steps)
-    optimizer = optim.adamw(accelerator, parameter_groups(policy, args), args)
+    optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])

@@ -186,7 +186,7 @@ def main():
     prepare.choose_parameters(accelerator, scorer, args)  # what is trained: all, or adapters
     flop = lora.flop(scorer)
     run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="accuracy", charts=CHARTS)
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(scorer, args.weight_decay), args)
+    optimizer = optim.build(accelerator, optim.parameter_groups(scorer, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
     packer = checks.make_packer(

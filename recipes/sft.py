@@ -220,7 +220,7 @@ def main():
         charts=CHARTS,
         counts_sequences=True,  # a row may hold several, all of them in one update
     )
-    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     checks.check_logprobs(accelerator, model, train[[0]]["input_ids"][0])

@@ -71,7 +71,7 @@ def main(folder: str, output_dir: str) -> None:
     actor.model.register_buffer("saved", values)
 
     policy = ActorCritic(actor, critic)
-    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, settings), lr=1e-4)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     reference = prepare.frozen(accelerator, reference)
     held = {id(parameter) for parameter in model.parameters()}

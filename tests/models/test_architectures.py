@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from architectures import ARCHITECTURES, build, config_of
 from common import actor, optim
+from common.shared_args import SharedArgs
 from preference_recipes.models import architecture, checks, prepare
 from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from preference_recipes.models.packing import Packer
@@ -198,7 +199,9 @@ def test_dropout_is_off(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_weight_decay_holds_matrices_alone(name):
     model = build(name)
-    matrices, *others = optim.parameter_groups(model, 0.1)  # a model may have matrices only
+    matrices, *others = optim.parameter_groups(
+        model, SharedArgs(weight_decay=0.1)
+    )  # a model may have matrices only
     assert matrices["weight_decay"] == 0.1 and all(group["weight_decay"] == 0 for group in others)
     decayed = {id(parameter) for parameter in matrices["params"]}
     for path, parameter in model.named_parameters():

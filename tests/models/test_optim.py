@@ -1,16 +1,31 @@
-"""AdamW as the recipes make it: fused on a GPU, and the same values under every engine."""
+"""AdamW and Muon as the recipes make them, and the same values under every engine."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM
 
 from common import optim
-from runs import LAUNCHERS, REPOSITORY, launch
+from preference_recipes.models.logprobs import LogProbModel
+from runs import (
+    LAUNCHERS,
+    REPOSITORY,
+    launch,
+    letters,
+    recipe,
+    timeless,
+    tiny_llama,
+    training_lines,
+    weights,
+)
 
 GPU = SimpleNamespace(device=torch.device("cuda"), scaler=None)
-ARGS = SimpleNamespace(learning_rate=0.01, adam_epsilon=1e-6)
+CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None, distributed_type=DistributedType.NO)
+ARGS = SimpleNamespace(learning_rate=0.01, adam_epsilon=1e-6, weight_decay=0.1, optimizer="adamw")
+MUON = SimpleNamespace(**vars(ARGS) | {"optimizer": "muon"})
 
 
 def test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler():
@@ -21,7 +36,7 @@ def test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler():
         (SimpleNamespace(device=torch.device("cpu"), scaler=None), None),
     ]
     for accelerator, fused in cases:
-        optimizer = optim.adamw(accelerator, [{"params": [weight]}], ARGS)
+        optimizer = optim.build(accelerator, [{"params": [weight]}], ARGS)
         (group,) = optimizer.param_groups
         assert (group["fused"], group["lr"], group["eps"]) == (fused, 0.01, 1e-6)
 
@@ -40,7 +55,7 @@ accelerator = launch.make_accelerator(
         resume="never", seed=0,
     ), "stepping")
 model = layers()
-optimizer = optim.adamw(GPU, optim.parameter_groups(model, 0.1), ARGS)  # fused, though this is a CPU
+optimizer = optim.build(GPU, optim.parameter_groups(model, ARGS), ARGS)  # fused, though this is a CPU
 prepared, optimizer = prepare.for_training(accelerator, model, optimizer)
 for number in range(4):
     with accelerator.accumulate(prepared):
@@ -81,7 +96,7 @@ def test_fused_it_is_plain_adamw_under_every_engine(engine, tmp_path):
     assert fused is True
 
     expected = layers()
-    groups = optim.parameter_groups(expected, 0.1)
+    groups = optim.parameter_groups(expected, ARGS)
     plain = torch.optim.AdamW(groups, lr=0.01, eps=1e-6, foreach=False)
     for number in range(4):
         plain.zero_grad()
@@ -91,3 +106,102 @@ def test_fused_it_is_plain_adamw_under_every_engine(engine, tmp_path):
     for name, values in zip(sorted(state), found, strict=True):
         torch.testing.assert_close(torch.tensor(values), state[name], rtol=0, atol=1e-6)
         assert (state[name] - layers().state_dict()[name]).abs().max() > 0.01  # it has moved
+
+
+# ---------------------------------------------------------------------------------------------- Muon
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """Five steps of Newton and Schulz in bf16, arXiv:2502.16982 eq. 2."""
+    is_tall = len(matrix) > matrix.shape[1]
+    found = (matrix.T if is_tall else matrix).bfloat16()
+    found = found / found.norm()
+    for _ in range(5):
+        gram = found @ found.T
+        quintic = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)  # rounded once
+        found = torch.addmm(found, quintic, found, beta=3.4445)
+    return (found.T if is_tall else found).float()
+
+
+def test_muon_steps_the_matrices_of_hidden_layers_alone(tmp_path):
+    """By hand: W -= lr decay W + 0.2 lr sqrt(max(rows, columns)) NS(gradient and momentum, Nesterov's)."""
+    tiny_llama(tmp_path)
+    model = LogProbModel(AutoModelForCausalLM.from_pretrained(tmp_path))
+    named = dict(model.named_parameters())
+    hidden = [name for name in named if name.endswith("_proj.weight")]
+    assert len(hidden) == 7 * model.config.num_hidden_layers
+    expected = {name: parameter.detach().clone() for name, parameter in named.items()}
+    adams = {name: torch.nn.Parameter(expected[name]) for name in named.keys() - {*hidden}}
+    decays = [{"params": [p], "weight_decay": 0.1 * (p.ndim == 2)} for p in adams.values()]
+    adamw = torch.optim.AdamW(decays, lr=0.01, eps=1e-6)
+    momentum = {name: torch.zeros_like(named[name]) for name in hidden}
+
+    optimizer = optim.build(CPU, optim.parameter_groups(model, MUON), MUON)
+    for _ in range(2):
+        for name, parameter in named.items():
+            parameter.grad = torch.randn_like(parameter)
+            if name in adams:
+                adams[name].grad = parameter.grad
+        optimizer.step()
+        adamw.step()
+        for name in hidden:
+            gradient = named[name].grad
+            momentum[name].lerp_(gradient, 1 - 0.95)
+            ahead = gradient.lerp(momentum[name], 0.95)
+            rate = 0.01 * 0.2 * max(ahead.shape) ** 0.5
+            expected[name] *= 1 - 0.01 * 0.1
+            expected[name] -= rate * orthogonalised(ahead)
+    for name, parameter in named.items():
+        atol = 1e-7 if name in hidden else 0
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return letters(tmp_path_factory.mktemp("muon"), 40)
+
+
+def train(folder, name: str, *flags, launcher="plain", check=True):
+    output = folder / name
+    done = launch(
+        LAUNCHERS[launcher],
+        recipe("sft"),
+        *("--model_name_or_path", folder / "model", "--dataset_name", folder / "sft.jsonl"),
+        *("--output_dir", output, "--optimizer", "muon", "--learning_rate", 0.003),
+        *("--train_batch_size", 8, "--micro_train_batch_size", 4, "--save_steps", 2, *flags),
+        check=check,
+    )
+    return output if check else done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(chats):
+    return train(chats, "alone", "--weight_decay", 0.1)
+
+
+def test_with_muon_two_processes_are_one(chats, alone):
+    both = train(chats, "both", "--weight_decay", 0.1, launcher="ddp")
+    assert (weights(both) - weights(alone)).norm() <= 1e-5 * weights(alone).norm()
+    for one, two in zip(training_lines(alone), training_lines(both), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=3e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    first, *_, last = training_lines(alone)
+    assert last["loss"] < first["loss"] - 0.3
+
+
+def test_with_muon_a_resumed_run_is_one_never_stopped(chats, alone):
+    at_four = alone / "checkpoints/global_step_000004"
+    resumed = train(chats, "resumed", "--weight_decay", 0.1, "--resume", at_four)
+    assert torch.equal(weights(resumed), weights(alone))
+    assert timeless(resumed) == timeless(alone)
+
+
+@pytest.mark.parametrize(
+    "launcher, flags, says",
+    [
+        ("zero2", [], "--optimizer muon: DeepSpeed and FSDP2 give"),
+        ("plain", ["--lora_r", 4], "--optimizer muon: no hidden layer is trained"),
+    ],
+)
+def test_muon_is_refused_where_it_has_no_whole_matrix(chats, launcher, flags, says):
+    assert says in train(chats, f"refused-{launcher}", *flags, launcher=launcher, check=False)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from architectures import config_of
 from common import optim
+from common.shared_args import SharedArgs
 from preference_recipes.models import prepare
 from runs import (
     ASSETS,
@@ -23,6 +24,7 @@ from runs import (
 
 SAYS = "not trained: model.vision_tower, model.multi_modal_projector (text never reaches them)"
 RATE, DECAY, UPDATES = 0.01, 0.5, 3
+SETTINGS = SharedArgs(weight_decay=DECAY)
 FLAGS = ["--train_batch_size", 4, "--micro_train_batch_size", 1, "--max_steps", UPDATES, "--max_length", 60, "--learning_rate", RATE, "--weight_decay", DECAY,
          "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--report_to", "none"]  # fmt: skip
 ENGINES = [
@@ -144,7 +146,7 @@ def test_a_missing_gradient_is_one_of_zeros(accelerator):
     model = Mixture()
     assert prepare.may_skip_modules(model)
     reference = [layer.weight.detach().clone() for layer in model.experts]
-    groups = optim.parameter_groups(model, DECAY)
+    groups = optim.parameter_groups(model, SETTINGS)
     prepared, optimizer = prepare.for_training(
         accelerator, model, torch.optim.AdamW(groups, lr=RATE)
     )
@@ -171,12 +173,12 @@ from accelerate import Accelerator
 sys.path += {folders!r}
 from common import launch, optim
 from preference_recipes.models import prepare
-from test_untrained import Mixture, RATE, DECAY
+from test_untrained import Mixture, RATE, SETTINGS
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)
 model = Mixture()
-optimizer = torch.optim.AdamW(optim.parameter_groups(model, DECAY), lr=RATE)
+optimizer = torch.optim.AdamW(optim.parameter_groups(model, SETTINGS), lr=RATE)
 prepared, optimizer = prepare.for_training(accelerator, model, optimizer)
 # By process: the experts of four micro-batches, two an update. Expert 2 is visited once, by one process.
 visits = [[0, 1, 0, 0], [0, 2, 1, 1]][accelerator.process_index]
