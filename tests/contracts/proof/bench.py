@@ -19,8 +19,9 @@ from common import folders
 from contracts.proof import processes, rows, warm
 from contracts.proof.processes import Process, end_of
 
-# A run that takes longer hangs. It is no bound of a promise: a tiny run takes seconds.
-HANG_SECONDS = 1800
+# A run that takes longer hangs. It is no bound of a promise: a tiny run takes seconds. Below the 600
+# seconds that a test may take, so that it is told which run it was.
+HANG_SECONDS = 240
 # Samples of an update, unless a promise says otherwise.
 BATCH = 16
 # Two updates of 16 and one of 1, for which one process of two has only a padding row.
@@ -382,7 +383,8 @@ class Bench:
                 if until and until():
                     return True
                 if time.monotonic() > latest:
-                    raise RunFailed(f"the run `{name}` hung:\n{end_of(console)}")
+                    processes.show_stacks(process)
+                    raise RunFailed(f"the run `{name}` hung:\n{end_of(console, most=100)}")
             return False
         finally:
             # Also after an error, for example in `until`, no run is left behind.

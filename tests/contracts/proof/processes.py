@@ -156,6 +156,13 @@ def kill(process: Process) -> None:
         time.sleep(0.01)
 
 
+def show_stacks(process: Process) -> None:
+    """Has each process of a run print where its threads are; a fresh one ends instead."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, warm.SHOW_STACKS)
+    time.sleep(1)
+
+
 def send_kill(process: Process) -> list[psutil.Process]:
     """Kills a run's processes and returns them: they may need a moment to end.
 
