@@ -84,6 +84,7 @@ ARCHITECTURES = {
     "falcon_h1": dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, lm_head_multiplier=0.25),
     "mamba": dict(state_size=8),
     "mamba2": dict(state_size=8, num_heads=8, head_dim=8, n_groups=1),
+    "minimax": dict(**MOE, layer_types=["linear_attention", "full_attention"], block_size=8),
     "rwkv": dict(attention_hidden_size=32, context_length=64),
     "xlstm": dict(
         num_heads=4, embedding_dim=32, num_blocks=2, output_logit_soft_cap=5.0, chunkwise_kernel="chunkwise--native_autograd",

@@ -223,6 +223,19 @@ FAULTS = [
         ),
         GRPO_RUN,
     ),
+    Fault(
+        "one_reward_for_all",
+        "a function's one reward counts for every response (TRL 6533)",
+        "preference_recipes/rollouts/reward_calls.py",
+        replace(
+            "check",
+            "scores = as_plain(scores, 'tolist')",
+            by="scores = as_plain(scores, 'tolist')\n"
+            "if isinstance(scores, list) and len(scores) == 1:\n"
+            "    scores = scores * len(given.responses)",
+        ),
+        "rollout/test_rewards.py::test_what_may_not_be_returned[one for all]",
+    ),
     # ============================================================ sampler, trainer and engine
     Fault(
         "base_model_samples",
@@ -244,7 +257,7 @@ FAULTS = [
         replace(
             "sample",
             "[response.ids for response in responses]",
-            by="[(run.tokenizer(run.tokenizer.decode(response.ids)).input_ids "
+            by="[(sampler.tokenizer(sampler.tokenizer.decode(response.ids)).input_ids "
             "+ response.ids)[:len(response.ids)] for response in responses]",
         ),
         SAMPLED,
@@ -261,6 +274,28 @@ FAULTS = [
             "and accelerator.process_index else 1)",
         ),
         "contracts/test_invariance.py::test_every_split_is_the_same_run[zero1-2-sft]",
+    ),
+    Fault(
+        "fused_loss_inside_of_the_wrapper",
+        "the loss of pairs reads the model inside DDP, which then sums no gradients (TRL 7245)",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "pair_losses(model, reference, batch, args)",
+            by="pair_losses(accelerator.unwrap_model(model), reference, batch, args)",
+        ),
+        "contracts/test_invariance.py::test_every_split_is_the_same_run[ddp-2-dpo]",
+    ),
+    Fault(
+        "no_masters",
+        "FSDP2 trains bf16 weights, without fp32 ones (accelerate 3979)",
+        "preference_recipes/models/prepare.py",
+        replace(
+            "for_training",
+            "model.train()",
+            by="model.train()\nif accelerator.is_fsdp2: model.to(torch.bfloat16)",
+        ),
+        "engines/test_strategies.py::test_the_saved_actor_is_the_one_evaluated[fsdp2_bf16]",
     ),
 ]
 

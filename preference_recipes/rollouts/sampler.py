@@ -28,6 +28,8 @@ class Sampler:
         means: takes what is logged about sampling.
         stage: plays episodes with the environment of `--environment`; None: a sample is one answer.
         servers: vLLM servers that sample for this run; None: it generates by itself.
+        together: prompts that a batch continues as the model continues each alone: "all", "one
+            length", "none". None: not tried yet.
     """
 
     accelerator: Accelerator
@@ -39,6 +41,7 @@ class Sampler:
     means: Means
     stage: Any = None
     servers: Any = None
+    together: str | None = None
 
     def __post_init__(self):
         self.unwrapped = engine.unwrapped(self.accelerator, self.model)

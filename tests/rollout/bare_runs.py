@@ -33,11 +33,14 @@ ARGS = dict(
 )
 
 
-def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Sampler:
+def bare_sampler(
+    accelerator=None, tokenizer=None, model=None, data=None, together="all", **args
+) -> Sampler:
     """A sampler of a Hugging Face model, or of none, with these arguments.
 
     Args:
         accelerator: or what code that splits rows needs to know of it, see `alone_in`.
+        together: None: it is tried, as in a run.
     """
     wrapper = torch.nn.Module()
     if model is not None:
@@ -53,6 +56,7 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
         model=wrapper,
         progress=Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
         means=Means(accelerator),
+        together=together,
     )
 
 

@@ -500,10 +500,8 @@ def test_a_router_that_is_asked_for_its_logits_generates_too(accelerator, tokeni
     assert found[True] == found[False] and len(set(map(len, prompts))) > 1
     assert all(config.output_router_logits is True for config in configs)
     with pytest.raises(ZeroDivisionError), generation.ready_to_generate(sampler):
-        assert all(config.output_router_logits is False for config in configs)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         raise ZeroDivisionError
-    assert all(config.output_router_logits is True for config in configs)
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

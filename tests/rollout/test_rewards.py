@@ -317,6 +317,7 @@ async def raises_later(prompts, responses, **columns):
 WRONG = {
     "a number": (3.0, ["expected 6 numbers", "got a float"]),
     "nothing": (None, ["expected 6 numbers", "got a NoneType"]),
+    "one for all": ([1.0], ["expected 6 numbers", "got a list of 1"]),
     "too few": ([1.0] * 5, ["expected 6 numbers", "got a list of 5"]),
     "too many": (torch.zeros(7), ["expected 6 numbers", "got a list of 7"]),
     "a table": (torch.zeros(6, 1), ["got [0.0]", "row 11"]),
