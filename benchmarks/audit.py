@@ -486,10 +486,6 @@ def python_of(program: str, folder: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", environment_folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "-r", requirements]
         subprocess.run(install, check=True, cwd=REPOSITORY)
-        for line in requirements.read_text(encoding="utf-8").splitlines():
-            if line.startswith("# uninstall: "):
-                names = line.removeprefix("# uninstall: ").split()
-                subprocess.run([python, "-m", "pip", "uninstall", "-qy", *names], check=True)
         (environment_folder / "installed").touch()
     return python
 
@@ -611,8 +607,21 @@ def write(args, found: dict, differs: float | None) -> None:
         **found,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1) + "\n"
-    (RESULTS / f"{args.program}.json").write_text(text, encoding="utf-8")
+    (RESULTS / f"{args.program}.json").write_text(as_json(result), encoding="utf-8")
+
+
+def as_json(result: dict) -> str:
+    """Returns a result as a file holds it: of a row's checks their numbers, and the worst failed."""
+    rows = []
+    for row in result["rows"]:
+        failed = [check for check in row["checks"] if not check["holds"]]
+        kept = {name: value for name, value in row.items() if name != "checks"}
+        kept |= {"asked": len(row["checks"]), "failed": len(failed)}
+        kept["worst"] = max(failed, key=lambda check: check["distance"], default=None)
+        rows.append(f"  {json.dumps(kept)}")
+    text = json.dumps({**result, "rows": []}, indent=1)
+    lines = ",\n".join(rows)
+    return text.replace('"rows": []', f'"rows": [\n{lines}\n ]') + "\n"
 
 
 def read(folder: Path = RESULTS) -> list[dict]:
@@ -639,13 +648,8 @@ def cell(row: dict | None) -> str:
         return "not asked"
     if row["result"] == "holds":
         return "holds"
-    worst = max(failed_checks(row), key=lambda check: check["distance"])
-    number = worst["what"].rpartition(": ")[2]
-    return f"**{number}** off by {shown(worst['distance'])}"
-
-
-def failed_checks(row: dict) -> list[dict]:
-    return [check for check in row["checks"] if not check["holds"]]
+    number = row["worst"]["what"].rpartition(": ")[2]
+    return f"**{number}** off by {shown(row['worst']['distance'])}"
 
 
 def shown(distance: float) -> str:
@@ -653,7 +657,7 @@ def shown(distance: float) -> str:
 
 
 def asked(result: dict) -> str:
-    """Returns which versions of a program were asked, and how. Its JSON has every check and note."""
+    """Returns which versions of a program were asked, and how. Its JSON has every note."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return (
         f"- {result['program']}: {versions}; `{result['command']}`, {result['date']}, "

@@ -20,7 +20,6 @@ import json
 import os
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -214,12 +213,6 @@ def rank() -> int:
 
 def is_main() -> bool:
     return rank() == 0
-
-
-def wait_for(file: Path) -> None:
-    """Waits until the main process has written a file."""
-    while not file.exists():
-        time.sleep(0.05)
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -246,3 +246,23 @@ def test_the_page_of_ppo_states_how_much_is_generated_and_scored_at_once():
     tokens = f"{samples.SCORED_TOKENS:,} tokens"
     text = (REPOSITORY / "docs/ppo.md").read_text()
     assert f"{cache} of keys and values" in text and tokens in text
+
+
+@pytest.mark.parametrize(
+    "script", sorted((REPOSITORY / "findings").glob("*.sh")), ids=lambda script: script.stem
+)
+def test_findings_have_the_form_of_contributing(script):
+    """They are not run here: that takes minutes each, and a network."""
+    text = script.read_text(encoding="utf-8")
+    head, _, rest = text.partition("set -euo pipefail\nfolder=$(mktemp -d)\n")
+    places = [
+        head.find(f"# {part}: ") for part in ("The good guess", "What was seen", "Why it matters")
+    ]
+    assert 0 < places[0] < places[1] < places[2]
+    assert max(map(len, text.splitlines())) <= 120
+    assert rest.startswith("trap 'rm -rf \"$folder\"' EXIT\n") and rest.endswith(
+        'echo "as described"\n'
+    )
+    pinned = re.findall(r"pip\" install -q ((?:\S+==\S+ ?(?:\\\n +)?)+)\n", rest)
+    assert len(pinned) == 1 and "assert " in rest
+    assert f"`{script.name}`" in (REPOSITORY / "findings/README.md").read_text(encoding="utf-8")

@@ -47,8 +47,6 @@ OURS = {
     *(path.stem for path in REPOSITORY.glob("tests/*/*.py")),
     *(path.stem for path in REPOSITORY.glob("benchmarks/audit/*.py")),
 }
-# Programs that benchmarks/audit.py asks, each in an environment of its own.
-ASKED = {"llamafactory"}
 
 
 def imported(*folders: str) -> dict[str, Path]:
@@ -102,7 +100,7 @@ def test_every_import_is_a_declared_dependency():
     assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
     everything = always.union(*map(names_of, EXTRAS.values()))
     around = imported("tests", "benchmarks", "assets", "docs")
-    assert around.keys() - ASKED <= everything, around
+    assert around.keys() <= everything, around
     # None is declared for nothing. Others load these: transformers bitsandbytes, accelerate trackio, datasets pyarrow.
     loaded_by_others = {"tensorboard", "bitsandbytes", "pyarrow", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "trackio"}  # fmt: skip
     assert everything - (needed.keys() | around.keys()) <= loaded_by_others

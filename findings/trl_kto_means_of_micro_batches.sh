@@ -1,16 +1,23 @@
-"""TRL's KTOTrainer logs other rewards and log-probs for the same update, cut into other micro-batches.
-
-    pip install trl==1.16.0
-    python trl_kto_means.py
-
-Four rows are one update, at a learning rate of 0: three good answers and a bad one. Of one batch of
-four, `logps/chosen` is the mean of the good ones. Of two batches of two it is the mean of two means,
-in which the good answer beside the bad one counts twice.
-"""
-
+#!/usr/bin/env bash
+# TRL 1.16.0, KTOTrainer: logps/chosen of the same update depends on how it is cut into micro-batches.
+#
+# The good guess: it is the mean over the good answers of the update.
+# What was seen: of three good answers and a bad one, at a learning rate of 0, the loss is 0.5 and logps/rejected -15.76
+# in 1 batch of 4 as in 2 batches of 2; logps/chosen is -18.447 and -23.497. Of two batches it is the mean of two means,
+# in which the good answer beside the bad one counts twice. rewards/chosen is made in the same way.
+# Why it matters: log-probs and rewards of runs with other micro-batches cannot be compared.
+# Where: https://github.com/huggingface/trl/issues/7047
+set -euo pipefail
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m venv "$folder/env"
+"$folder/env/bin/pip" install -q torch==2.13.0 numpy==2.4.0 transformers==5.23.0 \
+    accelerate==1.15.0 datasets==5.2.0 trl==1.16.0
+"$folder/env/bin/python" - <<'PYTHON'
 import tempfile
 
 import torch
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import SequentialSampler
@@ -67,8 +74,9 @@ def line(batch: int) -> dict:
         return trainer.state.log_history[0]
 
 
-whole = line(batch=4)
-halves = line(batch=2)
-print(f"{'':20} 1 batch of 4   2 batches of 2")
-for tag in ("loss", "logps/chosen", "logps/rejected"):
-    print(f"{tag:20} {whole[tag]:12.6f}   {halves[tag]:14.6f}")
+tags = ["loss", "logps/chosen", "logps/rejected"]
+found = {batch: [round(line(batch)[tag], 2) for tag in tags] for batch in (4, 2)}
+print(trl.__version__, tags, found)
+assert found == {4: [0.5, -18.45, -15.76], 2: [0.5, -23.5, -15.76]}
+PYTHON
+echo "as described"

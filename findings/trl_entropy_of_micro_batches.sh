@@ -1,16 +1,24 @@
-"""TRL's SFTTrainer logs another entropy for the same update where it is cut into other micro-batches.
-
-    pip install trl==1.16.0
-    python trl_sft_means.py
-
-Four rows of unlike lengths are one update, at a learning rate of 0. It is made of one batch of four,
-and of four batches of one. The loss is the same; `entropy` and `mean_token_accuracy` are means of the
-batches' means, so they are not.
-"""
-
+#!/usr/bin/env bash
+# TRL 1.16.0, SFTTrainer: the logged entropy and token accuracy of an update depend on how it is cut into micro-batches.
+#
+# The good guess: as the loss, they are means over the tokens of the update: 1 batch of 4 rows or 4 batches of 1 are the
+# same.
+# What was seen: of four rows of unlike lengths at a learning rate of 0, the loss is 3.4950 both times. The entropy is
+# 1.3338 and 1.3680, mean_token_accuracy 0.1304 and 0.1607: means of the batches' means, in which a token of a short row
+# weighs more.
+# Why it matters: two runs that differ by the micro-batch alone look different, and a smaller GPU changes the curve.
+# Where: compute_loss in trl/trainer/sft_trainer.py; https://github.com/huggingface/trl/issues/6943
+set -euo pipefail
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m venv "$folder/env"
+"$folder/env/bin/pip" install -q torch==2.13.0 numpy==2.4.0 transformers==5.23.0 \
+    accelerate==1.15.0 datasets==5.2.0 trl==1.16.0
+"$folder/env/bin/python" - <<'PYTHON'
 import tempfile
 
 import torch
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -20,6 +28,7 @@ words = ["<pad>", "<eos>", *"abcdefgh"]
 backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
 backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+TAGS = ["loss", "entropy", "mean_token_accuracy"]
 rows = [
     {"prompt": "a b", "completion": " c"},
     {"prompt": "b", "completion": " d e f g h a b c d e f g h"},
@@ -57,8 +66,8 @@ def line(batch: int) -> dict:
         return trainer.state.log_history[0]
 
 
-whole = line(batch=4)
-single = line(batch=1)
-print(f"{'':20} 1 batch of 4   4 batches of 1")
-for tag in ("loss", "entropy", "mean_token_accuracy"):
-    print(f"{tag:20} {whole[tag]:12.6f}   {single[tag]:14.6f}")
+found = {batch: [round(line(batch)[tag], 3) for tag in TAGS] for batch in (4, 1)}
+print(trl.__version__, TAGS, found)
+assert found == {4: [3.495, 1.334, 0.13], 1: [3.495, 1.368, 0.161]}
+PYTHON
+echo "as described"
