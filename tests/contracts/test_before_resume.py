@@ -8,13 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common import checkpoint as module
 from common import folders
 from common.checkpoint import Checkpoint
-from runs import launch, lines, recipe, tiny_inputs, weights
+from runs import launch, recipe, tiny_inputs, weights
 from small_run import small_run, update
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
@@ -268,26 +265,6 @@ def test_killed_at_any_instant_it_resumes_from_the_same_point(tmp_path, monkeypa
     assert number >= 15  # that many changes were interrupted
 
 
-def test_a_killed_resume_by_auto_goes_on_from_the_newest(tmp_path, monkeypatch):
-    """Nothing is beyond that one but lines and actors, whichever of them were renamed already."""
-    wrote(tmp_path, updates=5)
-    renamed = []
-
-    def rename(path, target, function=Path.rename):
-        if len(renamed) == 2:
-            raise KeyboardInterrupt
-        renamed.append(path)
-        return function(path, target)
-
-    with monkeypatch.context() as short_life, pytest.raises(KeyboardInterrupt):
-        short_life.setattr(module.Path, "rename", rename)
-        resume(tmp_path)
-    assert len(renamed) == 2
-    assert resume(tmp_path).run.global_step == 4
-    for name in LOGS:
-        assert (tmp_path / name).read_text() == text_of(4, name)
-
-
 def test_a_run_that_goes_on_elsewhere_has_the_logs_there(tmp_path):
     """And a checkpoint of its own; the other run's folder is as it was."""
     old, new = tmp_path / "old", tmp_path / "new"
@@ -301,70 +278,6 @@ def test_a_run_that_goes_on_elsewhere_has_the_logs_there(tmp_path):
     saved = new / "checkpoints/global_step_000002"
     assert folders.fault_of(saved) is None
     assert (saved / "logs/metrics.jsonl").read_text() == text_of(2, "metrics.jsonl")
-
-
-def test_a_recipe_that_is_resumed_without_a_checkpoint_keeps_the_killed_run(inputs, tmp_path):
-    """The actors and the lines of a run that was killed, then a run over them."""
-    output = tmp_path / "killed"
-    launch([], recipe("dpo"), *flags(inputs, output, "--save_actor_steps", 1))
-    shutil.rmtree(output / "actor")  # as if it had been killed before its end
-    first = weights(output, "actors/global_step_000004")
-    first_lines = (output / "metrics.jsonl").read_bytes()
-    shorter = ["--save_actor_steps", 2, "--max_steps", 2, "--resume", "auto"]
-    result = launch([], recipe("dpo"), *flags(inputs, output, *shorter))
-    assert f"set aside in {output}: " in result.stdout
-    assert (output / "metrics.jsonl.before_resume").read_bytes() == first_lines
-    assert torch.equal(weights(output, "actors/global_step_000004.before_resume"), first)
-    assert [path.name for path in folders.by_step(output / "actors")] == ["global_step_000002"]
-    assert [line["global_step"] for line in lines(output)] == [1, 2]
-    for folder, steps in (("tensorboard.before_resume", [1, 2, 3, 4]), ("tensorboard", [1, 2])):
-        board = EventAccumulator(str(output / folder))
-        board.Reload()
-        assert [event.step for event in board.Scalars("loss")] == steps
-
-
-def test_a_run_that_failed_before_its_first_update_leaves_its_folder_to_the_next(inputs, tmp_path):
-    """Without `--resume`, and that one's curves begin anew."""
-    output = tmp_path / "again"
-    (tmp_path / "failing_of_test.py").write_text(
-        "def reward(prompts, responses, **columns):\n    raise RuntimeError('no such server')\n"
-    )
-    command = [
-        *["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "ppo.jsonl"],
-        *["--output_dir", output, "--rollout_batch_size", 4, "--n_samples_per_prompt", 2],
-        *["--train_batch_size", 8, "--max_new_tokens", 4, "--max_steps", 1],
-        *["--drop_equal_groups", False],
-    ]
-    failing = ["--reward_function", "failing_of_test:reward"]
-    result = launch([], recipe("grpo"), *command, *failing, cwd=tmp_path, check=False)
-    assert result.returncode and "no such server" in result.stdout
-    working = ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
-    result = launch([], recipe("grpo"), *command, *working, cwd=tmp_path)
-    assert f"set aside in {output}: tensorboard.before_resume\n" in result.stdout
-    assert [line["global_step"] for line in lines(output)] == [1]
-    board = EventAccumulator(str(output / "tensorboard"))
-    board.Reload()
-    assert [event.step for event in board.Scalars("loss")] == [1]
-    # They are written once, at the beginning.
-    assert board.PluginTagToContent("custom_scalars") and board.PluginTagToContent("hparams")
-    result = launch([], recipe("grpo"), *command, *working, cwd=tmp_path, check=False)
-    assert result.returncode and "already holds another run" in result.stdout
-
-
-def test_a_shorter_run_keeps_the_lines_and_checkpoints_of_the_longer(inputs, tmp_path):
-    output = tmp_path / "shorter"
-    launch([], recipe("dpo"), *flags(inputs, output, "--save_steps", 1, "--save_total_limit", 0))
-    before = files(output)
-    again = ["--resume", output / "checkpoints/global_step_000002", "--max_steps", 3]
-    launch([], recipe("dpo"), *flags(inputs, output, "--save_steps", 1, *again))
-    assert [line["global_step"] for line in lines(output)] == [1, 2, 3]
-    found = files(output)
-    assert found["metrics.jsonl.before_resume"] == before["metrics.jsonl"]
-    for step in (3, 4):
-        name = f"checkpoints/global_step_{step:06d}"
-        state = before[f"{name}/state.json"]
-        assert found[f"{name}.before_resume/state.json"] == state
-    assert not (output / "checkpoints/global_step_000004").exists()
 
 
 def test_a_finished_run_that_had_a_checkpoint_leaves_one_of_its_end(inputs, tmp_path):

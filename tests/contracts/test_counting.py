@@ -1,17 +1,13 @@
 """Steps and log lines; accumulation changes nothing, and a skipped update leaves no trace."""
 
-import math
-import re
 import types
 
 import pytest
 import yaml
 
-from common import arguments, batches, counted, optim
+from common import arguments, batches, optim
 from common.progress import Progress
 from runs import (
-    PYTHON,
-    REPOSITORY,
     launch,
     recipe,
     refuses,
@@ -97,21 +93,6 @@ def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
             saves = progress.save_due(interval)
             assert saves == (interval > 0 and progress.evaluation_due(interval))
         assert due == expected, (skipped, interval)
-
-
-def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
-    assert (
-        arguments.accumulation_steps(192, 6, 1) == 32
-        and arguments.accumulation_steps(200, 5, 1) == 40
-        and arguments.accumulation_steps(64, 4, 8) == 2
-    )
-    with pytest.raises(
-        SystemExit,
-        match=r"--train_batch_size 200 .* 6 x 1 process = 6.*198 or 204.*--micro_train_batch_size 5",
-    ):
-        arguments.accumulation_steps(200, 6, 1)
-    with pytest.raises(SystemExit, match=r"Nearest valid sizes: --train_batch_size 64"):
-        arguments.accumulation_steps(3, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -238,17 +219,6 @@ def test_sixty_thousand_pairs(batch, micro, updates, last):
     assert arguments.accumulation_steps(batch, micro, 1) == {192: 32, 200: 40}[batch]
 
 
-@pytest.mark.parametrize("batch, updates, last", [(192, 4, 24), (200, 3, 200)])
-def test_six_hundred_pairs(inputs, batch, updates, last):
-    output = inputs / f"big-{batch}"
-    sizes = "--train_batch_size", batch, "--micro_train_batch_size", batch // 2
-    result = launch([], recipe("dpo"), *flags(inputs, 600, output), *sizes)
-    lines = training_lines(output)
-    assert [line["global_step"] for line in lines] == list(range(1, updates + 1))
-    assert lines[-1]["samples"] == 600 and lines[-1]["samples"] - lines[-2]["samples"] == last
-    assert f"{updates} updates per epoch" in result.stdout
-
-
 def test_accumulation_changes_no_number(inputs):
     runs = {}
     for micro in (16, 2):
@@ -275,44 +245,4 @@ def test_accumulation_changes_no_number(inputs):
         )
     assert [line["learning_rate"] for line in one] == pytest.approx(
         [0, *(1e-3 * (7 - step) / 6 for step in range(1, 7))]
-    )
-
-
-def test_a_skipped_update_leaves_no_trace(inputs):
-    """fp16, two processes: 2**16 overflows for this loss; what is skipped is not counted, not logged, not scheduled."""
-    fp16 = [
-        *PYTHON,
-        "--config_file",
-        str(REPOSITORY / "accelerate_configs/ds_fp16.yaml"),
-        "--num_processes",
-        "2",
-    ]
-    output = inputs / "skips"
-    more = ["--train_batch_size", 16, "--micro_train_batch_size", 4, "--beta", 2, "--logging_steps", 2, "--lr_scheduler_type", "constant",
-            "--learning_rate", 1e-9, "--warmup_steps", 0]  # fmt: skip
-    result = launch(fp16, recipe("dpo"), *flags(inputs, 100, output, *more))
-    lines, skipped = training_lines(output), int(re.search(r"(\d+) skipped", result.stdout)[1])
-    applied = 7 - skipped
-    assert (
-        skipped >= 2 and f"done: {counted(applied, 'update')}, {skipped} skipped" in result.stdout
-    )
-    assert [line["global_step"] for line in lines] == sorted(
-        {1, *range(2, applied + 1, 2), applied}
-    )
-    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
-    # At this learning rate the weights stand still: the lines are those of a run that skips nothing,
-    # without the skipped updates.
-    reference = inputs / "noskips"
-    launch([], recipe("dpo"), *flags(inputs, 100, reference, *more), "--logging_steps", 1)
-    exact = {line["global_step"]: line for line in training_lines(reference)}
-    first, before = lines[0], lines[0]["skipped_steps"]
-    assert before >= 1 and first["loss_scale"] == 65536.0 / 2 ** (
-        before - 1
-    )  # hysteresis 2: the first overflow halves nothing
-    assert first["logps/chosen"] == pytest.approx(exact[before + 1]["logps/chosen"], rel=2e-3)
-    assert first["tokens"] == exact[before + 1]["tokens"] - exact[before]["tokens"]
-    sizes = [len(batches.rows_of_update(100, 16, 0, index)) for index in range(7)]
-    assert sizes == [16] * 6 + [4] and lines[-1]["samples"] in (
-        16 * applied,
-        16 * (applied - 1) + 4,
     )

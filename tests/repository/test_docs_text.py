@@ -5,8 +5,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -14,7 +12,6 @@ from accelerate.commands.launch import launch_command_parser
 from common import arguments
 from preference_recipes.data import labels, pairs, prompts
 from preference_recipes.models.load import tokenizer_of
-from preference_recipes.rollouts import generation, samples
 from recipes import NAMES, load
 from runs import ASSETS, REPOSITORY
 
@@ -187,24 +184,6 @@ def test_every_argument_is_documented():
     assert "| `--vf_coef` | `0.1` | number, at least 0 | weight of the value loss |" in page
 
 
-def test_the_command_that_exports_an_actor_runs():
-    words = ["-m", "preference_recipes.tools.export", "--help"]
-    result = subprocess.run(
-        [sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "checkpoint" in result.stdout
-
-
-def test_the_page_of_all_pages_lists_each_page_once():
-    page = (REPOSITORY / "docs/README.md").read_text()
-    listed = re.findall(r"^\| \[([a-z0-9_-]+\.md)\]", page, re.MULTILINE)
-    there = [path.name for path in (REPOSITORY / "docs").glob("*.md") if path.name != "README.md"]
-    assert sorted(listed) == sorted(there)
-    recipes = page.partition("## Recipes")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| \[(\w+)\.md\]", recipes, re.MULTILINE) == NAMES
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_path, monkeypatch):
     """A file of one row and the command, in five lines: the recipe takes both."""
@@ -239,13 +218,6 @@ def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_pa
     tokenizer = tokenizer_of(str(ASSETS / "model"))
     values = function(json.loads(lines[1]), tokenizer, args.max_length, **settings)
     assert values["reason"] == "" and values["length"] > 0
-
-
-def test_the_page_of_ppo_states_how_much_is_generated_and_scored_at_once():
-    cache = f"{generation.CACHE_BYTES >> 30} GiB"
-    tokens = f"{samples.SCORED_TOKENS:,} tokens"
-    text = (REPOSITORY / "docs/ppo.md").read_text()
-    assert f"{cache} of keys and values" in text and tokens in text
 
 
 @pytest.mark.parametrize(

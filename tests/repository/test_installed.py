@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from recipes import NAMES
-from runs import OFFLINE, REPOSITORY, launch, recipe, timeless
+from runs import OFFLINE, REPOSITORY, recipe, timeless
 
 pytest.importorskip("pip")  # it installs the wheel
 pytest.importorskip("setuptools", "77")  # it builds the wheel
@@ -103,15 +103,6 @@ def test_the_wheel_has_every_file_of_its_folders(built):
     assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
 
 
-def test_the_description_has_no_link_into_the_repository(built):
-    with zipfile.ZipFile(built.wheel) as archive:
-        (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
-        description = archive.read(metadata).decode().partition("\n\n")[2]
-    assert description == (REPOSITORY / "preference_recipes/README.md").read_text()
-    links = re.findall(r"\]\(([^)\s]+)\)", description)
-    assert links and all(link.startswith("https://") for link in links)
-
-
 def test_list_names_recipes_and_configs(built, tmp_path):
     printed = built.run("preference-recipes", "list", cwd=tmp_path).stdout
     configs = sorted(path.name for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -139,36 +130,6 @@ def test_a_copy_says_what_it_is_a_copy_of_and_overwrites_nothing(built, tmp_path
     built.run("preference-recipes", "copy", "ds_zero2.yaml", "mine.yaml", cwd=tmp_path)
     own = REPOSITORY / "accelerate_configs/ds_zero2.yaml"
     assert (tmp_path / "mine.yaml").read_text() == own.read_text()
-
-
-def test_a_name_that_does_not_exist_is_refused_with_those_that_do(built, tmp_path):
-    words = [["copy", "dqo", "x.py"], ["run", "dqo"], ["run", "--config_file", "dpp.yaml", "dpo"]]
-    for wrong in words:
-        refused = built.run("preference-recipes", *wrong, cwd=tmp_path, check=False)
-        assert refused.returncode == 1
-        (line,) = refused.stdout.splitlines()
-        assert ("'dpp.yaml'" if "dpp.yaml" in wrong else "'dqo'") in line
-        assert "dpo, grpo" in line and "ddp.yaml" in line and list(tmp_path.iterdir()) == []
-
-
-def test_flags_after_the_recipe_are_the_recipes(built, tmp_path):
-    words = ["preference-recipes", "run", "--config_file", "accelerate_configs/cpu.yaml", "dpo"]
-    refused = built.run(*words, "--betta", 1, cwd=tmp_path, check=False)
-    assert refused.returncode and "--betta 1: did you mean --beta?" in refused.stdout
-
-
-@pytest.mark.slow
-def test_a_run_of_the_demo_is_that_of_the_repository(built, tmp_path):
-    """With flags on both sides of the recipe; the config and the assets are those of the wheel."""
-    launcher = ["--config_file", "cpu.yaml", "--main_process_port", 0]
-    flags = [*FEW_UPDATES, "--output_dir", tmp_path / "installed"]
-    printed = built.run("preference-recipes", "run", *launcher, "sft", *flags, cwd=tmp_path).stdout
-    assert f"running the demo, {built.environment}" in printed
-    launch([], recipe("sft"), *FEW_UPDATES, "--output_dir", tmp_path / "clone")
-    expected = timeless(tmp_path / "clone")
-    assert [line["global_step"] for line in expected] == [1, 2]
-    for line, of_clone in zip(timeless(tmp_path / "installed"), expected, strict=True):
-        assert line == pytest.approx(of_clone, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -4,11 +4,9 @@ import ast
 import itertools
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -18,7 +16,6 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from recipes import NAMES
 from runs import REPOSITORY
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it first
@@ -118,18 +115,6 @@ def test_every_dependency_has_a_lower_bound_that_its_pin_meets():
                 assert requirement.specifier.contains(pins[requirement.name]), requirement
 
 
-def test_a_version_that_only_adapters_cannot_use_is_excluded_with_them_alone():
-    """transformers 5.24.0 demands a peft that is not published."""
-    excluding = {
-        name
-        for name, requirements in {None: DEPENDENCIES, **EXTRAS}.items()
-        for each in requirements
-        if each.name == "transformers" and not each.specifier.contains("5.24.0")
-    }
-    with_peft = {name for name, requirements in EXTRAS.items() if "peft" in names_of(requirements)}
-    assert excluding == with_peft == {"lora", "qlora", "test"}
-
-
 def test_the_lock_is_of_this_project_and_names_public_places_only():
     lock = tomllib.loads((REPOSITORY / "uv.lock").read_text())
     (own,) = [package for package in lock["package"] if package["name"] == PROJECT["name"]]
@@ -181,16 +166,6 @@ def make(*words) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment_of_make())
 
 
-def targets() -> set[str]:
-    line = re.search(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    return set(line[1].split())
-
-
-def test_help_lists_every_target():
-    listed = re.findall(r"^  make (\S+) +\S", make("help").stdout, re.MULTILINE)
-    assert sorted(name for names in listed for name in names.split("|")) == sorted(targets())
-
-
 @pytest.fixture
 def environment(tmp_path):
     """A virtual environment whose pip and python are scripts; `pip_does` writes what pip runs."""
@@ -223,14 +198,6 @@ def test_an_installation_says_one_line_a_step(environment, monkeypatch):
     assert "installing" not in make("install", f"VENV={folder}").stdout  # once is enough
 
 
-def test_the_newest_versions_are_installed_without_constraints(environment):
-    folder, pip_does = environment
-    pip_does('echo "$*"')
-    assert make("install-test", f"VENV={folder}", "CONSTRAINTS=").returncode == 0
-    (said,) = (folder / "install.log").read_text().splitlines()
-    assert "constraints" not in said and said.endswith("-e .[test,peers]")
-
-
 def test_the_oldest_versions_are_installed_of_every_dependency(environment):
     folder, pip_does = environment
     pip_does('echo "$*"')
@@ -244,42 +211,6 @@ def test_the_oldest_versions_are_installed_of_every_dependency(environment):
     }
     assert {(pin.name, str(pin.specifier)) for pin in pins} == bounds
     assert ("transformers", "==5.17") in bounds
-
-
-def test_a_failed_installation_shows_the_end_of_its_log(environment):
-    folder, pip_does = environment
-    pip_does('for i in $(seq 60); do echo "line $i"; done; echo "ERROR: no such package"; exit 1')
-    failed = make("install", f"VENV={folder}")
-    assert failed.returncode == 2
-    lines = failed.stdout.splitlines()
-    assert "ERROR: no such package" in lines and "line 60" in lines and "line 20" not in lines
-    assert lines[-1] == f"the installation failed: see all of {folder}/install.log"
-    assert not (folder / "installed").exists()
-
-
-def test_an_interrupted_installation_is_done_again(environment):
-    folder, pip_does = environment
-    pip_does(f"touch {folder}/began; exec sleep 60")
-    command = ["make", "-C", REPOSITORY, "install", f"VENV={folder}"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env=environment_of_make(),
-    )
-    while not (folder / "began").exists():
-        time.sleep(0.02)
-    for _ in range(100):  # a shell that is just starting a program loses the signal
-        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: make and all that it started
-        time.sleep(0.1)
-        if process.poll() is not None:
-            break
-    assert process.returncode
-    assert not (folder / "installed").exists()
-    pip_does("echo all there")
-    assert make("install", f"VENV={folder}").returncode == 0
-    assert (folder / "installed").exists()
 
 
 def test_the_tables_of_tests_have_each_file_once():
@@ -296,44 +227,6 @@ def test_the_tables_of_tests_have_each_file_once():
 
 
 # ============================================================ CI
-def checks_in(file: str) -> list[str]:
-    """The commands of make in a workflow or a script, without those that install."""
-    text = (REPOSITORY / file).read_text()
-    found = re.findall(r"^ *(?:- run: )?(make [a-z-]+(?: CONSTRAINTS=)?)", text, re.MULTILINE)
-    return sorted(command for command in found if "install" not in command)
-
-
-def test_contributing_says_what_ci_runs():
-    section = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("CI runs:")[2]
-    table = section.partition("\n\n`python")[0]
-    said = {}
-    for commands, file in re.findall(r"^\| .* \| (.*) \| `(\S+)` \|$", table, re.MULTILINE):
-        said[file] = sorted(re.findall(r"`(make [^`]+)`", commands))
-    workflows = (REPOSITORY / ".github/workflows").glob("*.yml")
-    files = [".ci/run", *(str(path.relative_to(REPOSITORY)) for path in workflows)]
-    assert said == {file: checks_in(file) for file in files}
-
-
-def test_workflows_run_targets_that_exist():
-    commands = {}
-    for path in sorted((REPOSITORY / ".github/workflows").glob("*.yml")):
-        workflow = yaml.safe_load(path.read_text())
-        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-        commands[path.stem] = [step["run"] for step in steps if "run" in step]
-    made = [line for lines in commands.values() for line in lines if line.startswith("make ")]
-    assert {line.split()[1] for line in made} <= targets()
-    assert commands["test"] == ["make lint", "make test"]
-    assert "make test-all" in commands["weekly"]
-    assert "make test CONSTRAINTS=" in commands["nightly"]
-
-    weekly = yaml.safe_load((REPOSITORY / ".github/workflows/weekly.yml").read_text())
-    assert weekly["jobs"]["prove"]["strategy"]["matrix"]["recipe"] == NAMES
-    assert set(NAMES) <= targets()
-
-    test = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())
-    pythons = test["jobs"]["test"]["strategy"]["matrix"]["python-version"]
-    assert pythons == ["3.10", "3.13"]
-    assert PROJECT["requires-python"] == f">={pythons[0]}"
 
 
 def test_workflows_run_foreign_code_by_its_hash_and_keep_no_token():
@@ -348,10 +241,3 @@ def test_workflows_run_foreign_code_by_its_hash_and_keep_no_token():
             assert [step["with"]["persist-credentials"] for step in checkouts] == [False], path
     pinned = [re.fullmatch(r"actions/(\S+)@[0-9a-f]{40} # v6\.\d+\.\d+", action) for action in used]
     assert all(pinned) and sorted(match[1] for match in pinned) == ["checkout", "setup-python"]
-
-
-def test_commits_are_checked_by_the_same_ruff():
-    config = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
-    (ruff,) = config["repos"]
-    assert ruff["rev"] == f"v{pins_under('3.13')['ruff']}"
-    assert [hook["id"] for hook in ruff["hooks"]] == ["ruff-check", "ruff-format"]

@@ -11,10 +11,8 @@ import recipes
 import templates
 from preference_recipes.data import dataset
 from preference_recipes.data.pairs import preference_row
-from preference_recipes.data.prompts import prompt_row
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts import rewards
 from preference_recipes.tools import preview
 from runs import ASSETS, launch, recipe, write_jsonl
 
@@ -93,27 +91,6 @@ def test_a_reward_model_is_trained_on_the_last_token_of_each_answer():
     assert all(of_part[-1] for of_part in marks[1:])
 
 
-def test_what_is_left_out_or_cut_is_said():
-    tokenizer = templates.tokenizer("qwen3")
-    converter = dataset.Converter(preference_row, tokenizer, {}, {**SETTINGS, "max_length": 8})
-    pair = {"prompt": "2+3=", "chosen": "a long answer to it", "rejected": "a short one"}
-    values = converter.convert_row(pair, 0)
-    assert "  CUT to --max_length 8" in preview.describe_row(pair, values, converter)
-    equal = {**pair, "rejected": pair["chosen"]}
-    lines = preview.describe_row(equal, converter.convert_row(equal, 0), converter)
-    assert "  LEFT OUT: chosen equal to rejected" in lines
-
-
-def test_lengths_are_counted():
-    rows = {"length": [5] * 7 + [30, 31], "truncated": [False] * 8 + [True]}
-    lines = preview.describe_lengths(dataset.datasets.Dataset.from_dict(rows), max_length=31)
-    assert lines[0] == "lengths of 9 usable rows, 1 of them (11.1%) cut; --max_length 31"
-    words = [line.replace(",", "").split() for line in lines[1:]]
-    counted = {(int(low), int(high)): int(rows) for low, _, high, _, rows, *_ in words}
-    assert counted.pop((5, 7)) == 7 and counted.pop((29, 31)) == 2
-    assert not any(counted.values())
-
-
 def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
     """One command of a recipe with rewards, with a model's folder that lacks the weights."""
     model = tmp_path / "model"
@@ -134,27 +111,3 @@ def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
     assert "columns for a reward function: answer" in done.stdout
     assert "usable rows, 0 of them (0.0%) cut; --max_length 64" in done.stdout
     assert not (tmp_path / "runs").exists() and "output in" not in done.stdout
-
-
-def test_a_reward_function_that_fails_ends_the_preview(monkeypatch, capsys):
-    """With the row and the place, as in training. One that wants an episode is not called."""
-
-    def fails(prompts, responses, **columns):
-        raise ValueError("no such column")
-
-    def judges(prompts, responses, environments):
-        return [1.0] * len(environments)
-
-    monkeypatch.setattr(rewards, "load_functions", lambda names: {"fails": fails})
-    tokenizer = templates.tokenizer("qwen3")
-    settings = {**SETTINGS, "max_new_tokens": 8}
-    converter = dataset.Converter(prompt_row, tokenizer, {}, settings)
-    values = converter.convert_row({"prompt": "2+3=", "answer": "5"}, 6)
-    args = type("Args", (), {"reward_function": ["fails"]})
-    with pytest.raises(SystemExit) as refused:
-        preview.describe_scores(args, values, tokenizer)
-    assert "raised ValueError: no such column" in refused.value.code
-    assert "called with data row 7" in refused.value.code
-    monkeypatch.setattr(rewards, "load_functions", lambda names: {"judges": judges})
-    *_, last = preview.describe_scores(args, values, tokenizer)
-    assert last == "  judges is not called: it takes what only an episode gives"
