@@ -207,7 +207,7 @@ def flags(inputs, rows, output, *more):
 
 @pytest.mark.parametrize("batch, micro, updates, last", [(192, 6, 313, 96), (200, 5, 300, 200)])
 def test_sixty_thousand_pairs(batch, micro, updates, last):
-    """What a run does with these numbers, without its model: `test_six_hundred_pairs` is such a run."""
+    """What a run does with these numbers, without its model."""
     progress, sizes = Progress(60_000, batch, max_epochs=1, max_steps=0), []
     while not progress.finished:
         sizes.append(len(batches.rows_of_update(60_000, batch, 0, progress.updates_seen)))
