@@ -54,7 +54,7 @@ def tokenizer():
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
     "recipe",
-    "recipe",
+    "learning",
     "prove",
     "stopping",
     "fp16",

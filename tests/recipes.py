@@ -64,14 +64,10 @@ class Recipe:
             and in `make test-slow`.
         resume_flags: for test_resume.py.
         overflow: for test_fp16.py; None: not tested there.
-        fp16_losses_slow: whether the losses in fp16 are compared in `make test-slow` only.
         fp16_flags: for test_fp16.py.
 
         device_flags: for test_waits.py and test_devices.py.
         waits: for test_waits.py, flags by what they are for.
-        waits_fast: those of `waits` in `make test`: the others come to the same code, or to less.
-        device_slow: whether test_devices.py is left to `make test-slow`: the fast ones cover both
-            kinds of loops.
         ten_rows_fast: the format of test_ten_rows.py that is tested in `make test`.
         ten_rows_flags: what a command needs besides a model and a data set.
     """
@@ -94,13 +90,10 @@ class Recipe:
     resume_on_slow: list[str] = field(default_factory=list)
     resume_flags: list = field(default_factory=list)
     overflow: Overflow | None = None
-    fp16_losses_slow: bool = False
     fp16_flags: list = field(default_factory=list)
 
     device_flags: list = field(default_factory=list)
     waits: dict[str, list]
-    waits_fast: list[str]
-    device_slow: bool = False
     ten_rows_fast: str | None = None
     ten_rows_flags: list = field(default_factory=list)
 
@@ -126,18 +119,14 @@ RECIPES = {
         shares="packing",
         evaluates_answers=True,
         key_metric="mean_token_accuracy",
-        demo=Demo("ds_fp16", "eval/exact_match", 0.45, adapters=(3e-3, 0.4)),  # docs/sft.md: 0.496
+        demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
         splits_left_out=[("zero2", "tokens"), ("ddp", "tokens"), ("compiled", 4)],
         resume_on=[],
-        resume_on_slow=["ddp", "zero3", "offload"],
+        resume_on_slow=["ddp", "offload"],
         overflow=Overflow(stage=2, processes=2, slow=True),
-        fp16_losses_slow=True,
         waits={
-            "alone": ["--packing", "false"],
             "packed": ["--packing", "true"],
-            "checkpointing": ["--gradient_checkpointing", "true"],
         },
-        waits_fast=["packed"],
         ten_rows_fast="messages",
     ),
     "reward": Recipe(
@@ -146,12 +135,9 @@ RECIPES = {
         demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
         split_flags=["--learning_rate", 0.003],
         splits_left_out=[("zero2", "tokens"), ("ddp", 2), ("compiled", 4)],
-        resume_on=["plain"],
+        resume_on=[],
         overflow=Overflow(stage=3, processes=2),
-        fp16_losses_slow=True,
-        waits={"alone": ["--share_prompts", "false"], "shared": []},
-        waits_fast=["shared"],
-        device_slow=True,
+        waits={"shared": []},
         ten_rows_fast="hh-rlhf",
     ),
     "dpo": Recipe(
@@ -164,13 +150,8 @@ RECIPES = {
         resume_on_slow=["fsdp2"],
         overflow=Overflow(stage=1, processes=1),
         waits={
-            "alone": ["--share_prompts", "false"],
-            "shared": [],
-            "with a table": ["--precompute_ref_log_probs", "true"],
             "adapters": ["--lora_r", 2],
         },
-        waits_fast=["adapters"],
-        device_slow=True,
         ten_rows_fast="strings",
     ),
     "kto": Recipe(
@@ -180,15 +161,10 @@ RECIPES = {
         demo=Demo("cpu", "eval/exact_match", 0.15),
         splits_left_out=[("zero1", 2), ("ddp", "tokens"), ("compiled", 4)],
         resume_on=[],
-        resume_on_slow=["plain", "zero3", "fsdp2"],
-        fp16_losses_slow=True,
+        resume_on_slow=["zero3"],
         waits={
-            "alone": ["--share_prompts", "false"],
             "shared": [],
-            "adapters": ["--lora_r", 2],
         },
-        waits_fast=["shared"],
-        device_slow=True,
         ten_rows_fast="strings",
     ),
     "ppo": Recipe(
@@ -214,7 +190,8 @@ RECIPES = {
         ],
         split_updates=11,
         splits_left_out=[("zero1", 2), ("ddp", 2)],
-        resume_on=["zero3"],
+        resume_on=[],
+        resume_on_slow=["zero3"],
         # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
         resume_flags=[
             *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
@@ -223,7 +200,6 @@ RECIPES = {
             *("--critic_learning_rate", 0.01, "--kl_target", 1),
         ],
         overflow=Overflow(stage=2, processes=1),
-        fp16_losses_slow=True,
         # One rollout of 48 samples, twice, is as many updates as two epochs of the others' rows.
         fp16_flags=[
             *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 48),
@@ -236,25 +212,19 @@ RECIPES = {
             *("--max_new_tokens", 4),
         ],
         waits={
-            "alone": ["--share_prompts", "false"],
             "shared, second pass": [
                 *("--num_epochs_per_rollout", 2, "--kl_in", "loss", "--kl_estimator", "k3")
             ],
         },
-        waits_fast=["shared, second pass"],
         ten_rows_flags=TEN_REWARDS,
     ),
     "grpo": Recipe(
         data="prompts",
         scores_responses=True,
         key_metric="reward",
-        demo=Demo("cpu", "eval/exact_match", 0.25, adapters=(3e-3, 0.25)),
+        demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
         glossary_flags=["--kl_coef", 0.01, "--off_policy_limit", 0.1],
-        board_flags=[
-            *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
-            *("--generate_batch_size", 8, "--score_batch_size", 8, "--n_samples_per_prompt", 2),
-        ],
         # Rollouts of 8 groups, without the responses that are cut, so that their updates differ in
         # size. Groups that are left out and replaced, which a KL excludes, are in test_resume.py.
         split_flags=[
@@ -266,7 +236,6 @@ RECIPES = {
         split_updates=7,
         splits_left_out=[("plain", "tokens"), ("ddp", "tokens"), ("zero1", 2), ("compiled", 4)],
         resume_on=["plain"],
-        resume_on_slow=["zero2"],
         # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout
         # has 1 to 3 updates.
         resume_flags=[
@@ -280,10 +249,7 @@ RECIPES = {
         ],
         waits={
             "alone": ["--share_prompts", "false"],
-            "shared, second pass": ["--num_epochs_per_rollout", 2, "--average", "token"],
         },
-        waits_fast=["alone"],
-        device_slow=True,
         ten_rows_fast="gsm8k",
         ten_rows_flags=TEN_REWARDS,
     ),
@@ -294,10 +260,6 @@ RECIPES = {
         demo_batches_divided_by=8,
         # Two updates of sampled tokens need log-probs of the rollout, which are timed.
         glossary_flags=["--loss_type", "sampled", "--num_epochs_per_rollout", 2],
-        board_flags=[
-            *(*TAUGHT, "--rollout_batch_size", 4, "--max_new_tokens", 4),
-            *("--generate_batch_size", 8, "--n_samples_per_prompt", 2),
-        ],
         # Rollouts of 8, 8 and 4 prompts, two updates each. The divergence under engines is in
         # test_distill.py.
         split_flags=[
@@ -307,19 +269,11 @@ RECIPES = {
         ],
         split_updates=7,
         splits_left_out=[("plain", "tokens"), ("ddp", 2), ("zero1", 2), ("compiled", 4)],
-        resume_on=["ddp"],
-        resume_on_slow=["zero2", "zero3", "fsdp2"],
-        # Rollouts of 24 and 20 prompts, three updates each: checkpoints 8 and 10 are within one.
-        resume_flags=[
-            *(*TAUGHT, "--rollout_batch_size", 24, "--max_new_tokens", 6),
-            *("--generate_batch_size", 8, "--loss_type", "sampled"),
-        ],
+        resume_on=[],  # test_recipe.py shows it
         device_flags=[*TAUGHT, "--rollout_batch_size", 16, "--max_new_tokens", 4],
         waits={
             "alone": ["--share_prompts", "false"],
-            "shared, second pass": ["--num_epochs_per_rollout", 2, "--loss_type", "sampled"],
         },
-        waits_fast=["alone"],
         ten_rows_fast="messages",
         ten_rows_flags=TAUGHT,
     ),

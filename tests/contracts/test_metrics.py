@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import batches, trackers
+from common import batches
 from common.metrics import Means
 from common.mixture import mixture_of
 from common.run import Run, Update
@@ -159,7 +159,7 @@ def assert_line(line, expected, prefix=""):
 
 @pytest.mark.parametrize(
     "launcher, more",
-    [("plain", []), ("ddp", []), ("zero3", []), ("ddp", ["--precompute_ref_log_probs"])],
+    [("plain", []), ("ddp", ["--precompute_ref_log_probs"])],
 )
 def test_the_eight_metrics_of_dpo(inputs, brute_force, launcher, more):
     output = run(inputs, "dpo", launcher, *more)
@@ -176,7 +176,7 @@ def test_the_eight_metrics_of_dpo(inputs, brute_force, launcher, more):
     assert [line["global_step"] for line in evaluation_lines(output)] == [0, 5]
 
 
-@pytest.mark.parametrize("launcher", ["plain", "ddp", "zero3"])
+@pytest.mark.parametrize("launcher", ["plain", "ddp"])
 def test_the_token_means_of_sft(inputs, brute_force, launcher):
     output = run(inputs, "sft", launcher)
     expect = lambda pairs: {
@@ -335,15 +335,14 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     )
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_the_operations_of_updates_on_two_processes(inputs, brute_force, share):
+def test_the_operations_of_updates_on_two_processes(inputs, brute_force):
     """A shared prompt counts once, the padding row of the last update and the reference not at all."""
-    output = inputs / f"operations-{share}"
+    output = inputs / "operations"
     launch(
         LAUNCHERS["ddp"], REPOSITORY / "tests/working.py", recipe("dpo"),
         "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir", output,
         "--train_batch_size", BATCH, "--micro_train_batch_size", 2, "--logging_steps", EVERY, "--max_length", 128,
-        "--report_to", "none", "--share_prompts", share,
+        "--report_to", "none",
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     of_target = 6 * model.lm_head.weight.numel()
@@ -355,7 +354,7 @@ def test_the_operations_of_updates_on_two_processes(inputs, brute_force, share):
         targets = sum(len(p[f"nll/{answer}"]) for p in pairs for answer in ("chosen", "rejected"))
         tokens = sum(p["tokens/chosen"] + p["tokens/rejected"] for p in pairs)
         prompts = sum(p["tokens/chosen"] - len(p["nll/chosen"]) for p in pairs)
-        computed = tokens - share * prompts
+        computed = tokens - prompts
         assert line["perf/flop"] == of_token * computed + of_target * targets
 
 
@@ -405,27 +404,6 @@ def test_what_rollouts_added_after_the_last_update_is_a_line_of_its_own(tmp_path
     first, last = lines(tmp_path)
     assert (first["loss"], first["reward"]) == (3.0, 1.0)
     assert last == {"global_step": 1, "epoch": 1 / 8, "reward": 2.0}
-
-
-@pytest.mark.parametrize("global_step, hidden_from", [(0, 0), (6, 7)])
-def test_tensorboard_hides_what_a_resumed_run_writes_again(
-    tmp_path, monkeypatch, global_step, hidden_from
-):
-    """A new run begins with the evaluation at step 0. The line of the checkpoint itself stays."""
-    opened = []
-
-    def tracker(name, folder, purge_step):
-        opened.append((name, folder, purge_step))
-        return types.SimpleNamespace(start=lambda: None, writer=None)
-
-    monkeypatch.setattr(trackers, "TensorBoardTracker", tracker)
-    monkeypatch.setattr(trackers, "describe", lambda *_: None)
-    run, _ = run_without_bar(tmp_path, report_to=["tensorboard"])
-    run.accelerator.trackers = []
-    run.progress.global_step = global_step
-    run.logger.start()
-    run.logger.bar.close()
-    assert opened == [("tensorboard", str(tmp_path), hidden_from)]
 
 
 def test_sums_that_another_process_takes_over_leave_only_their_names(tmp_path):

@@ -2,10 +2,7 @@
 
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -32,15 +29,10 @@ def header_of(card: str) -> dict:
     return yaml.safe_load(card.split("---")[1])
 
 
-@pytest.mark.parametrize("launcher", ["plain", pytest.param("zero2", marks=pytest.mark.slow)])
-def test_run_yaml_repeats_the_run(inputs, tmp_path, launcher):
+def test_run_yaml_repeats_the_run(inputs, tmp_path):
     first, again = tmp_path / "first", tmp_path / "again"
-    launch(
-        LAUNCHERS[launcher],
-        recipe("dpo"),
-        *flags(inputs, first, "--loss_type", "ipo", "--lora_r", 2),
-    )
-    launch(LAUNCHERS[launcher], recipe("dpo"), first / "run.yaml", "--output_dir", again)
+    launch([], recipe("dpo"), *flags(inputs, first, "--loss_type", "ipo", "--lora_r", 2))
+    launch([], recipe("dpo"), first / "run.yaml", "--output_dir", again)
     assert timeless(first) == timeless(again)
     assert torch.equal(weights(first), weights(again))
     recorded = yaml.safe_load((first / "run.yaml").read_text())
@@ -152,61 +144,3 @@ def test_the_ends_of_a_log(tmp_path):
         assert steps() == [[0, 2], [0, 2]], end[:20]
     file.write_text(first + middle + evaluation + last)
     assert steps() == [[0, 3], [0, 2]]
-
-
-def test_a_commit_is_read_without_the_lock_of_the_clone(tmp_path, monkeypatch):
-    """A file whose time alone has changed makes git write its index anew, if it may."""
-    monkeypatch.setattr(record, "REPOSITORY", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert record.commit() is None  # outside of git
-    git = [
-        "git",
-        "-C",
-        str(tmp_path),
-        "-c",
-        "user.name=a",
-        "-c",
-        "user.email=a@b",
-        "-c",
-        "commit.gpgsign=false",
-    ]
-    (tmp_path / "file").write_text("one")
-    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *words], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:40]
-    index = tmp_path / ".git/index"
-    before = (index.stat().st_ino, index.read_bytes())
-    os.utime(tmp_path / "file", (1, 1))
-    (tmp_path / "another").write_text("untracked")
-    assert record.commit() == head
-    (tmp_path / "file").write_text("two")
-    assert record.commit() == f"{head}+"
-    assert (index.stat().st_ino, index.read_bytes()) == before
-
-    # An environment with an installed `common`, in a repository of the user's.
-    (tmp_path / "site-packages").mkdir()
-    monkeypatch.setattr(record, "REPOSITORY", tmp_path / "site-packages")
-    assert record.commit() is None
-
-
-@pytest.mark.parametrize("block", [1, 7, 4096])
-@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n"])
-def test_a_log_is_read_from_its_end(tmp_path, monkeypatch, block, end):
-    """By blocks, which may end within a line: a log of a million lines would not fit beside the model."""
-    monkeypatch.setattr(record, "BLOCK", block)
-    content = b"\n".join(b'{"step": %d}' % step for step in range(30)) + end
-    (tmp_path / "log").write_bytes(content)
-    with open(tmp_path / "log", "rb") as log:
-        assert list(record.backwards(log)) == content.split(b"\n")[::-1]
-
-
-def test_the_ends_of_a_long_log_take_no_memory(tmp_path):
-    line = json.dumps({"global_step": 1, "loss": 0.5, "text": "x" * 1000}) + "\n"
-    last = json.dumps({"global_step": 2, "eval/loss": 0.5}) + "\n"
-    (tmp_path / "metrics.jsonl").write_text(line * 10_000 + last)
-    tracemalloc.start()
-    ends = record.ends_of_log(tmp_path)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert [found["global_step"] for found in (*ends.lines, *ends.evaluations)] == [1, 2, 2, 2]
-    assert most < 1_000_000  # bytes; the log has ten million

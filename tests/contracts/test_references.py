@@ -330,7 +330,7 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
     assert max(line["grad_norm"] for line in lines) > 2 * settings["max_grad_norm"]
 
 
-@pytest.mark.parametrize("launcher", ["plain", "fsdp2", "zero2"])
+@pytest.mark.parametrize("launcher", ["plain", pytest.param("zero2", marks=pytest.mark.slow)])
 def test_the_norm_of_a_large_gradient(tmp_path, launcher):
     """Added up in fp32 one after the other, as torch does it on a CPU, 3 million squares are off by 4e-5."""
     folder = tiny_llama(tmp_path / "model", intermediate_size=100_000, num_hidden_layers=1)
@@ -354,24 +354,9 @@ def test_the_norm_of_a_large_gradient(tmp_path, launcher):
 # ------------------------------------------------------------------------------- DPO
 
 BETA = 0.3
-FLIPPED = 0.2  # the probability that a label is wrong
 DPO = {
     "sigmoid": dict(
         lr_scheduler_type="constant_with_warmup", max_epochs=2, micro_train_batch_size=2
-    ),
-    "cDPO": dict(
-        loss_type="sigmoid",
-        label_smoothing=FLIPPED,
-        lr_scheduler_type="inverse_sqrt",
-        max_steps=5,
-        micro_train_batch_size=4,
-        share_prompts="false",
-    ),
-    "robust": dict(
-        label_smoothing=FLIPPED, lr_scheduler_type="constant", max_steps=5, micro_train_batch_size=8
-    ),
-    "hinge": dict(
-        lr_scheduler_type="linear", max_steps=5, micro_train_batch_size=2, logging_steps=2
     ),
     "ipo": dict(lr_scheduler_type="cosine", max_steps=5, micro_train_tokens=150),
 }
@@ -383,15 +368,8 @@ def preference_loss(
     """The loss of one pair from the log-ratios of its answers, as the papers write it."""
     margin = BETA * (chosen - rejected)
     right = torch.log(1 + torch.exp(-margin))
-    wrong = torch.log(1 + torch.exp(margin))
     if kind == "sigmoid":
         return right
-    if kind == "cDPO":
-        return (1 - FLIPPED) * right + FLIPPED * wrong
-    if kind == "robust":
-        return ((1 - FLIPPED) * right - FLIPPED * wrong) / (1 - 2 * FLIPPED)
-    if kind == "hinge":
-        return torch.clamp(1 - margin, min=0)
     if kind == "ipo":
         return (chosen / lengths[0] - rejected / lengths[1] - 1 / (2 * BETA)) ** 2
     raise ValueError(kind)

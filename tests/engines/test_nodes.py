@@ -9,7 +9,9 @@ import time
 
 import pytest
 
-from runs import PYTHON, REPOSITORY, config_launcher, launch, letters, recipe, timeless, weights
+from runs import PYTHON, REPOSITORY, config_launcher, letters, recipe, timeless, weights
+
+pytestmark = pytest.mark.slow
 
 UPDATES = 100
 NODE_TIMEOUT = 150
@@ -152,19 +154,6 @@ def test_two_nodes_are_one_node_with_two_processes(inputs, one_node, two_nodes):
     assert_same_run(output, one_node)
 
 
-@pytest.mark.slow
-def test_deepspeed_on_two_nodes(inputs, two_nodes):
-    """Any other YAML takes the same flags."""
-    output, reference = inputs / "zero2-nodes", inputs / "zero2"
-    for text in launch_on(
-        two_nodes, config_launcher("ds_zero2", 2), recipe("sft"), *flags(inputs, output, 3)
-    ):
-        assert "x 2 processes x 2 gradient accumulation steps\n" in text
-        assert "DeepSpeed ZeRO-2 bf16 on cpu" in text
-    launch(config_launcher("ds_zero2", 2), recipe("sft"), *flags(inputs, reference, 3))
-    assert_same_run(output, reference)
-
-
 # srun starts every node's task here; scancel signals them; scontrol lists the nodes, or notes what it is asked.
 SLURM = {
     "srun": """shift
@@ -180,7 +169,6 @@ exit $status""",
 }
 
 
-@pytest.mark.slow
 def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, one_node, tmp_path):
     """Stopped by the signal before the time limit, requeued, run again to the end: the run that was never stopped."""
     script, output = REPOSITORY / "accelerate_configs/slurm.sh", inputs / "slurm"

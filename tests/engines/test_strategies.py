@@ -4,7 +4,6 @@ import types
 
 import pytest
 import torch
-import yaml
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -70,8 +69,7 @@ def demo(tmp_path_factory):
 
 def further_slow(ways):
     return [
-        pytest.param(way, marks=[pytest.mark.slow] * (way not in ("plain", "still", *FAST)))
-        for way in ways
+        pytest.param(way, marks=[pytest.mark.slow] * (way not in ("still", *FAST))) for way in ways
     ]
 
 
@@ -90,21 +88,6 @@ def test_fp32_is_the_same_under(demo, way):
     start = weights(ASSETS.parent, "assets/model")
     moved, expected = weights(output) - start, weights(reference) - start
     assert (moved - expected).norm() <= 1e-3 * expected.norm()
-
-
-def test_the_reference_stands_still(demo):
-    """Its log-probs are the policy's before training, so a reward is beta times what the policy's have gained since."""
-    beta = yaml.safe_load((ASSETS / "dpo.yaml").read_text())["beta"]
-    first, *_, last = evaluation_lines(demo("plain"))
-    assert (
-        first["eval/rewards/chosen"]
-        == first["eval/rewards/rejected"]
-        == 0
-        < last["eval/rewards/margins"]
-    )
-    for answer in ("chosen", "rejected"):
-        gained = last[f"eval/logps/{answer}"] - first[f"eval/logps/{answer}"]
-        assert last[f"eval/rewards/{answer}"] == pytest.approx(beta * gained, rel=1e-4) != 0
 
 
 def test_buffers_are_not_rounded_with_the_weights(tmp_path):
@@ -223,7 +206,7 @@ def test_the_saved_actor_is_the_one_evaluated(demo, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ds_zero2", "fsdp2_bf16"])
+@pytest.mark.parametrize("way", ["ds_zero2"])
 def test_in_half_precision_checkpointing_changes_no_number(way, tmp_path):
     found = []
     for checkpointing in ("false", "true"):

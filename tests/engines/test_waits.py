@@ -28,7 +28,6 @@ CASES = {
     for name, of_recipe in RECIPES.items()
     for case, flags in of_recipe.waits.items()
 }
-FAST = {f"{name} {case}" for name, of_recipe in RECIPES.items() for case in of_recipe.waits_fast}
 
 
 def unequal(prompts, responses, **columns):
@@ -76,9 +75,7 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
         return list(device.waits)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST)) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_no_micro_batch_waits(case, tmp_path, monkeypatch):
     few = waits_of_last_update(monkeypatch, tmp_path, case, ROWS // 2)
     many = waits_of_last_update(monkeypatch, tmp_path, case, ROWS // 4)

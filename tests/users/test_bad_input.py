@@ -1,51 +1,35 @@
-"""Every bad input is one clear error before any training.
-
-The error names the value, where it is, and what would be valid.
-"""
+"""What would be read, loaded or trained otherwise than was meant is refused before any training."""
 
 import ast
-import concurrent.futures
 import dataclasses
 import gzip
 import io
 import json
-import re
 import runpy
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
 import peft
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 import architectures
-from common import hub
 from common.arguments import (
-    NAMES_ELSEWHERE,
-    accumulation_steps,
-    load_function,
     parse,
 )
 from common.launch import quiet
 from common.shared_args import SharedArgs
 from contracts.proof import plain
-from preference_recipes.data import dataset, files, formats
+from preference_recipes.data import dataset, files
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.models import checks, load, merge
 from preference_recipes.models.logprobs import LogProbModel
-from preference_recipes.rollouts.rewards import answer_reward
-from recipes import RECIPES
-from recipes import load as load_recipe
-from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, tiny_llama, write_jsonl
+from runs import ASSETS, REPOSITORY, recipe, refuses, tiny_llama, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 
@@ -65,17 +49,6 @@ def model(tmp_path_factory):
 
 
 # ---------------------------------------------------------------------------------------------- sizes and intervals
-
-
-@pytest.mark.parametrize("train, micro, processes, parts", [
-    (200, 6, 2, ["200", "6 x 2 processes = 12", "192 or 204", "--micro_train_batch_size 5"]),
-    (5, 8, 1, ["--train_batch_size 8", "--micro_train_batch_size 5"]),
-    (3, 1, 2, ["2 or 4"]),
-])  # fmt: skip
-def test_sizes_that_do_not_divide(train, micro, processes, parts):
-    refuses(*parts, call=lambda: accumulation_steps(train, micro, processes))
-    assert accumulation_steps(192, 6, 1) == 32 and accumulation_steps(192, 6, 2) == 16
-    assert accumulation_steps(200, 6, 3, 1000) == 67
 
 
 # ---------------------------------------------------------------------------------------------- arguments
@@ -111,55 +84,6 @@ def parse_yaml(path, text: str, *argv) -> Args:
     return parse(Args, demo=ASSETS / "sft.yaml", argv=[str(path), *argv])
 
 
-def refuses_arguments(capsys, *parts, call) -> None:
-    with pytest.raises(SystemExit) as refusal:
-        call()
-    usage, *error = capsys.readouterr().err.strip().splitlines()
-    assert refusal.value.code == 2 and usage.startswith("usage:") and len(error) == 1
-    assert all(part in error[0] for part in parts), error
-
-
-def test_a_function_that_is_not_there():
-    assert (
-        load_function("reward_function", "preference_recipes.rollouts.rewards:answer_reward")
-        is answer_reward
-    )
-    missing = lambda: load_function("reward_function", "preference_recipes.rollouts.rewards:none")
-    refuses(
-        "--reward_function preference_recipes.rollouts.rewards:none", "MODULE:NAME", call=missing
-    )
-
-
-def test_flags(capsys):
-    assert parsed("--beta", "0.5").beta == 0.5
-    refuses_arguments(
-        capsys, "--bet 0.5", "abbreviated", "--help", call=lambda: parsed("--bet", "0.5")
-    )
-    refuses_arguments(capsys, "--foo", call=lambda: parsed("--foo", "1"))
-    refuses_arguments(
-        capsys,
-        "unknown argument --learning-rat 1",
-        "did you mean --learning_rate?",
-        call=lambda: parsed("--learning-rat", "1"),
-    )
-    refuses_arguments(
-        capsys,
-        "instead of --per_device_train_batch_size use --micro_train_batch_size;",
-        "instead of --use_peft use --lora_r",
-        call=lambda: parsed("--per_device_train_batch_size=4", "--use_peft"),
-    )
-    refuses_arguments(
-        capsys, "--beta", "'strong'", "float", call=lambda: parsed("--beta", "strong")
-    )
-    refuses_arguments(capsys, "late.yaml", "first", call=lambda: parsed("late.yaml"))
-    refuses_arguments(
-        capsys,
-        "--model_name_or_path",
-        "missing",
-        call=lambda: parse(Args, ASSETS / "sft.yaml", ["--dataset_name", "d"]),
-    )
-
-
 @pytest.mark.parametrize(
     "value", ["-1e-5", "-1E+3", "-2.5e-6", "-.5e1", "-3.", "-7", "-0.25", "-1_0"]
 )
@@ -170,37 +94,6 @@ def test_a_negative_number_is_no_flag(capsys, tmp_path, value):
     text = f"model_name_or_path: m\ndataset_name: d\nbeta: {value}\nweights: [1, {value}]\n"
     args = parse_yaml(tmp_path / "defaults.yaml", text)
     assert (args.beta, args.weights) == (number, [1, number])
-
-
-@pytest.mark.parametrize("value", ["-inf", "-nan", "-Infinity"])
-def test_a_negative_number_that_is_not_finite_is_refused_as_such(capsys, value):
-    call = lambda: parsed("--beta", value)
-    refuses_arguments(capsys, f"--beta {float(value)}: expected a finite number", call=call)
-
-
-@pytest.mark.parametrize("argument, value, expected", [
-    ("learning_rate", "-1", "at least 0"), ("learning_rate", "nan", "a finite number"), ("weight_decay", "-0.1", "at least 0"),
-    ("adam_epsilon", "-1e-8", "at least 0"), ("warmup_steps", "-1", "at least 0"), ("save_total_limit", "-1", "at least 0"),
-    ("max_grad_norm", "inf", "a finite number"), ("seed", "-1", "at least 0 and below 4294967296"),
-    ("seed", str(2**32), "at least 0 and below 4294967296"), ("train_batch_size", "0", "at least 1"),
-    ("micro_train_batch_size", "-1", "at least 1"), ("micro_train_tokens", "-7", "at least 0"), ("max_length", "-1", "at least 2"),
-    ("save_steps", "2.5", "0, a share below 1, or a whole number of updates"), ("save_steps", "-1", "at least 0"),
-    ("eval_steps", "1.5", "0, a share below 1, or a whole number of updates"),
-])  # fmt: skip
-@pytest.mark.parametrize("name", RECIPES)
-def test_numbers_that_mean_nothing(capsys, name, argument, value, expected):
-    demo = ASSETS / f"{name}.yaml"
-    call = lambda: parse(load_recipe(name).Args, demo, [f"--{argument}={value}"])
-    refuses_arguments(capsys, f"--{argument} ", f"expected {expected}", call=call)
-
-
-def test_names_of_other_libraries_are_no_arguments_here():
-    """Else a hint would send away from an argument that there is."""
-    known = {field.name for name in RECIPES for field in dataclasses.fields(load_recipe(name).Args)}
-    assert not known & NAMES_ELSEWHERE.keys()
-    for hint in NAMES_ELSEWHERE.values():
-        for flag in re.findall(r"--(\w+)", hint):
-            assert flag in known | {"config_file"}, hint
 
 
 @pytest.mark.parametrize(
@@ -218,19 +111,7 @@ def test_no_demo_where_a_model_is_given_in_another_spelling(capsys, argv):
     )
 
 
-def test_help_with_a_percent_sign(capsys):
-    with pytest.raises(SystemExit) as done:
-        parsed("--help")
-    text = capsys.readouterr().out
-    assert (
-        done.value.code == 0
-        and "100% of it" in text
-        and all(text.count(f"--{field.name} ") == 1 for field in dataclasses.fields(Args))
-        and "--model-name-or-path" not in text
-    )
-
-
-def test_yaml_of_defaults(capsys, tmp_path):
+def test_yaml_of_defaults(tmp_path):
     path = tmp_path / "defaults.yaml"
     text = "model_name_or_path: m\ndataset_name: '{assets}/sft_eval.jsonl'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
     expected = Args("m", f"{ASSETS}/sft_eval.jsonl", ["x", "y"], 0.3, None, 1e-4, True)
@@ -242,38 +123,6 @@ def test_yaml_of_defaults(capsys, tmp_path):
         expected, beta=0.7, gradient_checkpointing=False, eval_dataset_name=["z"]
     )
     assert parse_yaml(path, text + "beta: null\n").beta == 0.1
-    name = str(path)
-    refuses_arguments(
-        capsys, name, "'betta'", "--help", call=lambda: parse_yaml(path, text + "betta: 1\n")
-    )
-    refuses_arguments(capsys, name, "flat mapping", call=lambda: parse_yaml(path, "beta: {a: 1}\n"))
-    refuses_arguments(capsys, name, "flat mapping", call=lambda: parse_yaml(path, "- beta\n"))
-    refuses_arguments(
-        capsys,
-        name,
-        "cannot be read as YAML",
-        "line 1",
-        call=lambda: parse_yaml(path, "beta: [1\n"),
-    )
-    refuses_arguments(
-        capsys, "--beta", "'strong'", call=lambda: parse_yaml(path, text.replace("0.3", "strong"))
-    )
-    path.unlink()
-    refuses_arguments(
-        capsys, name, "does not exist", call=lambda: parse(Args, ASSETS / "sft.yaml", [name])
-    )
-
-
-@pytest.mark.parametrize(
-    "pairs", [["prompt"], ["prompt="], ["promt=question"], ["prompt=a", "prompt=b"]]
-)
-def test_columns_argument(pairs):
-    refuses(
-        "--columns " + " ".join(pairs),
-        "messages|prompt",
-        "such as prompt=question",
-        call=lambda: formats.column_names(pairs),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- data files
@@ -306,27 +155,13 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     assert "Failed" not in capfd.readouterr().err
 
 
-def test_torn_files_and_missing_ones(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(GOOD * 100)[:-20])
-    refuses(path, "end-of-stream", call=lambda: files.load(str(path), "train"))
-    path.write_bytes(GOOD)
-    refuses(path, "Not a gzipped file", call=lambda: files.load(str(path), "train"))
-    missing = str(tmp_path / "missing.jsonl")
-    refuses(missing, "does not exist", call=lambda: files.load(missing, "train"))
-    refuses("someone/set", "could not be read", call=lambda: files.load("someone/set", "train"))
-    good = str(write_jsonl(tmp_path / "good.jsonl", [PAIR]))
-    refuses(good, "'test'", "['train']", call=lambda: files.load(good, "test"))
-    datasets.Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "none.parquet")
-    refuses(
-        "none.parquet",
-        "holds no rows",
-        call=lambda: files.load(str(tmp_path / "none.parquet"), "train"),
-    )
+def test_what_is_torn_or_of_two_kinds_is_not_read_in_part(tmp_path):
+    torn = tmp_path / "a.jsonl.gz"
+    torn.write_bytes(gzip.compress(GOOD * 100)[:-20])
+    refuses(torn, "end-of-stream", call=lambda: files.load(str(torn), "train"))
     folder = tmp_path / "folder"
     folder.mkdir()
-    refuses(folder, "data files", call=lambda: files.load(str(folder), "train"))
-    shutil.copy(good, folder / "a.jsonl")
+    write_jsonl(folder / "a.jsonl", [PAIR])
     (folder / "b.csv").write_text("prompt\na\n")
     refuses(folder, "['csv', 'json']", "one kind", call=lambda: files.load(str(folder), "train"))
 
@@ -336,63 +171,6 @@ def test_both_halves_are_a_character_and_an_escaped_half_is_none(tmp_path):
     path.write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud83d"}\n')
     rows = files.load(str(path), "train")
     assert next(rows.read(0, 1)) == {"a": "\U0001f600 \\ud83d"}
-
-
-def test_data_that_are_not_there_are_missed_before_any_are_read(tmp_path, monkeypatch):
-    """The held-out ones as well, though they are read after the training data are tokenised."""
-    monkeypatch.chdir(tmp_path)
-    there = str(write_jsonl(tmp_path / "there.jsonl", [PAIR]))
-
-    def read(*names):
-        flags = ["--model_name_or_path", "m", "--dataset_name", there, "--eval_dataset_name"]
-        dataset.check_names(parse(Args, ASSETS / "sft.yaml", [*flags, *names]))
-
-    read(there, "owner/set", "set", str(tmp_path))
-    refuses("data file 'gone.jsonl' does not exist", call=lambda: read(there, "gone.jsonl"))
-    for name in (f"{tmp_path}/gone", "./gone", "gone/with/parts"):
-        refuses(f"data folder {name!r} does not exist", call=lambda name=name: read(name))
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    """The hub is not cut off by settings, but cannot be reached."""
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    asked = []
-
-    def refuse(address, timeout):
-        asked.append((address, timeout))
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    hub.reach.cache_clear()
-    yield asked
-    hub.reach.cache_clear()
-
-
-def test_a_hub_that_cannot_be_reached_is_given_up_at_once(no_network, capsys):
-    """It is asked once, for a model and a data set together."""
-    start = time.time()
-    refuses(
-        "no tokenizer could be loaded from 'someone/model'",
-        call=lambda: load.tokenizer_of("someone/model"),
-    )
-    refuses("someone/set", "could not be read", call=lambda: files.load("someone/set", "train"))
-    assert time.time() - start < 10
-    assert no_network == [(("huggingface.co", 443), hub.SECONDS)]
-    said = capsys.readouterr().out
-    assert (
-        said
-        == "huggingface.co cannot be reached (Name or service not known): only what was downloaded before is used\n"
-    )
-
-
-def test_behind_a_proxy_the_hub_is_not_tried(no_network, monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    hub.reach()
-    assert no_network == [] and not constants.HF_HUB_OFFLINE
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -435,49 +213,6 @@ def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, p
         refuses(path, *parts, call=call)
 
 
-def test_other_refusals_of_the_data(accelerator, model, tmp_path, monkeypatch):
-    path, tokenizer = (
-        str(write_jsonl(tmp_path / "rows.jsonl", [PAIR])),
-        AutoTokenizer.from_pretrained(model),
-    )
-
-    def load(columns=None, **settings):
-        dataset.load(
-            accelerator,
-            path,
-            "train",
-            preference_row,
-            tokenizer,
-            columns or {},
-            **{"max_length": 20, **settings},
-        )
-
-    refuses(
-        path,
-        "'winner'",
-        "['prompt', 'chosen', 'rejected']",
-        call=lambda: load({"chosen": "winner"}),
-    )
-    path = str(
-        write_jsonl(
-            tmp_path / "chat.jsonl", [{**PAIR, "prompt": [{"role": "user", "content": "a"}]}]
-        )
-    )
-    tokenizer.chat_template = None
-    refuses(path, "row 1", "no chat template", "--chat_template FILE", call=load)
-    # What a row holds as a JSON text may hold half of a character, too.
-    call = {"from": "function_call", "value": '{"name": "\\ud83d"}'}
-    turns = [[{"from": "human", "value": "a"}], [call], [{"from": "gpt", "value": "b"}]]
-    row = dict(zip(("conversations", "chosen", "rejected"), turns))
-    path = str(write_jsonl(tmp_path / "calls.jsonl", [row]))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or [{'function': {}}])[0].function.name }}{% endfor %}"
-    refuses(path, "row 1: a text holds one half of a character", call=load)
-    path = str(tmp_path / "latin.jsonl")
-    with open(path, "wb") as file:
-        file.write('{"prompt": "é", "chosen": "b", "rejected": "c"}'.encode("latin-1"))
-    refuses(path, "not UTF-8", call=load)
-
-
 # ---------------------------------------------------------------------------------------------- models
 
 
@@ -488,64 +223,18 @@ def copy(model, folder, **config):
     return folder
 
 
-def test_models(model, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in (str(tmp_path / "missing"), str(tmp_path)):
-        refuses(
-            name,
-            "tokenizer",
-            "folder or a hub name",
-            call=lambda name=name: load.tokenizer_of(name),
-        )
+def test_weights_that_would_be_random_and_ids_without_a_row_are_refused(model, tmp_path):
     tokenizer = load.tokenizer_of(str(model))
-    unknown = str(copy(model, tmp_path / "unknown", model_type="foo", architectures=["Foo"]))
-    refuses(unknown, "`foo`", call=lambda: load.causal_lm(unknown, tokenizer, DEFAULTS))
-    bare = copy(model, tmp_path / "bare")
-    (bare / "config.json").unlink()
-    refuses(bare, "config.json", call=lambda: load.causal_lm(str(bare), tokenizer, DEFAULTS))
     torn = copy(model, tmp_path / "torn")
-    (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
-    refuses(torn, "could be loaded", call=lambda: load.causal_lm(str(torn), tokenizer, DEFAULTS))
     state = load_file(model / "model.safetensors")
-    save_file(
-        {name: value for name, value in state.items() if "lm_head" not in name},
-        torn / "model.safetensors",
-        {"format": "pt"},
-    )
-    refuses(
-        torn,
-        "lm_head.weight",
-        "at random",
-        call=lambda: load.causal_lm(str(torn), tokenizer, DEFAULTS),
-    )
-    refuses(
-        model,
-        '"foo"',
-        "eager",
-        call=lambda: load.causal_lm(
-            str(model), load.tokenizer_of(str(model)), SharedArgs(attn_implementation="foo")
-        ),
-    )
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    state.pop("lm_head.weight")
+    save_file(state, torn / "model.safetensors", {"format": "pt"})
+    refuses("lm_head", "at random", call=lambda: load.causal_lm(str(torn), tokenizer, DEFAULTS))
+    tokenizer.add_tokens([f"<{i}>" for i in range(5)])
+    refuses("264", "resize", call=lambda: load.causal_lm(str(model), tokenizer, DEFAULTS))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
-    refuses(
-        "no_eos",
-        "no EOS",
-        "tokenizer.eos_token",
-        call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")),
-    )
-    tokenizer = load.tokenizer_of(str(model))
-    llama = load.causal_lm(str(model), tokenizer, DEFAULTS)
-    tokenizer.add_tokens([f"<{i}>" for i in range(5)])
-    refuses(
-        model,
-        len(tokenizer),
-        "264",
-        "resize",
-        call=lambda: load.causal_lm(str(model), tokenizer, DEFAULTS),
-    )
-    assert len(tokenizer) > 264 and llama.dtype == torch.float32
+    refuses("no_eos", "no EOS", call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")))
 
 
 CODE = """
@@ -646,18 +335,6 @@ def test_no_load_may_ask_whether_to_run_code():
     assert {"load.py auto_class", "merge.py AutoTokenizer"} <= set(places)
 
 
-def test_a_folder_without_a_tokenizer_and_one_that_holds_an_actor(tmp_path):
-    run, bare = tmp_path / "run", tmp_path / "bare"
-    (run / "actor").mkdir(parents=True)
-    bare.mkdir()
-    (bare / "config.json").write_text("{}")
-    tokenizer_of = lambda folder: load.tokenizer_of(str(folder))
-    refuses(f"holds no config.json; take {run / 'actor'}", call=lambda: tokenizer_of(run))
-    refuses(f"{str(bare)!r}: it holds none, such as", call=lambda: tokenizer_of(bare))
-    (bare / "tokenizer.json").write_text("{")
-    refuses("could be loaded", "expected a Hugging Face", call=lambda: tokenizer_of(bare))
-
-
 def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):
     """Gemma 3's 270M and 1B: 262,144 embeddings, and a tokenizer whose token for an image is beyond them."""
     folder = tiny_llama(tmp_path, vocab_size=261)
@@ -720,15 +397,9 @@ def test_a_reference_with_another_tokenizer(model, tmp_path):
     [
         ("gpt2", 64),
         ("opt", 64),
-        ("gptj", 64),
-        ("gpt_neo", 64),
-        ("gpt_bigcode", 64),
-        ("biogpt", 64),
         ("mpt", 64),
         ("xglm", None),
         ("llama", None),
-        ("gemma3", None),
-        ("bloom", None),
         ("mamba", None),
     ],
 )
@@ -754,14 +425,6 @@ def test_rows_longer_than_the_table_of_positions(name, limit):
         model(torch.zeros(1, 65, dtype=torch.long), use_cache=False)
 
 
-@pytest.mark.filterwarnings("error::FutureWarning")  # what transformers is about to take away
-def test_checkpointing_is_asked_for_by_its_present_name(model):
-    tokenizer = load.tokenizer_of(str(model))
-    for wanted in (False, True):
-        loaded = load.causal_lm(str(model), tokenizer, SharedArgs(gradient_checkpointing=wanted))
-        assert loaded.model.gradient_checkpointing == wanted
-
-
 def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
     """Llama 4's causal language model leaves the tower of its folder behind."""
     folder = tiny_llama(tmp_path)
@@ -776,153 +439,3 @@ def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------------------------- the recipes themselves
-
-
-def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
-    data = write_jsonl(tmp_path / "pairs.jsonl", [PAIR] * 4)
-    wrong = write_jsonl(tmp_path / "wrong.jsonl", [PAIR, {**PAIR, "chosen": 7}])
-    used = tmp_path / "used"
-    used.mkdir()
-    (used / "metrics.jsonl").write_text("{}\n")
-    small = tiny_llama(tmp_path / "small", vocab_size=200)
-    gpt2 = tiny_llama(tmp_path / "gpt2")
-    architectures.build("gpt2").save_pretrained(gpt2)
-    sizes = {"--train_batch_size": 4, "--micro_train_batch_size": 2}
-    cases = [
-        ("plain", {"--train_batch_size": 5}, ["--train_batch_size 5", "4 or 6"]),
-        (
-            "plain",
-            {"--dataset_name": tmp_path / "missing.jsonl"},
-            ["missing.jsonl", "does not exist"],
-        ),
-        (
-            "plain",
-            {"--dataset_name": wrong},
-            ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"],
-        ),
-        ("plain", {"--output_dir": used}, [str(used), "another run", "no checkpoint"]),
-        ("plain", {"--model_name_or_path": small}, ["261 tokens", "200"]),
-        (
-            "plain",
-            {"--model_name_or_path": gpt2, "--max_length": 65},
-            ["--max_length 65", str(gpt2), "64 positions", "give --max_length 64"],
-        ),
-        ("plain", {"--bet": 0.5}, ["--bet 0.5", "--help"]),
-        ("plain", {"--logging_steps": 2.5}, ["--logging_steps 2.5", "whole number"]),
-        ("ddp", {"--dataset_name": wrong}, ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"]),
-    ]
-
-    def start(index: int):
-        launcher, changes, _ = cases[index]
-        arguments = {
-            "--model_name_or_path": model,
-            "--dataset_name": data,
-            "--output_dir": tmp_path / f"new{index}",
-            **sizes,
-            **changes,
-        }
-        flags = (part for pair in arguments.items() for part in pair)
-        return launch(LAUNCHERS[launcher], recipe("dpo"), *flags, check=False)
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(start, range(len(cases))))
-    for index, (process, (launcher, changes, parts)) in enumerate(zip(ended, cases)):
-        said = [line for line in process.stdout.splitlines() if all(part in line for part in parts)]
-        assert process.returncode != 0 and len(said) == 1, (changes, process.stdout)
-        if launcher == "plain":
-            assert (
-                "Traceback" not in process.stdout
-                and said[0] == process.stdout.rstrip().splitlines()[-1]
-            ), process.stdout
-        else:
-            assert not re.search(r"\[rank\d\]|RuntimeError|Gloo|gloo", process.stdout), (
-                process.stdout
-            )
-        assert not (tmp_path / f"new{index}" / "metrics.jsonl").exists(), changes
-    assert (used / "metrics.jsonl").read_text() == "{}\n"
-
-
-def test_help_of_a_recipe():
-    text = launch([], recipe("sft"), "--help").stdout
-    fields = [field.name for field in dataclasses.fields(load_recipe("sft").Args)]
-    assert len(fields) > 20 and all(f"--{field}" in text for field in fields)
-
-
-# Runs a recipe as `python RECIPE WORDS` does, for each line of stdin that holds both as JSON, in one process.
-RUN_EACH = """
-import contextlib, io, json, runpy, sys
-for line in sys.stdin:
-    sys.argv = json.loads(line)
-    console, status = io.StringIO(), None
-    with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            status = end.code
-    print(json.dumps([status, console.getvalue()]))
-"""
-
-
-def test_help_and_wrong_flags_of_every_recipe_and_of_a_copy(tmp_path):
-    (tmp_path / "d.yaml").write_text("betta: 1")
-    copy = tmp_path / "my_dpo.py"
-    copy.write_text(
-        recipe("dpo")
-        .read_text()
-        .replace("@dataclass\nclass Args", "BETAS = (0.1, math.pi)\n\n\n@dataclass\nclass Args")
-        .replace("default=0.1,\n        above=0", "default=BETAS[1],\n        above=0")
-    )
-    wrong = [
-        ["--help"],
-        ["--betta", "1"],
-        ["--seed", "x"],
-        ["--seed", "-1"],
-        ["--dataset_name", "d"],
-        [str(tmp_path / "d.yaml")],
-    ]
-    scripts = [str(copy), *(str(recipe(name)) for name in RECIPES)]
-    lines = "".join(json.dumps([script, *words]) + "\n" for script in scripts for words in wrong)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_EACH],
-        input=lines,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [answer[0] for answer in answers] == [0, 2, 2, 2, 2, 2] * len(scripts)
-    assert "(default: 3.14159" in answers[0][1]
-    assert answers[1][1].endswith(
-        "my_dpo.py: error: unknown argument --betta 1: did you mean --beta? --help lists all "
-        "arguments (none can be abbreviated, and a file of defaults comes first)\n"
-    )
-
-
-@pytest.mark.parametrize(
-    "flags, parts",
-    [
-        (
-            ["--loss_type", "ipo", "--label_smoothing", 0.1],
-            ["--label_smoothing 0.1", "--loss_type sigmoid or robust"],
-        ),
-        (
-            ["--loss_type", "robust", "--label_smoothing", 0.5],
-            ["--label_smoothing 0.5", "below 0.5"],
-        ),
-        (["--beta", 0], ["--beta 0.0", "above 0"]),
-    ],
-)
-def test_settings_of_dpo_that_would_be_ignored_or_mean_nothing(tmp_path, flags, parts):
-    result = launch(
-        [],
-        recipe("dpo"),
-        *flags,
-        "--output_dir",
-        tmp_path / "out",
-        "--report_to",
-        "none",
-        check=False,
-    )
-    assert result.returncode and "Traceback" not in result.stdout
-    assert all(part in result.stdout for part in parts)

@@ -1,6 +1,5 @@
 """A user's mistakes, as the console shows them: one message, the last thing on the screen, and the exit status."""
 
-import errno
 import gc
 import json
 import os
@@ -11,8 +10,6 @@ import sys
 import time
 
 import pytest
-import torch
-from tqdm import tqdm
 
 from common import errors
 from recipes import load as load_recipe
@@ -48,6 +45,7 @@ TABLE = [
     ("dpo", ["typed.yaml"], 2, ["--beta: invalid float value: 'strong'"]),
     # Numbers and settings.
     ("dpo", ["--beta", 0], 2, ["--beta 0.0: expected above 0"]),
+    ("dpo", [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1], 1, ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
     ("dpo", ["--label_smoothing", 0.7], 2, ["--label_smoothing 0.7: expected at least 0 and below 0.5"]),
     ("dpo", [*OWN, "--max_epochs", 0], 1, ["--max_epochs 0 and --max_steps 0", "at least one"]),
     ("dpo", ["--train_batch_size", 200, "--micro_train_batch_size", 6], 1, ["198 or 204", "1 process"]),
@@ -225,17 +223,6 @@ def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     assert stopped.value.code == 0
 
 
-def test_a_run_out_of_memory_ends_with_what_needs_less():
-    def main():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
-
-    with pytest.raises(torch.OutOfMemoryError) as failure:
-        errors.run(main)
-    first, last = str(failure.value).splitlines()
-    assert first == "CUDA out of memory. Tried to allocate 20 GiB."
-    assert "--micro_train_batch_size" in last and "--generate_batch_size" in last
-
-
 @pytest.mark.parametrize("end, code", [("1 / 0", 1), ("sys.exit(3)", 1), ("sys.exit(0)", 0)])
 def test_what_fails_after_the_last_update_is_a_failure(end, code, tmp_path):
     """A process that has closed its metrics ends before the interpreter cleans up, with its own code."""
@@ -281,21 +268,6 @@ def test_without_a_launcher_of_its_own_a_process_says_it_itself(worker, monkeypa
         errors.run(divide)
 
 
-@pytest.mark.parametrize("wrong", [lambda: sys.exit("--beta 0: expected more"), divide])
-def test_bars_end_before_the_message(capsys, wrong):
-    """They would be drawn again below it when Python ends; redirected, it would stand on their line."""
-    bar = tqdm(total=20, desc="update", mininterval=0)
-    bar.update(3)
-    with pytest.raises((SystemExit, ZeroDivisionError)):
-        errors.run(wrong)
-    drawn = capsys.readouterr().err
-    assert drawn.endswith("\n") and "3/20" in drawn
-    if wrong is not divide:  # then Python shows the traceback
-        assert drawn.splitlines()[-1] == "--beta 0: expected more"
-    bar.close()  # as Python does at its end
-    assert capsys.readouterr().err == ""
-
-
 def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys):
     """No file can be written to /dev/full; another OSError keeps its traceback."""
 
@@ -310,23 +282,6 @@ def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys
     assert said.startswith("a disk is full, ") and "No space left on device" in said
     with pytest.raises(FileNotFoundError):
         errors.run(lambda: (tmp_path / "none").read_text())
-
-
-@pytest.mark.parametrize(
-    "number, words",
-    [(errno.EROFS, "a disk can only be read now"), (errno.EIO, "a disk fails")],
-)
-def test_a_disk_that_fails_in_mid_run_is_said_in_one_line(capsys, number, words):
-    """A file system becomes read-only after an error: the next log line cannot be written."""
-
-    def write():
-        raise OSError(number, os.strerror(number), "out/metrics.jsonl")
-
-    with pytest.raises(SystemExit) as refusal:
-        errors.run(write)
-    said = capsys.readouterr().err
-    assert refusal.value.code == 1 and said.count("\n") == 1
-    assert said.startswith(f"{words}, ") and "out/metrics.jsonl" in said
 
 
 @pytest.mark.slow
