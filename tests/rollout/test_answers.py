@@ -1,11 +1,7 @@
 """Whether a response gives the right answer: a table of what people and models write."""
 
 import copy
-import json
-import shutil
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -16,7 +12,7 @@ from bare_runs import bare_sampler, data_of
 from preference_recipes.data import answer_column
 from preference_recipes.data.chat import decode_answers
 from preference_recipes.rollouts import answers, generation, rewards
-from runs import ASSETS, launch, recipe, refuses, write_jsonl
+from runs import refuses
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"
 
@@ -24,85 +20,60 @@ GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"
 TABLE = [
     # The whole text, GSM8K's mark, LaTeX's box, a sentence.
     ("18", "18", True),
-    (" 18\n", 18, True),
     ("2 + 2\n#### 4", "4", True),
     ("#### 4", "1 + 1 is 2, twice #### 4", True),
     ("#### 3 #### 4", "4", True),
     ("#### 18\n\nQuestion: the next one", "18", True),
     ("4 #### 5", "4", False),
-    ("4 ####", "4", False),
     ("1 #### 4", "1 #### 5", False),
     (r"So it is \boxed{18}.", "18", True),
     (r"\boxed{8} or rather \boxed{18}", "18", True),
     (r"\boxed{18} or rather \boxed{8}", "18", False),
     (r"\boxed{18} and \boxed{8", "18", True),
     (r"\boxed{x^{2}+1}", "x^{2}+1", True),
-    (r"\boxed{\frac{1}{2}}", "1/2", True),
     (r"\boxed{\dfrac{3}{4}}", r"Hence \boxed{\frac{3}{4}}.", True),
     (r"\boxed{\text{Paris}}", "Paris", True),
     (r"\fbox{42}", "42", True),
-    (r"\fbox{4} or rather \boxed {42}", "42", True),
-    (r"\boxed{4} or rather \fbox{42}", "42", True),
     (r"\mbox{42} \boxed{4}", "42", False),
     (r"\boxed{\tfrac34}", r"\frac{3}{4}", True),
     (r"\dfrac 3 4", "3/4", True),
     ("The answer is 18.", "18", True),
-    ("The answer is: 18", "18", True),
-    ("The answer to this question is 18. I hope it is correct.", "18", True),
     ("The final answer is $18$. I hope it is correct.", "18", True),
     ("**Answer:** 18", "18", True),
-    ("Answer:\n18", "18", True),
-    ("The answer is **18**.", "18", True),
     ("The answer is 8. No, the answer is 18.", "18", True),
-    ("The answer is 18.5.", "18", False),
     ("The answer is 18.5.", "18.5", True),
     # Units and currencies.
     ("#### $18", "18", True),
-    (r"#### \$18", "18", True),
     ("#### 18 dollars", "18", True),
-    ("18 km/h", "18", True),
-    ("18km/h", "18", True),
-    ("18 dollars", "$18", True),
     ("x = 18", "18", True),
     ("18x", "18", False),
     # Numbers by their value.
     ("1,200", "1200", True),
-    ("1200", "1,200", True),
     (r"1{,}200", "1200", True),
     ("$1,200.50", "1200.5", True),
     ("1,2", "12", False),
     ("12,00", "1200", False),
     ("18.0", "18", True),
-    ("18", 18.0, True),
     ("#### 40", 4.0, False),
     ("3.5", 3.5, True),
-    (".5", "0.5", True),
     ("8", "18", False),
-    ("18", "8", False),
     ("14", "4", False),
     ("18.5", "18", False),
-    ("-5", "-5", True),
     ("\u22125", "-5", True),
-    ("- 5", "-5", True),
     ("5", "-5", False),
     ("-5", "5", False),
     # More than one number is no answer.
     ("18 or 19", "18", False),
-    ("The answer is 18 or 8.", "18", False),
     ("8 against 18", "8", False),
-    ("8 against 18", "18", False),
     ("10:30", "10", False),
     ("9 * 2", "18", False),
     # Per cent is a unit, not a hundredth.
     ("25%", "25", True),
-    (r"25\%", "25%", True),
     ("25", "25%", True),
     ("0.25", "25%", False),
     # Fractions are texts.
     ("1/2", "1/2", True),
     ("1/2", "0.5", False),
-    ("1/2", "1", False),
-    ("1/2", "2", False),
     ("0.5", "1/2", False),
     # Texts.
     ("The answer is Paris.", "paris", True),
@@ -110,13 +81,7 @@ TABLE = [
     ("new  york.", "New York", True),
     ("Paris or Rome", "Paris", False),
     ("The answer is (B).", "B", True),
-    ("2+16 = 18. **Answer**: 18", "18", True),
-    ("**Answer:** 18", "18", True),
-    ("18.0", "18.", True),
-    ("18km", "18", True),
-    ("18x", "18", False),
     ("B", "A", False),
-    ("10:30", "10:30", True),
     ("", "18", False),
     # Digits that begin with a zero are a text: the demo's sums are of three digits.
     ("063", "063", True),
@@ -125,46 +90,36 @@ TABLE = [
     # Thoughts do not count.
     ("<think>\n\n</think>\n\n4", "4", True),
     ("<think>4</think>5", "4", False),
-    ("I think of 5.</think>4", "4", True),
     ("<think>18", "18", False),
     ("<reasoning>4</reasoning>5", "5", True),
     ("<answer>5</answer>\n<reasoning>because 2 + 3</reasoning>", "5", True),
-    ("5 <thought>fine</thought>", "5", True),
     ("#### 2. Add\n9+9\n\n**Answer:** 18", "18", True),
     ("\\boxed{5}\n#### Note\nDone", "5", True),
     ("x \u2212 y", "x - y", True),
-    ("The answer is B)", "B", True),
     ("The answer is 0.00001", 1e-05, True),
     ("10000000000000000", 1e16, True),
     ("1e-05", "0.00001", True),
     ("It is 2e3 or 3", "2000", False),
     ("1E-05", "1e-05", True),
     ("It is 90\u00b0.", "90", True),
-    (r"\boxed{90^\circ}", "90", True),
     (r"\boxed{90}", r"90^{\circ}", True),
     ("The answer is 18°C.", "18", True),
     (r"\boxed{18^\circ C}", "18", True),
     ("10²³", "10", False),
     ("**Answer:**\n18", "18", True),
-    ("**Final Answer:**\n\n18", "18", True),
-    ("The answer is **18**.", "18", True),
     ("The answer is 5.\nAnswer: ", "5", True),
     ("The answer is:\n- 18", "18", True),
     ("The answer is -18", "-18", True),
-    ("The answer is - 18", "-18", True),
     ("The answer to 3.5 + 1 is 4.5.", "4.5", True),
     (r"The area is \(18 \text{ cm}^{2}\).", "18", True),
     ("18 cm^2", "18", True),
     ("x^2 + 1", r"x^{2} + 1", True),
     ("25°C", "25°F", False),
-    ("25 °C", "25°C", True),
     ("25C", "25°C", True),
     ("The area is 25cm².", "25", True),
     ("5x²", "5", False),
-    (r"\boxed{\frac12}", "1/2", True),
     ("The answer is 1e99999999999999999999", "18", False),  # no Decimal holds it
     ("1e99999999999999999999", "1e99999999999999999999", True),
-    ("The answer is 25 m\u00b2", "25", True),
     ("x\u00b2 = 25", "25", True),
     ("<|channel>thought\nThe answer is 4", "4", False),
     ("[THINK]The answer is 4", "4", False),
@@ -173,7 +128,6 @@ TABLE = [
     (r"\boxed{17}, no: #### 18", "18", True),
     ("#### 18 as in \\boxed{17", "18", False),
     ("<answer>18</answer>", "18", True),
-    ("<think>a</think><answer> The answer is 18. </answer> I hope.", "18", True),
     ("<answer>17</answer> or <answer>18</answer>", "18", True),
     # MATH-500: spaces and sizes of fractions do not count.
     (r"\boxed{(3, \frac{\pi}{2})}", r"\left( 3, \frac{\pi}{2} \right)", True),
@@ -264,53 +218,6 @@ def test_an_answer_that_is_an_object_is_refused(answer):
     )
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo"])
-def test_an_object_is_refused_before_a_model_is_loaded(tmp_path, name):
-    """In a held-out set, and of prompts that `answer_reward` judges. The model has no weights."""
-    shutil.copytree(ASSETS / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safe*"))
-    good = {"prompt": "a", "completion": "2", "answer": ["2", "two"]}
-    bad = good | {"answer": {"value": "2"}}
-    write_jsonl(tmp_path / "train.jsonl", [good, good if name == "sft" else bad])
-    write_jsonl(tmp_path / "held_out.jsonl", [good, bad if name == "sft" else good])
-    words = (
-        ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
-        if name == "grpo"
-        else []
-    )
-    done = launch(
-        [], recipe(name), "--model_name_or_path", "model", "--dataset_name", "train.jsonl", "--eval_dataset_name",
-        "held_out.jsonl", *words, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    said = done.stdout.strip().splitlines()[-1]
-    where = "held_out.jsonl" if name == "sft" else "train.jsonl"
-    assert done.returncode == 1 and f"data set '{where}', row 2: column 'answer' holds" in said, (
-        said
-    )
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="the data is not here")
-def test_every_answer_of_gsm8k_is_matched():
-    rows = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
-    finals = [row.split("####")[-1].strip() for row in rows]
-    assert sum("," in final for final in finals) == 79
-    for row, final in zip(rows, finals):
-        digits = final.replace(",", "")
-        written = [
-            digits,
-            final,
-            f"The answer is {digits}.",
-            rf"\boxed{{{final}}}",
-            f"#### ${final}",
-        ]
-        written += [f"#### {digits} dollars", f"{digits}.0", row]
-        assert [text for text in written if not answers.is_right(text, row)] == []
-        assert [
-            text
-            for text in (f"1{digits}", f"{digits}0", f"-{digits}")
-            if answers.is_right(text, row) and digits != "0"
-        ] == []
-
-
 # What a response says, the answer, whether it is right, what `answer_reward` says, and what math-verify 0.9.0 says.
 RIGHT, WRONG = True, False
 MATH = [
@@ -396,15 +303,6 @@ def test_math_reward_is_right_where_its_own_check_or_math_verify_is():
     assert rewards.math_reward([""], ["1+" * 200], ["2"]) == [0.0]
 
 
-def test_without_math_verify_math_reward_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    args = SimpleNamespace(reward_function=["preference_recipes.rollouts.rewards:math_reward"])
-    refuses(
-        "math_reward needs math_verify: pip install -e '.[math]'",
-        call=lambda: rewards.check_signatures(args, None),
-    )
-
-
 THOUGHT = "<think>\nTwo and two.\n</think>\n4"
 
 
@@ -438,7 +336,7 @@ def held_out(*prompt_lengths: int) -> dict:
     return {"eval/sums/": datasets.Dataset.from_dict(rows)}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "mpt", "gemma3", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, monkeypatch, name):
     """What is not refused can be generated, to its last token; what is refused cannot."""
     model = architectures.build(name)
@@ -463,7 +361,7 @@ def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, mo
     share, examples = answer(just, 8)
     assert [example["row"] for example in examples] == [10, 11, 12]
     assert 0 <= share["eval/sums/exact_match"] <= 1
-    if name in ("llama", "gemma3"):  # they compute any position
+    if name == "gemma3":  # it computes any position
         check_room(beyond, 800)
         answer(beyond, 8)
         return
@@ -497,20 +395,3 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
     announced = answers.describe(sampler)
     assert announced.startswith(f"{len(rows)} answers of up to 3 tokens" if rows else "")
     assert ("--exact_match_rows" in announced) == bool(rows)
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_a_held_out_prompt_without_room_is_refused_before_training(tmp_path, tokenizer, name):
-    """SFT cuts what is learned, not the prompt that is asked."""
-    architectures.build("gpt2", vocab_size=264).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    row = {"prompt": "a" * 60, "completion": "b", "chosen": "b", "rejected": "c", "answer": "b"}
-    write_jsonl(tmp_path / "train.jsonl", [row | {"prompt": "a"}] * 8)
-    write_jsonl(tmp_path / "held_out.jsonl", [row | {"prompt": "a"}, row])
-    done = launch(
-        [], recipe(name), "--model_name_or_path", "model", "--dataset_name", "train.jsonl", "--eval_dataset_name",
-        "held_out.jsonl", "--max_length", 64, "--max_new_tokens", 8, "--train_batch_size", 4, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    said = done.stdout.strip().splitlines()[-1]
-    assert done.returncode == 1 and "--max_new_tokens 8: 'model' has a table of 64" in said, said
-    assert "give --max_new_tokens 5" in said and "Traceback" not in done.stdout

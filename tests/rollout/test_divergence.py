@@ -1,12 +1,9 @@
 """The divergence of a student from its teacher: values and gradients against plain fp64, TRL's, and what is held meanwhile."""
 
 import json
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from architectures import build
 from peers import trl_distill
@@ -148,21 +145,6 @@ def test_probabilities_that_fp32_cannot_hold_overflow_nothing(beta):
         assert (gradient.double() - exact_gradient).norm() <= 3e-5 * (1 + exact_gradient.norm())
 
 
-def test_at_the_limits_the_mixture_is_one_of_both():
-    """GKD's statement: the divergence by beta, or by 1 - beta, tends to the KL."""
-    given = {
-        name: tensor.double() if tensor.is_floating_point() else tensor
-        for name, tensor in drawn().items()
-    }
-    student, teacher = (
-        (given[f"{whose}hidden"] @ given[f"{whose}weight"][:61].T).log_softmax(-1)
-        for whose in ("", "teacher_")
-    )
-    of = lambda beta: divergence.compare(student, teacher, given["targets"], beta)[0]
-    assert (of(1e-8) / 1e-8 - of(0)).abs().max() < 1e-5
-    assert (of(1 - 1e-8) / 1e-8 - of(1)).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("beta", [*BETAS, 0.9])
 def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient(beta):
     given = drawn(vocabulary=61, teacher_vocabulary=61)
@@ -173,19 +155,6 @@ def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient(beta):
         assert not value.any()
     assert values["agreement"].all() and torch.equal(values["entropy"], values["teacher_entropy"])
     assert not any(gap.any() for gap in gaps_to_mixture(torch.zeros(1, 3), beta))
-
-
-def test_a_second_backward_pass_gives_the_same(monkeypatch):
-    """The first one uses up the chunk that the forward pass kept."""
-    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 61 * 4)
-    given = drawn()
-    hidden = given["hidden"].requires_grad_()
-    lesson = Lesson(given["teacher_hidden"], Head(given["teacher_weight"][:61]))
-    first, *_ = ChunkedDivergence.apply(
-        hidden, given["weight"], None, given["targets"], 1.0, 0.0, lesson, 0.5
-    )
-    once, again = (torch.autograd.grad(first.sum(), hidden, retain_graph=True)[0] for _ in range(2))
-    assert once.any() and torch.equal(once, again)
 
 
 @pytest.mark.parametrize("beta", [0, 0.3, 1, None])
@@ -252,87 +221,6 @@ def test_what_is_stored_is_what_trl_computes():
 # ---------------------------------------------------------------------------------------------- memory
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes of the fp32 tensors that are made inside the block and still held.
-
-    Attributes:
-        most: the largest sum.
-        largest: numbers in the largest tensor.
-    """
-
-    def __enter__(self):
-        self.now = self.most = self.largest = 0
-        self.known = set()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {
-            leaf.untyped_storage().data_ptr()
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.count(leaf.untyped_storage(), given)
-        self.most = max(self.most, self.now)
-        return out
-
-    def count(self, storage, given: set[int]) -> None:
-        key = storage._cdata
-        if storage.data_ptr() in given or key in self.known:
-            return  # a view, or written in place
-        size = storage.nbytes()
-        self.known.add(key)
-        self.now += size
-        self.largest = max(self.largest, size // 4)
-
-        def free():
-            self.known.discard(key)
-            self.now -= size
-
-        weakref.finalize(storage, free)
-
-
-def bytes_held(
-    vocabulary: int, positions: int, beta, elements: int, monkeypatch
-) -> tuple[int, int]:
-    """The most bytes that loss and gradient held at once, and the size of the largest tensor."""
-    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", elements)
-    hidden = torch.randn(positions, 4, requires_grad=True)
-    weight = torch.randn(vocabulary, 4, requires_grad=True)
-    lesson = Lesson(torch.randn(positions, 6), Head(torch.randn(vocabulary, 6)))
-    with Held() as held:
-        first, *_ = ChunkedDivergence.apply(
-            hidden, weight, None, torch.arange(positions), 1.0, 0.0, lesson, beta
-        )
-        first.sum().backward()
-    return held.most, held.largest
-
-
-@pytest.mark.parametrize("block, most", [(divergence.BLOCK_ELEMENTS, 4.5), (2**30, 8)])
-@pytest.mark.parametrize("beta", [0.5, 1.0, None])
-def test_what_is_held_depends_neither_on_positions_nor_on_the_vocabulary(
-    beta, block, most, monkeypatch
-):
-    """But for both output layers: 151,936 rows beside 37,984, and 4 chunks beside 8.
-
-    Without chunks one tensor of log-probs would be as large as all that is held here. `most`, in chunks, is first that of a CPU, which
-    compares one of the two rows of a chunk at a time, then that of a GPU.
-    """
-    monkeypatch.setattr(divergence, "BLOCK_ELEMENTS", block)
-    elements = 151_936 * 2
-    large, largest = bytes_held(151_936, 8, beta, elements, monkeypatch)
-    small, _ = bytes_held(37_984, 8, beta, elements, monkeypatch)
-    more_positions, _ = bytes_held(151_936, 16, beta, elements, monkeypatch)
-    # The gradient of the student's weight, and what is added to it.
-    of_heads = 2 * 4 * 4 * (151_936 - 37_984)
-    assert large <= small + of_heads
-    assert more_positions - large < 2000  # 8 positions: hidden states, gradients, results
-    assert largest == max(elements, 4 * 151_936)
-    assert large < most * 4 * elements + 2 * 4 * 4 * 151_936
-
-
 # ---------------------------------------------------------------------------------------------- whole models
 
 
@@ -353,7 +241,7 @@ def own_logps(model, batch: dict, temperature: float, vocabulary: int) -> torch.
 
 
 # Students and teachers: an untied and a tied head, a soft cap, multipliers, a bias.
-PAIRS = [("llama", "gemma2"), ("gemma2", "qwen3"), ("cohere", "phi"), ("phi", "granite")]
+PAIRS = [("gemma2", "qwen3"), ("cohere", "phi")]
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
@@ -412,47 +300,3 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     torch.testing.assert_close(
         log_probs["logps"][batch["mask"]], expected_logps, rtol=1e-4, atol=1e-4
     )
-
-
-def test_the_log_probs_that_have_a_gradient_are_the_students():
-    """Without a beta, as the loss of samples needs them: their gradient is that of `LogProbModel`."""
-    student, teacher = build("llama"), build("qwen3")
-    batch = batch_of(packed=False)
-    wrapped, wrapped_teacher = DistillModel(student), DistillModel(teacher)
-    gradients = []
-    for lessons in (
-        None,
-        [Lesson(wrapped_teacher(batch, as_teacher=True), wrapped_teacher.whole_head())],
-    ):
-        student.zero_grad()
-        output = wrapped(batch, lessons=lessons)
-        output["logps"].sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in student.parameters()]))
-    assert "divergence" not in output
-    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[0].norm()
-    expected = wrapped_teacher(batch)["logps"]
-    torch.testing.assert_close(output["teacher_logps"], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_frozen_output_layer_gets_no_gradient():
-    """As below adapters: the product that it takes is saved."""
-    given = drawn()
-    hidden = given["hidden"].requires_grad_()
-    products = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
-                products.append(tuple(out.shape))
-            return out
-
-    lesson = Lesson(given["teacher_hidden"], Head(given["teacher_weight"]))
-    for weight in (given["weight"], given["weight"].clone().requires_grad_()):
-        products.clear()
-        with Watch():
-            head = Lesson(lesson.hidden, lesson.head.cut(67))
-            ChunkedDivergence.apply(hidden, weight, None, given["targets"], 1.0, 0.0, head, 1.0)[
-                0
-            ].sum().backward()
-        assert ((67, 16) in products) == weight.requires_grad

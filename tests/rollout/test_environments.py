@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 import re
-import threading
 import types
 
 import numpy as np
@@ -14,7 +13,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import templates as chat_templates
 from bare_runs import SHARING, bare_sampler
-from common import arguments
 from fake_vllm import FakeServer
 from peers import trl_environments
 from preference_recipes.data import chat
@@ -22,8 +20,6 @@ from preference_recipes.data.chat import decode, encode
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import environments, episodes, evaluation, generation
-from preference_recipes.rollouts.reward_calls import LARGEST
-from preference_recipes.rollouts.samples import Collected
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -187,19 +183,15 @@ def played(
 # ============================================================ tokens
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 2e-6), (torch.float32, 1e-5)])
-def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user, dtype, bound):
-    """Log-probs of one pass over the whole episode are those with which its tokens were drawn.
-
-    In fp32 generation with its cache and a whole pass round differently, by 3e-6 of up to 4.
-    """
+def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user):
+    """Log-probs of one pass over the whole episode are those with which its tokens were drawn."""
     folder, module = user
-    sampler, _, _, found = played(accelerator, tokenizer, folder, module.Echo, dtype=dtype)
+    sampler, _, _, found = played(accelerator, tokenizer, folder, module.Echo, dtype=torch.float64)
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
     logps = LogProbModel(sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
     drawn = found.padded_sampler_logps
     assert torch.equal(found.mask, drawn != 0)
-    assert (logps - drawn).abs().max() < bound
+    assert (logps - drawn).abs().max() < 2e-6
     assert found.of_episodes["environment/model_tokens"].tolist() == found.mask.sum(1).tolist()
     for row, ids in enumerate(found.responses):
         text = decode(tokenizer, found.prompts[row] + ids)
@@ -225,46 +217,6 @@ def test_an_environment_of_one_turn_changes_nothing(accelerator, tokenizer, user
     plain = generation.sample(sampler, prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
-
-
-def test_stop_tokens_of_the_generation_config_end_answers(accelerator, tokenizer, user):
-    folder, module = user
-    model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
-    *_, before = played(accelerator, tokenizer, folder, module.Once, model=model)
-    often = before.responses[0][1]
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, often]
-    *_, found = played(accelerator, tokenizer, folder, module.Once, model=model)
-    assert found.responses[0] == before.responses[0][:2] and found.ended[0]
-    assert len(before.responses[0]) > 2
-
-
-def test_environments_reply_while_the_model_speaks_to_others(
-    accelerator, tokenizer, user, monkeypatch
-):
-    """The next answer of a turn is not generated before the environment has got the last one."""
-    folder, module = user
-    has_answer = threading.Event()
-    waited = []
-
-    class Listens(module.Echo):
-        def step(self, message):
-            has_answer.set()
-            return super().step(message)
-
-    plain = generation.generate_locally
-
-    def generate_locally(sampler, stops, *args):
-        for place, response in plain(sampler, stops, *args):
-            yield place, response
-            if response.ids[-1] in stops:
-                waited.append(has_answer.wait(60))
-                has_answer.clear()
-
-    expected = played(accelerator, tokenizer, folder, module.Echo)[-1]
-    monkeypatch.setattr(generation, "generate_locally", generate_locally)
-    found = played(accelerator, tokenizer, folder, Listens)[-1]
-    assert len(waited) > 4 and all(waited)
-    assert found.responses == expected.responses
 
 
 def test_limits_truncate_an_episode(accelerator, tokenizer, user):
@@ -309,14 +261,6 @@ def test_control_tokens_of_an_environment_are_text(tokenizer):
 # ============================================================ values of tokens with gaps
 
 
-def test_values_of_tokens_stay_at_their_places(accelerator):
-    collected = Collected(accelerator)
-    mask = torch.tensor([[True, False, False, True, True], [True, True, False, False, False]])
-    values = torch.arange(10.0).reshape(2, 5)
-    collected.add([0, 1], mask, logps=values)
-    assert collected.gather()["logps"].tolist() == [[0, 0, 0, 3, 4], [5, 6, 0, 0, 0]]
-
-
 def test_gae_passes_over_what_an_environment_wrote():
     """The advantages are those of the sampled tokens alone, side by side."""
     import runpy
@@ -353,15 +297,11 @@ def call_of(name: str, **given) -> str:
 @pytest.mark.parametrize(
     "text, results",
     [
-        ("no call", []),
         (call_of("add", a=2, b=3), ["5"]),
         (f"Both: {call_of('add', a=2, b=3)} {call_of('add', a=1, b=1)}", ["5", "2"]),
         (call_of("multiply", a=2), ["unknown tool 'multiply'; there are: add"]),
-        (call_of("close"), ["unknown tool 'close'"]),
-        (call_of("add", a=2), ["missing a required argument: 'b'"]),
         (call_of("add", a=2, b="x"), ["TypeError"]),
         ("<tool_call>{half</tool_call>", ["no JSON object with name and arguments"]),
-        ("<tool_call>[1]</tool_call>", ["no JSON object with name and arguments"]),
     ],
 )
 def test_calls_of_tools_are_answered_or_their_faults_said_to_the_model(user, text, results):
@@ -405,24 +345,10 @@ def test_what_reset_returns_is_appended_to_the_prompt(accelerator, tokenizer, us
 @pytest.mark.parametrize(
     "method, fault, parts",
     [
-        (
-            "__init__",
-            "raises",
-            [
-                "`reset` was not called: making the environment raised ValueError: no such game (",
-                "data row",
-            ],
-        ),
         ("reset", "raises", ["`reset` raised ValueError: no such game (", "data row 1"]),
-        ("reset", "number", ["`reset` returned 5, expected None, a string or a list of messages"]),
-        ("reset", "tensor", ["`reset` returned tensor([1., 1.])"]),
         ("step", "raises", ["`step` raised ValueError", "turn 1", "data row"]),
-        ("step", "exits", ["`step` raised SystemExit: bye"]),
         ("step", "blocks", ["`step` took longer than --environment_timeout 0.5 seconds"]),
         ("step", "text", ["`step` returned 'go on', expected None or a list of messages"]),
-        ("step", "empty", ["`step` returned []"]),
-        ("step", "no content", ["`step` returned [{'role': 'user'}]"]),
-        ("step", "number", ["`step` returned 5"]),
     ],
 )
 def test_an_environment_that_fails_ends_the_run_in_one_line(
@@ -483,34 +409,13 @@ def test_an_evaluation_of_which_all_fails_has_no_means(accelerator, tokenizer, u
         assert evaluation.means(values, "eval/") == {"eval/environment/failed": 1.0}
 
 
-def test_many_that_block_take_as_long_as_one(monkeypatch):
-    """Counted by the waiting that is asked for, not by a clock."""
-    asked = []
-    thread = environments.threading.Thread
-    join = thread.join
-    monkeypatch.setattr(
-        thread, "join", lambda self, timeout=None: (asked.append(timeout), join(self, timeout))[1]
-    )
-    release = environments.threading.Event()
-    found = environments.run_all([release.wait] * 8, timeout=0.2)
-    release.set()
-    assert all(isinstance(value, environments.Failure) for value in found)
-    assert sum(asked) < 0.4
-
-
-@pytest.mark.parametrize("fault", ["nan", "tensor", "raises"])
+@pytest.mark.parametrize("fault", ["nan", "raises"])
 def test_a_reward_that_is_no_number_ends_the_run(accelerator, tokenizer, user, fault):
     folder, module = user
     sampler, _, _, found = played(
         accelerator, tokenizer, folder, module.faulty("get_reward", fault)
     )
     refuses("--environment E: `get_reward`", call=lambda: sampler.stage.rewards(sampler, found))
-
-
-def test_a_reward_may_be_of_any_kind_of_number():
-    for value in (1, 1.5, True, np.float32(2), torch.tensor(3.0)):
-        assert environments.checked_reward(value) == float(value)
-    assert isinstance(environments.checked_reward(2 * LARGEST), environments.Failure)
 
 
 def test_huge_texts_truncate_and_forks_and_coroutines_are_harmless(accelerator, tokenizer, user):
@@ -523,52 +428,12 @@ def test_huge_texts_truncate_and_forks_and_coroutines_are_harmless(accelerator, 
     assert sampler.stage.rewards(sampler, found) == [1.5] * 4
 
 
-def test_classes_that_cannot_be_environments(user, monkeypatch):
-    folder, _ = user
-    monkeypatch.chdir(folder)
-    (folder / "no_environments.py").write_text(
-        "class NoReset:\n    def step(self, message): pass\n"
-        "class NoStep:\n    def reset(self): pass\n"
-        "class Needs:\n    def __init__(self, url): pass\n"
-        "class Undescribed:\n    def reset(self): pass\n    def add(self, a): return a\n"
-    )
-    for name, part in (
-        ("NoReset", "has no method `reset`"),
-        ("NoStep", "neither a method `step` nor a public one as a tool"),
-        ("Needs", "making one raised TypeError"),
-        ("Undescribed", "its tool `add` needs type hints and a docstring"),
-        ("Missing", "AttributeError"),
-    ):
-        refuses(
-            f"--environment no_environments:{name}",
-            part,
-            call=lambda name=name: environments.load(f"no_environments:{name}"),
-        )
-    assert arguments.load_function("environment", "my_environments:Echo", may_be_class=True)
-
-
-def test_a_reset_that_wants_a_column_that_is_not_there(user, monkeypatch):
-    folder, _ = user
-    monkeypatch.chdir(folder)
-    (folder / "wanting_environments.py").write_text(
-        "class Wants:\n    def reset(self, gold, **columns): pass\n    def step(self, message): pass\n"
-    )
-    name = "wanting_environments:Wants"
-    environments.check_columns(name, "the training data", ["prompt", "gold"])
-    refuses(
-        f"--environment {name}",
-        "the columns of eval, prompt, answer: missing a required argument: 'gold'",
-        call=lambda: environments.check_columns(name, "eval", ["prompt", "answer"]),
-    )
-
-
 # ============================================================ TRL
 
 
 @pytest.mark.slow  # a model learns the conversations first
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
-def test_episodes_are_those_of_trl(accelerator, tmp_path, name):
-    tokenizer = chat_templates.tokenizer(name)
+def test_episodes_are_those_of_trl(accelerator, tmp_path):
+    tokenizer = chat_templates.tokenizer("qwen3")
     tokenizer.response_template = trl_environments.RESPONSE_TEMPLATE
     model = trl_environments.new_model(tokenizer)
     said = trl_environments.played(
@@ -614,8 +479,7 @@ def run(folder, output, settings, name="grpo", launcher="plain", check=True):
 
 
 @pytest.mark.parametrize("name, launcher, more", [
-    ("grpo", "ddp", {}), ("ppo", "ddp", {}), ("grpo", "ddp", {"lora_r": 4}),
-    pytest.param("grpo", "zero2", {}, marks=pytest.mark.slow), pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
+    ("grpo", "ddp", {"lora_r": 4}), ("ppo", "ddp", {}), pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, launcher, more):
     folder, _ = user
@@ -637,12 +501,11 @@ def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, 
     assert [message["role"] for message in shown["messages"]][:3] == ["user", "assistant", "user"]
 
 
-@pytest.mark.parametrize("more", [{}, {"lora_r": 4}])
-def test_each_process_asks_servers_for_its_own_episodes(user, tmp_path, more):
+def test_each_process_asks_servers_for_its_own_episodes(user, tmp_path):
     folder, _ = user
     server = FakeServer(folder / "model")
     try:
-        settings = {**GRPO, "vllm_url": server.url, **more}
+        settings = {**GRPO, "vllm_url": server.url}
         run(folder, tmp_path / "one", settings)
         asked = server.paths().count("/v1/completions")
         run(folder, tmp_path / "two", settings, launcher="ddp")
@@ -656,12 +519,11 @@ def test_each_process_asks_servers_for_its_own_episodes(user, tmp_path, more):
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
 
 
-@pytest.mark.parametrize("average", ["token", "sequence"])
-def test_a_failed_episode_counts_as_not_sampled(user, tmp_path, average):
+def test_a_failed_episode_counts_as_not_sampled(user, tmp_path):
     """The numbers of each rollout are those of the others, from `samples.jsonl`; on any split."""
     folder, _ = user
     settings = dict(
-        GRPO, environment="my_environments:Flaky", environment_errors="drop", average=average,
+        GRPO, environment="my_environments:Flaky", environment_errors="drop", average="token",
         n_samples_per_prompt=4, train_batch_size=16, num_epochs_per_rollout=2, learning_rate=3e-4,
     )  # fmt: skip
     run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4))
@@ -697,12 +559,6 @@ def test_a_failed_episode_counts_as_not_sampled(user, tmp_path, average):
                 assert other[tag] == pytest.approx(line[tag], rel=1e-4, abs=1e-6), tag
 
 
-def test_ppo_has_no_group_to_leave_an_episode_out_of(user, tmp_path):
-    folder, _ = user
-    done = run(folder, tmp_path / "out", dict(FLAGS, environment_errors="drop"), "ppo", check=False)
-    assert "--environment_errors drop: only for GRPO" in done.stdout.strip().splitlines()[-1]
-
-
 def test_killed_within_a_rollout_and_resumed(user, tmp_path):
     folder, _ = user
     settings = dict(GRPO, save_steps=1, max_steps=6, max_epochs=2)
@@ -734,31 +590,6 @@ def test_reward_functions_get_conversations_and_environments(user, tmp_path):
     assert 0 < line["rewards/told/mean"] <= line["environment/turns"]
     total = line["rewards/told/mean"] + line["rewards/environment/mean"]
     assert line["reward"] == pytest.approx(total)
-
-
-@pytest.mark.parametrize(
-    "flags, parts",
-    [
-        (dict(max_turns=3, reward_function="preference_recipes.rollouts.rewards:answer_reward"), ["--max_turns 3: only an --environment"]),
-        (dict(environment="my_environments:Once"), ["nothing scores the responses"]),
-        (dict(environment="my_environments:Echo", reward_weights=[1, 2]), ["expected 1 finite"]),
-    ],
-)  # fmt: skip
-def test_settings_that_would_be_ignored(user, tmp_path, flags, parts):
-    folder, _ = user
-    settings = {k: v for k, v in GRPO.items() if k not in ("environment", "max_turns")}
-    words = []
-    for name, value in {**settings, **flags}.items():
-        words += [f"--{name}", *(value if isinstance(value, list) else [value])]
-    done = launch(
-        LAUNCHERS["plain"],
-        recipe("grpo"),
-        *("--model_name_or_path", folder / "model", "--output_dir", tmp_path / "out", *words),
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert all(part in done.stdout.strip().splitlines()[-1] for part in parts), done.stdout
 
 
 @pytest.mark.parametrize("name", ["Checker", "Calculator", "Remote"])

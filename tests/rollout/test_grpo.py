@@ -13,8 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import batches
-from common.mixture import mixture_of
-from common.progress import Progress
 from preference_recipes.rollouts.rollout import Rollout
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position
@@ -355,9 +353,7 @@ def rollout_of(is_trained: torch.Tensor, per_prompt: int):
     return Rollout(samples, is_trained, tokens={}, started_at=0)
 
 
-@pytest.mark.parametrize(
-    "size, sizes", [(4, [3, 3, 3]), (9, [9]), (8, [5, 4]), (2, [2, 2, 2, 2, 1])]
-)
+@pytest.mark.parametrize("size, sizes", [(4, [3, 3, 3]), (8, [5, 4])])
 def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together(size, sizes):
     """A rollout of five groups of two, one of whose responses is cut."""
     few = rollout_of(torch.arange(10) != 5, per_prompt=2)
@@ -376,27 +372,6 @@ def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_toget
             groups.count(g) == 1 or abs(order.index(2 * g) - order.index(2 * g + 1)) == 1
             for g in groups
         )
-
-
-def test_33_groups_of_8_make_two_updates_of_one_size():
-    """Not one of 256 samples and a full step for the other 8."""
-    rollout = rollout_of(torch.ones(264, dtype=torch.bool), per_prompt=8)
-    args = types.SimpleNamespace(seed=0, train_batch_size=256, num_epochs_per_rollout=1)
-    updates = [
-        rollout.rows_of_update(Position(rollouts_seen=5, update=i), args).tolist() for i in range(2)
-    ]
-    assert rollout.n_updates(args) == 2
-    assert [len(update) for update in updates] == [132, 132]
-    assert sorted(updates[0] + updates[1]) == list(range(264))
-
-
-def test_prompts_are_read_in_the_data_order_and_end_with_the_epoch():
-    mixture = mixture_of(7)
-    order = [batches.epoch_order(mixture, 3, epoch).tolist() for epoch in (0, 1)]
-    read = lambda start, most: batches.rows_from(mixture, 3, start, most).tolist()
-    assert read(0, 4) == order[0][:4] and read(4, 4) == order[0][4:] and read(7, 2) == order[1][:2]
-    # Without refills they are the rows of every other recipe.
-    assert read(4, 4) == batches.rows_of_update(mixture, 4, 3, 1).tolist()
 
 
 def test_rollouts_without_an_advantage_make_no_update(inputs):
@@ -437,7 +412,6 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
 
 
 def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scored(inputs):
-    """Though all scores are equal, so that every group would be left out before any forward pass."""
     row = int(batches.rows_of_update(7, 4, 3, 0)[1])
     assert row != 0  # the first row is read before training
     prompts = [{"prompt": "ab3z" if number == row else "ab3"} for number in range(7)]
@@ -450,26 +424,16 @@ def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scor
     (inputs / "rewarding_never.py").write_text(
         "def never(prompts, responses, **columns):\n    raise RuntimeError('it was called')\n"
     )
-    for function in ("rewarding_of_test:same", "rewarding_never:never"):
-        output = inputs / f"nan-{function.partition(':')[2]}"
-        more = ["--reward_function", function, "--dataset_name", inputs / "poisoned.jsonl"]
-        result = run(inputs, output, SHARED, *more, "--model_name_or_path", broken, check=False)
-        assert result.returncode and "it was called" not in result.stdout
-        rows = ", ".join([str(row + 1)] * 3)
-        named = f"update 1 (updates_seen 0) is not finite, because of data rows {rows}. Nothing was"
-        assert named in result.stdout
-        tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
-        assert tensors["sampler_logps"]["not_finite"] > 0
-
-
-def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
-    more = ["--reward_function", "rewarding_of_test:same", "--max_steps", 2, "--report_to", "none"]
-    result = run(inputs, inputs / "endless", SHARED, *more, check=False)
-    assert result.returncode == 1
-    assert "The last 7 prompts, a whole epoch, led to no update" in result.stdout
-    assert "Traceback" not in result.stdout
-    (of_rollouts,) = lines(inputs / "endless")  # what the rewards were that taught nothing
-    assert (of_rollouts["global_step"], of_rollouts["reward"]) == (0, 1)
+    output = inputs / "nan"
+    more = ["--reward_function", "rewarding_never:never", "--model_name_or_path", broken]
+    more += ["--dataset_name", inputs / "poisoned.jsonl"]
+    result = run(inputs, output, SHARED, *more, check=False)
+    assert result.returncode and "it was called" not in result.stdout
+    rows = ", ".join([str(row + 1)] * 3)
+    named = f"update 1 (updates_seen 0) is not finite, because of data rows {rows}. Nothing was"
+    assert named in result.stdout
+    tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
+    assert tensors["sampler_logps"]["not_finite"] > 0
 
 
 def test_what_was_learned_is_published_when_nothing_is_left_to_learn(inputs):
@@ -573,42 +537,19 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     assert [line["global_step"] for line in evaluation_lines(stopped)].count(0) == 1
 
 
-def test_progress_counts_rows_where_updates_do_not_tell_them():
-    progress = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0, updates_per_epoch=5)
-    progress.position = Position(prompts_seen=15)
-    assert progress.epoch == 1.5 and not progress.finished
-    progress.update_done(True, samples=4, tokens=9)
-    progress.idle = True
-    # It was due when the update was made.
-    assert not progress.save_due(1) and not progress.evaluation_due(0)
-    progress.position = Position(prompts_seen=20, prompts_done=15)
-    assert not progress.finished  # the updates of the last rollout are not made
-    progress.position = Position(prompts_seen=20, prompts_done=20)
-    assert progress.finished and not progress.save_due(1)
-    assert progress.evaluation_due(0) and progress.save_due(7) and not progress.save_due(0)
-
-
 @pytest.mark.parametrize("settings, parts", [
     ({"n_samples_per_prompt": 1}, ["--baseline group", "--n_samples_per_prompt 1", "2 or more"]),
-    ({"baseline": "rloo", "n_samples_per_prompt": 1}, ["--baseline rloo"]),
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
     ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups true"]),
     ({"rollout_batch_size": 31}, ["31 x --n_samples_per_prompt 8 = 248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
     ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds 1", "--kl_coef 0.1", "no group is left out"]),
-    ({"refill_rounds": 1, "baseline": "none"}, ["--refill_rounds 1", "--baseline none --advantage_std batch", "no group is left out"]),
-    ({"reward_function": None}, ["nothing scores the responses"]),
-    ({"temperature": 0.0}, ["--temperature 0.0", "above 0"]),
-    ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature"]),
     ({"overlong_buffer": 2000}, ["--overlong_buffer 2000", "--max_new_tokens 1024"]),
-    ({"ref_model_name_or_path": "M"}, ["--ref_model_name_or_path", "--kl_coef"]),
-    ({"kl_estimator": "k2"}, ["--kl_estimator k2: not used", "--kl_coef above 0"]),
     ({"overlong_penalty": 0.5}, ["--overlong_penalty 0.5: not used", "--overlong_buffer above 0"]),
     ({"loss_type": "dppo_tv", "sampler_correction_max": 2.0, "vllm_url": ["http://x"]}, ["--sampler_correction_max 2.0: not used by --loss_type dppo_tv"]),
+    ({"loss_type": "dppo_tv", "ratio": "sequence"}, ["--loss_type dppo_tv --ratio sequence"]),
+    ({"advantage_std": "mean", "baseline": "rloo"}, ["--advantage_std mean", "--baseline group"]),
+    ({"advantage_std": "mean", "overlong_buffer": 2}, ["--advantage_std mean", "length"]),
     ({"loss_type": "cispo", "clip_range": 0.1}, ["--clip_range 0.1: not used", "cispo clips only above 1"]),
-    ({"normalize_reward": True}, ["--normalize_reward", "--reward_model_name_or_path"]),
-    ({"refill_rounds": -1}, ["--refill_rounds -1"]),
-    ({"clip_range": -0.2}, ["--clip_range -0.2"]),
-    ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout 0"]),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts, capsys):
     # A rollout need not be a multiple of an update.

@@ -228,14 +228,14 @@ def test_advantages_of_maxrl():
     assert found.tolist() == pytest.approx([-1, 3, -1, -1, *[0] * 8, 0, -0.5, -0.5, 1])
 
 
-@pytest.mark.parametrize("n_samples", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_maxrl_follows_the_likelihood_of_a_right_response(n_samples):
+def test_maxrl_follows_the_likelihood_of_a_right_response():
     """With rewards of 0 and 1 the expected gradient is that of the sum over k < n of pass@k / k.
 
     Without end this is the gradient of log p, p being the probability of a right response. MaxRL's
     own estimator goes up to n; a group without a right response, which has no loss here, takes the
     last term. Source: arXiv:2602.02710.
     """
+    n_samples = 2
     policy = expected_gradients.make_policy().requires_grad_()
     right = expected_gradients.make_rewards(binary=True)
     p = (expected_gradients.token_logps(policy).sum(2).exp() * right).sum(1)
@@ -333,17 +333,6 @@ def test_which_groups_have_advantages_without_some_scores():
     assert by_value.tolist() == [True, True, True, False, True, False, False]
 
 
-def test_any_deviation_cancels_the_factor_of_rloo():
-    """So the tables need no rows for it."""
-    for std in ("group", "batch"):
-        of_group, of_rloo = (
-            expected_gradients.expected_gradient(grpo, 2, baseline, std, "constant")
-            for baseline in ("group", "rloo")
-        )
-        # Up to what is added to the deviation.
-        assert (of_rloo - of_group).norm() < 2e-3 * of_group.norm()
-
-
 def test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio():
     """Summed over the vocabulary with the old probabilities: both estimators, while the policy has moved."""
     generator = torch.Generator().manual_seed(2)
@@ -371,30 +360,6 @@ def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_at_the_first_update(ratio
     found, exact = expected_gradients.kl_gradients(grpo, ratio, estimator)
     assert exact.abs().max() > 0.01
     assert (found - exact).abs().max() < 1e-10
-
-
-def test_advantages_by_hand():
-    scores = torch.tensor(
-        [1.0, 0.0, 0.0, 3.0, 1.0, 2.0], dtype=torch.float64
-    )  # two groups of three
-    advantages = lambda baseline, std: grpo.estimate_advantages(scores, 3, baseline, std).tolist()
-    third = 1 / 3
-    group = [2 * third, -third, -third, 1, -1, 0]
-    assert advantages("group", "none") == pytest.approx(group)
-    assert advantages("rloo", "none") == pytest.approx([1, -0.5, -0.5, 1.5, -1.5, 0])
-    assert advantages("none", "none") == scores.tolist()
-    first = math.sqrt(third)  # the deviation of 1, 0, 0, divided by n - 1
-    assert advantages("group", "group") == pytest.approx(
-        [a / (first + 1e-4) for a in group[:3]] + [a / (1 + 1e-4) for a in group[3:]]
-    )
-    of_all = math.sqrt(sum(a * a for a in group) / 5)
-    assert advantages("group", "batch") == pytest.approx([a / (of_all + 1e-4) for a in group])
-    # Without a baseline of its own, each score is compared with the rollout's mean.
-    mean = 7 / 6
-    deviation = math.sqrt(sum((score - mean) ** 2 for score in scores.tolist()) / 5)
-    assert advantages("none", "batch") == pytest.approx(
-        [(s - mean) / (deviation + 1e-4) for s in scores.tolist()]
-    )
 
 
 def test_the_deviation_of_the_rollout_is_that_of_what_is_trained_on():
@@ -455,25 +420,6 @@ def test_the_penalty_for_length():
     assert grpo.final_scores(scores, lengths, 10, buffer=0, penalty=1.0).tolist() == [2] * 5
 
 
-def test_where_clipping_decides():
-    """Ratios below, within and above the range, each with a good and a bad advantage."""
-    ratios = torch.tensor([[0.5, 1.0, 1.5]] * 2, dtype=torch.float64)
-    logps = ratios.log().requires_grad_()
-    advantages = torch.tensor([[2.0], [-3.0]], dtype=torch.float64)
-    losses, low, high = grpo.policy_losses(logps, logps.exp(), advantages, "clip", 0.2, 0.28)
-    assert losses.flatten().tolist() == pytest.approx([-1, -2, -2.56, 2.4, 3, 4.5])
-    assert low.tolist() == [[False] * 3, [True, False, False]]
-    assert high.tolist() == [[False, False, True], [False] * 3]
-    # d ratio / d log-prob is the ratio; what is clipped has no gradient.
-    (gradient,) = torch.autograd.grad(losses.sum(), logps)
-    assert gradient.flatten().tolist() == pytest.approx([-1, -2, 0, 0, 3, 4.5])
-
-    losses, low, high = grpo.policy_losses(logps, logps.exp(), advantages, "cispo", 0.2, 0.28)
-    (gradient,) = torch.autograd.grad(losses.sum(), logps)
-    assert gradient.flatten().tolist() == pytest.approx([-1, -2, -2.56, 1.5, 3, 3.84])
-    assert not low.any() and high.tolist() == [[False, False, True]] * 2
-
-
 def test_sapos_gate_is_smooth_and_has_the_gradient_of_the_ratio_at_1():
     """arXiv:2511.20347: -A sigmoid(t (r - 1)) 4 / t, with t = 1 above 0 and 1.05 below."""
     ratios = torch.tensor([[0.5, 1.0, 3.0]] * 2, dtype=torch.float64)
@@ -523,16 +469,3 @@ def test_responses_that_have_become_unlikely_are_not_unlearned_further():
     assert found.flatten().tolist() == [True, False, False, True]
     found = grpo.is_off_policy(logps, sampler_logps, mask, advantages, limit=1.6)
     assert not found.any()
-
-
-def test_averages_of_responses_of_different_length():
-    losses = torch.tensor([[4.0, 9.0, 9.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-
-    def mean(average):
-        of_samples, weights = grpo.average_tokens(losses, mask, average, 8)
-        return float((of_samples * weights).sum() / weights.sum())
-
-    assert mean("token") == pytest.approx(10 / 4)
-    assert mean("sequence") == pytest.approx((4 + 2) / 2)
-    assert mean("constant") == pytest.approx((4 / 8 + 6 / 8) / 2)

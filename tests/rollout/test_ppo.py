@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,18 +27,14 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
-    MambaConfig,
     Qwen3Config,
 )
 
 from architectures import build
 from bare_runs import SHARING, alone_in, bare_sampler
 from common import arguments, batches
-from common.logger import Logger
-from preference_recipes.models.load import score_model, tokenizer_of
-from preference_recipes.models.logprobs import LogProbModel
-from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts import answers, generation, rewards
+from preference_recipes.models.load import score_model
+from preference_recipes.rollouts import answers, generation
 from preference_recipes.rollouts.samples import Collected, Samples
 from preference_recipes.rollouts.schedule import RolloutSchedule
 from preference_recipes.tools import export
@@ -49,11 +44,9 @@ from runs import (
     launch,
     lines,
     recipe,
-    refuses,
     timeless,
     tiny_llama,
     weights,
-    whole_rows,
     write_jsonl,
 )
 
@@ -97,15 +90,6 @@ def test_kl_estimates():
     assert estimates["k2"].min() >= 0 and estimates["k3"].min() >= 0 > estimates["k1"].min()
 
 
-def test_token_rewards():
-    scores, kl = torch.tensor([2.0, -1.0, 0.5, 3.0]), ragged(1)
-    rewards = ppo.token_rewards(scores, kl, MASK, 0.3)
-    expect(
-        rewards, lambda row, t: -0.3 * kl[row, t] + (scores[row] if t == LENGTHS[row] - 1 else 0.0)
-    )
-    assert (rewards[~MASK] == 0).all()
-
-
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (0.8, 1.0), (0.7, 0.0)])
 def test_advantages(gamma, lam):
     rewards, values = torch.where(MASK, ragged(1), 0.0), ragged(2)
@@ -128,19 +112,6 @@ def test_advantages(gamma, lam):
             ),
         )
     assert (advantages[~MASK] == 0).all() and (returns[~MASK] == 0).all()
-
-
-def test_whitening_is_over_all_tokens_together():
-    values = ragged(3, scale=4.0)
-    real = np.array(
-        [values[row, t].item() for row, length in enumerate(LENGTHS) for t in range(length)]
-    )
-    white = ppo.whiten(values, MASK)
-    expect(white, lambda row, t: (values[row, t].item() - real.mean()) / real.std())
-    assert (white[~MASK] == 0).all() and white.dtype == torch.float32
-    assert (
-        ppo.whiten(torch.full((4, 7), 2.0), MASK).abs().max() == 0
-    )  # all alike: no advantage, and no division by zero
 
 
 @pytest.mark.parametrize("low, high, dual", [(0.2, 0.2, 0.0), (0.1, 0.4, 0.0), (0.2, 0.3, 1.5)])
@@ -203,73 +174,6 @@ def test_explained_variance():
     assert ppo.explained_variance(values, constant + returns * 1e-7, MASK).isnan()
 
 
-def test_next_kl_coef():
-    for kl, error in ((6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (-5.0, -0.2), (5.4, -0.1)):
-        assert ppo.next_kl_coef(0.1, kl, 6.0, 1000, 64) == pytest.approx(
-            0.1 * (1 + error * 64 / 1000)
-        )
-
-
-def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
-    prompts, responses = [[7] * n for n in (4, 2, 6, 1)], [[9] * n for n in LENGTHS]
-    samples = Samples(prompts, responses, [""] * 4, [*range(4)], torch.ones(4))
-    numbers = torch.arange(28.0).reshape(4, 7)
-    tokens = {"numbers": numbers, "one each": numbers[:, :1]}
-    rows = [2, 0, 3, 1]
-    for some in (rows, rows[:2]):
-        for share in (False, True):  # no two prompts are alike
-            batch, values = samples.collate(some, tokens, Packer(torch.device("cpu"), share))
-            ids, mask = batch["inputs"]["input_ids"], batch["mask"]
-            longest = mask.shape[1]
-            assert mask.equal(MASK[some, :longest]) and longest == max(LENGTHS[row] for row in some)
-            assert batch["targets"].tolist() == [9] * int(mask.sum())
-            assert values["numbers"].equal(numbers[some, :longest])
-            assert values["one each"].equal(numbers[some, :1])
-            # The last of the prompt, then the response but for its last.
-            for row, predictors in zip(some, batch["predictors"].split(mask.sum(1).tolist())):
-                assert ids.flatten()[predictors].tolist() == [7] + [9] * (LENGTHS[row] - 1)
-                assert (predictors.diff() == 1).all()
-
-
-@pytest.mark.parametrize("kl_in, learns", [("reward", True), ("loss", True), ("loss", False)])
-def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns):
-    args = ppo.Args(
-        kl_in=kl_in,
-        kl_estimator="k2",
-        vf_coef=0.3,
-        clip_range=0.1,
-        clip_range_high=0.25,
-        value_clip_range=0.15,
-    )
-    logps, old, ref, values, old_values, advantages, returns, entropy = (
-        ragged(seed, 0.4) for seed in range(10, 18)
-    )
-    before = {
-        "mask": MASK,
-        "logps": old,
-        "ref_logps": ref,
-        "values": old_values,
-        "advantages": advantages,
-        "returns": returns,
-    }
-    output = {"logps": logps, "values": values, "entropy": entropy}
-    model = lambda batch, temperature, extras: output
-    rollout = types.SimpleNamespace(kl_coef=0.7, actor_learns=learns)
-    losses, logged = ppo.token_losses(model, {}, before, rollout, args, policy_has_moved=True)
-    assert all(counts is MASK for _, counts in logged.values())
-    policy, policy_clipped = ppo.policy_losses(logps, old, advantages, 0.1, 0.25, 0.0)
-    value, value_clipped = ppo.value_losses(values, old_values, returns, 0.15)
-    kl = lambda row, t: 0.7 * (logps[row, t] - ref[row, t]) ** 2 / 2 if kl_in == "loss" else 0.0
-    expect(losses, lambda row, t: learns * (policy[row, t] + kl(row, t)) + 0.3 * value[row, t])
-    closed = {
-        "loss": losses, "loss/policy_avg": policy, "loss/value_avg": value, "policy/approxkl_avg": (logps - old) ** 2 / 2,
-        "policy/clipfrac_avg": policy_clipped, "policy/entropy_avg": entropy, "val/clipfrac_avg": value_clipped, "val/ratio": (logps - old).exp(),
-    }  # fmt: skip
-    assert logged.keys() == closed.keys()
-    for name, value in closed.items():
-        expect(logged[name][0], lambda row, t, value=value: value[row, t])
-
-
 # ---------------------------------------------------------------------------------------------- generation
 
 LOADING = bare_sampler().args  # how models are loaded
@@ -324,46 +228,6 @@ def alone(model, prompt, numbers, temperature, stops, room):
     return ids[len(prompt) :], seen
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeypatch, architecture):
-    """Left padding, caches and the batch change no logits, so neither greedy nor sampled tokens."""
-    model, seen = made(architecture), {}
-    uniforms = np.random.default_rng(0).random((len(PROMPTS), ROOM))
-    draw = generation.SampleByUniform.__call__
-
-    def watched(self, input_ids, scores):
-        for row, numbers in enumerate(self.uniforms[:, 0].tolist()):
-            seen.setdefault(int(np.flatnonzero(uniforms[:, 0] == numbers)[0]), []).append(
-                scores[row].double().numpy()
-            )
-        return draw(self, input_ids, scores)
-
-    monkeypatch.setattr(generation.SampleByUniform, "__call__", watched)
-    for temperature in (0.0, TEMPERATURE):
-        expected = [
-            alone(model, prompt, numbers, temperature, STOPS, ROOM)
-            for prompt, numbers in zip(PROMPTS, uniforms)
-        ]
-        sampling = {"temperature": temperature, "uniforms": uniforms} if temperature else {}
-        for batch_size in (1, 3, 16):
-            seen.clear()
-            sampler = bare_sampler(accelerator, tokenizer, model)
-            found = generation.generate(sampler, PROMPTS, ROOM, batch_size=batch_size, **sampling)
-            found = [response.ids for response in found]
-            assert found == [response for response, _ in expected]
-            for row, (_, logits) in enumerate(expected if temperature else []):
-                np.testing.assert_allclose(seen[row][: len(logits)], logits, rtol=1e-4, atol=1e-4)
-    lengths = {len(response) for response in found}
-    assert (
-        min(lengths) < 16 < max(lengths)
-    )  # some end early, others go on after these were dropped from the batch
-    assert all(
-        (token in STOPS) == (place + 1 == len(response)) or len(response) == ROOM
-        for response in found
-        for place, token in enumerate(response)
-    )
-
-
 def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: float) -> list[float]:
     """The log-prob of each token of a response, from the logits of each step."""
     scaled = [torch.tensor(step) / temperature for step in logits]
@@ -372,11 +236,14 @@ def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: flo
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # what transformers is about to take away
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("batch_size", [4, 100])
+@pytest.mark.parametrize("batch_size", [3, 4, 100])
 def test_responses_of_a_prompt_share_its_prefill(
     accelerator, tokenizer, monkeypatch, architecture, batch_size
 ):
-    """They are those of the prompt alone, and so are the log-probs that the sampler returns."""
+    """They are those of the prompt alone, and so are the log-probs that the sampler returns.
+
+    A batch of 3 holds prompts of unequal length, with one response each.
+    """
     model = made(architecture)
     read = []  # tokens of each forward pass
     forward = type(model).forward
@@ -385,7 +252,7 @@ def test_responses_of_a_prompt_share_its_prefill(
         read.append(input_ids.numel())
         return forward(self, input_ids, **inputs)
 
-    n = 3
+    n = 1 if batch_size == 3 else 3
     columns = {"prompt_ids": PROMPTS, "columns": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
     uniforms = np.random.default_rng(2).random((n * len(PROMPTS), ROOM))
     for temperature in (0.0, TEMPERATURE):
@@ -416,20 +283,6 @@ def test_responses_of_a_prompt_share_its_prefill(
         shares = architecture != "jamba"  # its cache cannot be repeated
         assert read[0] == (len(PROMPTS) * (longest - 1) if shares else n * len(PROMPTS) * longest)
         assert not shares or read[1] == n * len(PROMPTS)
-
-
-def test_prompts_that_all_differ_are_generated_as_they_always_were(
-    accelerator, tokenizer, monkeypatch
-):
-    """By one call of `generate` each 16 tokens, and none to read the prompts."""
-    model = made("llama")
-    calls = []
-    plain = model.generate
-    monkeypatch.setattr(
-        model, "generate", lambda ids, **how: calls.append(ids) or plain(ids, **how)
-    )
-    generation.generate(bare_sampler(accelerator, tokenizer, model), PROMPTS, ROOM, batch_size=16)
-    assert calls and all(len(ids[0]) >= 12 for ids in calls)
 
 
 def test_new_tokens_do_not_copy_the_cache(accelerator, tokenizer, monkeypatch):
@@ -485,7 +338,7 @@ def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     } == others  # it is saved with the actor
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "jetmoe", "llama4"])
+@pytest.mark.parametrize("name", ["mixtral", "llama4"])
 def test_a_router_that_is_asked_for_its_logits_generates_too(accelerator, tokenizer, name):
     """Prompts of unequal length have a mask, which fits only the tokens of the first step."""
     model = build(name)
@@ -534,25 +387,6 @@ def test_sampling_is_the_inverse_of_the_cumulative_probability():
     ]  # the ends, beside tokens of probability zero
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_log_probs_and_entropy_are_at_the_temperature_of_sampling(architecture):
-    model = made(architecture)
-    ids, scored = torch.tensor([PROMPTS[6] + PROMPTS[1]]), torch.arange(21)[None] >= 9
-    with torch.no_grad():
-        exact = (model(ids).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
-        found = LogProbModel(model)(whole_rows(ids, scored), TEMPERATURE, ("entropy",))
-    torch.testing.assert_close(
-        found["logps"][0, 9:].double(),
-        exact.gather(1, ids[0, 1:, None])[8:, 0],
-        rtol=1e-4,
-        atol=1e-5,
-    )
-    torch.testing.assert_close(
-        found["entropy"][0, 9:].double(), -(exact.exp() * exact).sum(-1)[8:], rtol=1e-4, atol=1e-5
-    )
-    assert (found["logps"][0, :9] == 0).all()
-
-
 # ---------------------------------------------------------------------------------------------- scores
 
 
@@ -580,52 +414,6 @@ def sequence_classifier(folder, **changes):
     return folder
 
 
-@pytest.mark.parametrize("micro", [1, 2, 4])
-def test_a_score_is_model_plus_function_clipped_less_the_penalty(
-    accelerator, tokenizer, tmp_path, micro
-):
-    sequence_classifier(tmp_path, reward_mean=0.4, reward_std=1.6)
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    samples, calls = stub_samples(tokenizer), []
-
-    def function(prompts, responses, weight, **columns):
-        calls.extend(zip(prompts, responses, weight, columns["answer"]))
-        return [w - 1.5 for w in weight]
-
-    with torch.no_grad():
-        rows = [torch.tensor([p + r]) for p, r in zip(samples.prompts, samples.responses)]
-        modelled = [(plain(row).logits.item() - 0.4) / 1.6 for row in rows]  # one row, no padding
-
-    def score(model=None, functions=None, normalize=False, clip=0.0, penalty=0.0):
-        sampler = bare_sampler(
-            accelerator,
-            tokenizer,
-            score_batch_size=micro,
-            reward_model_name_or_path=model,
-            normalize_reward=normalize,
-        )
-        judge = rewards.Judge(sampler)
-        judge.functions = functions or {}
-        judge.weights |= dict.fromkeys(judge.functions, 1.0)
-        scores = judge.score(sampler, samples, SHARING)
-        return ppo.final_scores(scores.total, samples.ended, clip, penalty).tolist()
-
-    reward_model = str(tmp_path)
-    by_function = {"by_weight": function}
-    both = score(reward_model, by_function, normalize=True, clip=0.9, penalty=0.25)
-    summed = [min(max(m + row - 0.5, -0.9), 0.9) for row, m in enumerate(modelled)]
-    assert both == pytest.approx(
-        [summed[0], summed[1] - 0.25, summed[2]], rel=1e-5
-    )  # the penalty is not clipped away
-    assert any(abs(value) == 0.9 for value in summed) and not all(
-        abs(value) == 0.9 for value in summed
-    )
-    texts = [tokenizer.decode(response, skip_special_tokens=True) for response in samples.responses]
-    assert sorted(calls) == [(f"p{row}", texts[row], row + 1, "x") for row in range(3)]
-    assert score(functions=by_function) == pytest.approx([-0.5, 0.5, 1.5])
-    assert score(model=reward_model) == pytest.approx([m * 1.6 + 0.4 for m in modelled], rel=1e-5)
-
-
 def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(tokenizer, tmp_path):
     """As where only the cache of generation overflows: the last token of the vocabulary was drawn then."""
     samples = stub_samples(tokenizer)
@@ -642,20 +430,6 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(to
     old["values"][2, 0] = math.nan
     with pytest.raises(FloatingPointError, match=r"because of data rows 3\. Nothing"):
         check()
-
-
-def test_responses_to_a_prompt_are_scored_side_by_side():
-    """Though they differ in length: else a prompt could not be computed once for them."""
-    prompts = [[7] * length for length in (3, 3, 5, 5, 4, 4)]
-    responses = [[9] * length for length in (1, 6, 2, 3, 8, 1)]
-    ended = torch.ones(6, dtype=torch.bool)
-    samples = Samples(prompts, responses, [""] * 6, [*range(1, 7)], ended, per_prompt=2)
-    sampler = bare_sampler(score_batch_size=2)
-    found = [rows for rows, _ in samples.scoring_batches(sampler, SHARING)]
-    assert found == [[4, 5], [0, 1], [2, 3]]  # by the longest of each: 12, 9 and 8 tokens
-    samples.per_prompt = 1
-    found = [rows for rows, _ in samples.scoring_batches(sampler, SHARING)]
-    assert found == [[4, 1], [3, 2], [5, 0]]
 
 
 def test_a_padding_row_is_read_but_not_kept():
@@ -688,34 +462,6 @@ def test_collected_values_are_padded_with_zeros(accelerator):
 # ---------------------------------------------------------------------------------------------- the schedule
 
 
-@pytest.mark.parametrize(
-    "sizes", [(7, 4, 2, 4, 2), (8, 4, 1, 3, 1), (3, 5, 2, 4, 3), (5, 2, 3, 100, 2)]
-)
-def test_the_number_of_updates(sizes):
-    """Of each rollout and of an epoch, against two plain loops."""
-    n_prompts, rollout_batch_size, n_samples_per_prompt, train_batch_size, passes = sizes
-    args = types.SimpleNamespace(
-        rollout_batch_size=rollout_batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        train_batch_size=train_batch_size,
-        num_epochs_per_rollout=passes,
-    )
-    schedule = RolloutSchedule(args, n_prompts)
-    updates = []
-    for first in range(0, n_prompts, rollout_batch_size):
-        prompts = min(rollout_batch_size, n_prompts - first)
-        n_samples = prompts * n_samples_per_prompt
-        updates.append(passes * len(range(0, n_samples, train_batch_size)))
-        assert schedule.updates_of(prompts) == updates[-1]
-        # The recipe ends a rollout after so many.
-        samples = Samples([[]] * n_samples, [[]] * n_samples, [], [], torch.ones(n_samples))
-        is_trained = torch.ones(n_samples, dtype=torch.bool)
-        rollout = ppo.PPORollout(samples, is_trained, {}, 0, kl_coef=0.0, actor_learns=True)
-        assert rollout.n_updates(args) == updates[-1]
-    assert schedule.rollouts_per_epoch == len(updates)
-    assert schedule.updates_per_epoch == sum(updates)
-
-
 # ---------------------------------------------------------------------------------------------- refusals
 
 
@@ -732,25 +478,6 @@ def refusal_of(recipe, settings: dict, capsys) -> str:
     return ""
 
 
-@pytest.mark.parametrize("sizes, parts", [
-    ((3, 1, 4), ["= 3 samples", "--train_batch_size 4", "--rollout_batch_size 4."]),
-    ((12, 2, 16), ["12 x --n_samples_per_prompt 2 = 24 samples", "--train_batch_size 16", "--rollout_batch_size 8 or 16."]),
-    ((10, 3, 12), ["= 30 samples", "--train_batch_size 12", "--rollout_batch_size 8 or 12."]),
-    ((0, 1, 1), ["--rollout_batch_size", "at least 1"]),
-    ((4, 0, 1), ["--n_samples_per_prompt", "at least 1"]),
-    ((4, 1, 0), ["--train_batch_size", "at least 1"]),
-])  # fmt: skip
-def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts, capsys):
-    names = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
-    settings = dict(zip(names, sizes))
-    message = refusal_of(ppo, settings, capsys)
-    assert all(part in message for part in parts), message
-    if parts[-1].startswith("--rollout_batch_size "):
-        for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
-            # What it names is valid.
-            assert refusal_of(ppo, settings | {"rollout_batch_size": nearest}, capsys) == ""
-
-
 def test_an_empty_value_takes_a_list_of_the_demo_away():
     """As in `--reward_function=`, to train the demo against a reward model alone."""
     parse = lambda *argv: arguments.parse(ppo.Args, ASSETS / "ppo.yaml", list(argv))
@@ -760,46 +487,21 @@ def test_an_empty_value_takes_a_list_of_the_demo_away():
 
 
 @pytest.mark.parametrize("settings, parts", [
-    ({"reward_function": None}, ["nothing scores the responses", "--reward_model_name_or_path", "--reward_function"]),
     ({"normalize_reward": True}, ["--normalize_reward", "--reward_model_name_or_path"]),
     ({"kl_in": "loss"}, ["--kl_in loss --kl_estimator k1", "Use k2, or k3"]),
-    ({"temperature": 0.0}, ["--temperature 0.0", "above 0"]),
-    ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
     ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
     ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth of them (25.6)"]),
-    ({"kl_coef": -0.1}, ["--kl_coef -0.1", "at least 0"]),
     ({"kl_coef": 0.0, "ref_model_name_or_path": "R"}, ["--ref_model_name_or_path R: not used", "--kl_coef above 0"]),
     ({"kl_coef": 0.0, "kl_estimator": "k3"}, ["--kl_estimator k3: not used", "--kl_coef above 0"]),
     ({"kl_coef": 0.0, "kl_in": "loss"}, ["--kl_in loss: not used", "--kl_coef above 0"]),
     ({"kl_horizon": 500.0}, ["--kl_horizon 500.0: not used", "--kl_target above 0"]),
     ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature above 0"]),
-    ({"eval_samples": 0}, ["--eval_samples 0", "at least 1"]),
-    ({"eval_temperature": -1.0}, ["--eval_temperature -1.0", "at least 0"]),
-    ({"kl_target": -6.0}, ["--kl_target -6.0", "at least 0"]),
-    ({"reward_clip": -5.0}, ["--reward_clip -5.0", "at least 0"]),
-    ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
-    ({"generate_batch_size": -1}, ["--generate_batch_size -1", "at least 0"]),
-    ({"score_batch_size": -4}, ["--score_batch_size -4", "at least 0"]),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts, capsys):
     good = {"rollout_batch_size": 16, "train_batch_size": 8}
     assert refusal_of(ppo, good, capsys) == ""
     message = refusal_of(ppo, {**good, **settings}, capsys)
     assert all(part in message for part in parts), message
-
-
-@pytest.mark.parametrize("config, numbers_of_token", [
-    (LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2), 2 * 3 * 32),
-    (MambaConfig(hidden_size=64, num_hidden_layers=3), 2 * 3 * 64),  # it has no heads
-])  # fmt: skip
-def test_how_many_responses_are_generated_at_once(config, numbers_of_token):
-    run = types.SimpleNamespace(
-        unwrapped=types.SimpleNamespace(config=config),
-        accelerator=types.SimpleNamespace(mixed_precision="no"),
-    )
-    bytes_of_response = 4 * numbers_of_token * (1000 + 24)
-    found = generation.responses_that_fit(run, [[0] * 1000, [0]], max_new_tokens=24)
-    assert found == generation.CACHE_BYTES // bytes_of_response
 
 
 def test_a_run_in_which_only_the_critic_would_learn():
@@ -810,36 +512,6 @@ def test_a_run_in_which_only_the_critic_would_learn():
     ppo.check_critic_warmup(settings, plan, total_steps=5)
     with pytest.raises(SystemExit, match="4: that is 4 updates, and the run has only 4"):
         ppo.check_critic_warmup(settings, plan, total_steps=4)
-
-
-def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine_of_test.py").write_text(
-        "def reward(prompts, responses):\n    return [0.0] * len(prompts)\n"
-    )
-    assert arguments.load_function("reward_function", "mine_of_test:reward")(["a"], ["b"]) == [0.0]
-    for name in ("mine_of_test:other", "no_such_module:reward", "mine_of_test"):
-        refuses(
-            f"--reward_function {name}",
-            "MODULE:NAME",
-            tmp_path,
-            call=lambda name=name: arguments.load_function("reward_function", name),
-        )
-    other = tiny_llama(tmp_path / "other")
-    changed = AutoTokenizer.from_pretrained(other)
-    changed.add_tokens(["more"])
-    changed.save_pretrained(other)
-    call = lambda: score_model(
-        str(other), tokenizer_of(str(ASSETS / "model")), LOADING, new_head=True
-    )
-    refuses(other, "another tokenizer", call=call)
-    tiny = tiny_llama(tmp_path / "tiny")
-    refuses(
-        tiny,
-        "score.weight",
-        "recipes/reward.py",
-        call=lambda: score_model(str(tiny), tokenizer, LOADING),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -1200,29 +872,6 @@ def expect_lines(output, reference):
             )
 
 
-@pytest.mark.parametrize(
-    ("grad_norms", "max_grad_norm", "expected"),
-    [([4.9, 264.4, 300.0], 0.5, "update 3 has norm 264."), ([4.9], 0.5, None), ([264.0], 0, None)],
-    ids=["once", "small", "not clipped"],
-)
-def test_a_critic_whose_gradient_shrinks_the_actors_is_said_once(
-    grad_norms, max_grad_norm, expected
-):
-    said = []
-    logger = Logger.__new__(Logger)
-    logger.noted, logger.bar = set(), types.SimpleNamespace(write=said.append)
-    logger.accelerator = types.SimpleNamespace(is_main_process=True)
-    run = types.SimpleNamespace(
-        logger=logger, args=types.SimpleNamespace(max_grad_norm=max_grad_norm), global_step=3
-    )
-    for grad_norm in grad_norms:
-        ppo.note_joint_clipping(run, grad_norm)
-    assert len(said) == (expected is not None)
-    assert all(
-        part in said[0] for part in (expected or "", "--max_grad_norm 0.5", "--vf_coef") if expected
-    )
-
-
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
     limit = 10 * reference.set.max_grad_norm or math.inf
@@ -1267,33 +916,6 @@ def carried_by(output, step: int):
         return torch.load(file, weights_only=True)
 
 
-def test_what_a_rollout_holds(whole):
-    """Responses, old log-probs and values, the reference's log-probs, returns and whitened advantages, token by token."""
-    output, _, reference = whole
-    rollout = carried_by(output, 3).rollout
-    samples, tensors = reference.rollouts[0], rollout.tokens
-    has_reference = reference.set.kl_coef > 0  # else none is loaded, nor looked at
-    state = json.loads((output / "checkpoints/global_step_000003/state.json").read_text())
-    assert ("ref_logps" in tensors) == ("reference model" in state["arguments"]) == has_reference
-    assert rollout.samples.responses == [sample.response for sample in samples]
-    assert rollout.samples.prompts == [sample.prompt for sample in samples]
-    assert len(rollout.samples) == 8
-    assert len({len(response) for response in rollout.samples.responses}) > 1
-    lengths = torch.tensor([[len(sample.response)] for sample in samples])
-    assert torch.equal(tensors["mask"], torch.arange(lengths.max()) < lengths)
-    for name, of_sample in (
-        ("logps", "logps"),
-        *([("ref_logps", "ref")] if has_reference else []),
-        ("values", "values"),
-        ("returns", "returns"),
-        ("advantages", "white"),
-    ):
-        expected = torch.nn.utils.rnn.pad_sequence(
-            [getattr(sample, of_sample) for sample in samples], batch_first=True
-        )
-        torch.testing.assert_close(tensors[name], expected, rtol=1e-4, atol=1e-5)
-
-
 def test_the_weights_of_actor_and_critic_after_a_run(whole):
     output, _, reference = whole
     last = f"checkpoints/global_step_{len(reference.lines):06d}"
@@ -1331,62 +953,6 @@ def test_the_critic_is_taken_out_of_a_checkpoint(whole, tmp_path, monkeypatch, t
         torch.testing.assert_close(
             found(ids).logits, reference.critic(ids).logits, rtol=1e-4, atol=1e-4
         )
-
-
-def test_the_reward_function_sees_each_response_once_as_text(whole, inputs):
-    output, _, reference = whole
-    calls = [
-        json.loads(line) for line in (inputs / f"{output.name}.calls").read_text().splitlines()
-    ]
-    assert len(calls) == sum(map(len, reference.rollouts))
-    assert {len(call[0]) for call in calls} == {1}  # the prompt as the data has it, a message list
-    texts = [
-        reference.tokenizer.decode(sample.response, skip_special_tokens=True)
-        for samples in reference.rollouts
-        for sample in samples
-    ]
-    assert sorted(call[1] for call in calls) == sorted(texts)
-
-
-def shown(output):
-    """What TensorBoard has of each rollout: the update at which it stands, its scores, its table."""
-    board = EventAccumulator(
-        str(output / "tensorboard"), size_guidance={"histograms": 0, "tensors": 0}
-    )
-    board.Reload()
-    scores = {event.step: event.histogram_value for event in board.Histograms("rollout/scores")}
-    texts = {
-        event.step: event.tensor_proto.string_val[0].decode().splitlines()
-        for event in board.Tensors("samples/rollout/text_summary")
-    }
-    return scores, texts
-
-
-def test_tensorboard_shows_scores_and_responses(whole):
-    output, _, reference = whole
-    histograms, texts = shown(output)
-    assert [*histograms] == [*texts] == reference.begins and reference.begins[:2] == [
-        1,
-        5,
-    ]  # the update each rollout was made for
-    for step, samples in zip(reference.begins, reference.rollouts):
-        scores, histogram = [sample.score for sample in samples], histograms[step]
-        found = histogram.min, histogram.max, histogram.num, histogram.sum
-        assert found == pytest.approx(
-            (min(scores), max(scores), len(scores), sum(scores)), rel=1e-4
-        )
-        rows = [line for line in texts[step] if line.startswith("rollout, row ")]
-        verdicts = [line for line in texts[step] if line.startswith("score ")]
-        assert len(rows) == len(samples)
-        assert verdicts == [f"score {score:.4g}:" for score in scores]
-
-
-def test_a_run_does_not_depend_on_the_number_of_processes(finished):
-    one, two = (finished("kl in the reward", launcher)[0] for launcher in ("plain", "ddp"))
-    one, two = (carried_by(output, 9).rollout.samples.responses for output in (one, two))
-    assert one == two and len(one) == 8
-    one, two = (weights(finished("kl in the reward", launcher)[0]) for launcher in ("plain", "ddp"))
-    assert (one - two).norm() <= 1e-5 * one.norm()
 
 
 def test_evaluation_by_sampling(inputs):
@@ -1485,7 +1051,6 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     assert one.kl_coef == two.kl_coef != one.rollout.kl_coef != WHOLE["kl in the reward"]["kl_coef"]
     calls = lambda name: (inputs / f"{name}.calls").read_text().splitlines()
     assert calls(output.name) == calls(whole.name)[8:]  # the first rollout is not scored again
-    assert [*shown(output)[0]] == [1, 5, 9]
 
 
 def test_the_critic_learns_before_the_actor(reference, inputs):
@@ -1552,32 +1117,3 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(
         not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss")
     )
     assert all(tensor["shape"][0] == 4 for tensor in tensors.values())
-
-
-def test_weights_that_are_not_finite_are_blamed_on_the_rows_that_use_them(inputs):
-    """Before whitening spreads them over all rows, and though what they make the policy sample is no token."""
-    output, settings = inputs / "poisoned", WHOLE["kl in the loss"]
-    row = int(batches.rows_of_update(7, 4, settings["seed"], 0)[1])
-    prompts = [{"prompt": "ab3z" if number == row else "ab3", "weight": 1} for number in range(7)]
-    model = AutoModelForCausalLM.from_pretrained(
-        shutil.copytree(inputs / "model", inputs / "poisoned_model")
-    )
-    (token,) = AutoTokenizer.from_pretrained(inputs / "model")("z").input_ids
-    model.model.embed_tokens.weight.data[token] = math.inf
-    model.save_pretrained(inputs / "poisoned_model")
-    more = [
-        "--dataset_name",
-        write_jsonl(inputs / "poisoned.jsonl", prompts),
-        "--model_name_or_path",
-        inputs / "poisoned_model",
-    ]
-    result = run(inputs, output, settings, *more, check=False)
-    assert (
-        result.returncode
-        and f"update 1 (updates_seen 0) is not finite, because of data rows {row + 1}, {row + 1}. Nothing was"
-        in result.stdout
-    )
-    tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
-    assert {
-        name for name in ("scores", "logps", "ref_logps", "values") if tensors[name]["not_finite"]
-    } == {"logps", "values"}
