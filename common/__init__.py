@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 INSTALLED = REPOSITORY / "preference_recipes"
 FILES = INSTALLED if (INSTALLED / "recipes").is_dir() else REPOSITORY
 ASSETS = FILES / "assets"
-
-
-def show_any_text() -> None:
-    """Lets the console show any text: what its encoding lacks appears as `\\u4f60`.
-
-    In the locale C Python would end a run at the first sample, path or message that is not ASCII.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a stream that replaces it, as in a notebook, has none
-            stream.reconfigure(errors="backslashreplace")
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,17 +1,12 @@
 """The command line of a recipe: YAML, flags, intervals, and sizes that must divide."""
 
 import argparse
-import dataclasses
-import difflib
 import gc
-import importlib
 import math
 import os
 import pkgutil
-import re
 import sys
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +14,8 @@ from typing import Any
 import transformers
 import yaml
 
-from common import (
-    ASSETS,
-    best,
-    counted,
-    errors,
-    in_one_line,
-    show_any_text,
-    speaks_for_all,
-    trackers,
-)
-from common.shared_args import AdapterArgs, Bounds, DataArgs, SavingArgs, UpdateArgs
+from common import ASSETS, best, counted, errors, speaks_for_all
+from common.shared_args import Bounds
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -54,7 +40,6 @@ MAY_CHANGE = {
     "micro_train_tokens",
     "gradient_checkpointing",
     "attn_implementation",
-    "debug_overflow",
     # Data is compared by its content, not by its name.
     "dataset_name",
     "eval_dataset_name",
@@ -63,67 +48,6 @@ MAY_CHANGE = {
 
 # What a micro-batch holds on a GPU, unless the user sets it.
 TOKENS_ON_GPU = 16_384
-
-# The beginning of a word that is a number, not a flag. argparse itself knows -1e-5 from Python 3.14
-# on.
-NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-
-# Names in TRL and transformers, and what to use here instead.
-NAMES_ELSEWHERE = {
-    "per_device_train_batch_size": "--micro_train_batch_size",
-    "per_device_eval_batch_size": "--micro_train_batch_size",
-    "gradient_accumulation_steps": "--train_batch_size, from which it is derived",
-    "steps_per_generation": "--rollout_batch_size and --train_batch_size",
-    "num_train_epochs": "--max_epochs",
-    "num_iterations": "--num_epochs_per_rollout",
-    "num_ppo_epochs": "--num_epochs_per_rollout",
-    "num_generations": "--n_samples_per_prompt",
-    "max_completion_length": "--max_new_tokens",
-    "response_length": "--max_new_tokens",
-    "max_prompt_length": "--max_length, of prompt and answer together",
-    "max_seq_length": "--max_length",
-    "sequence_len": "--max_length",
-    "cutoff_len": "--max_length",
-    "warmup_ratio": "--warmup_steps, which below 1 is a share",
-    "eval_strategy": "--eval_steps",
-    "save_strategy": "--save_steps",
-    "logging_strategy": "--logging_steps",
-    "dataset_train_split": "--dataset_split",
-    "dataset_test_split": "--eval_dataset_name and --eval_dataset_split",
-    "reward_funcs": "--reward_function",
-    "reward_model_path": "--reward_model_name_or_path",
-    "use_peft": "--lora_r, such as 16",
-    "load_in_8bit": "--load_in_4bit",
-    "optim": "--optimizer adamw or muon",
-    "use_vllm": "--vllm_url, with a server that you start: docs/vllm.md",
-    "bf16": "the accelerate config's mixed_precision, such as that of accelerate_configs/ddp.yaml",
-    "load_best_model_at_end": "--keep_best, such as eval/loss",
-    "metric_for_best_model": "--keep_best",
-    "greater_is_better": "--keep_best METRIC:min or METRIC:max",
-    "early_stopping_patience": "--stop_after",
-    "hub_model_id": "--push_to_hub",
-    "fp16": "accelerate_configs/ds_fp16.yaml",
-    "dtype": "the accelerate config's mixed_precision, and --save_dtype for saved actors",
-    "torch_dtype": "the accelerate config's mixed_precision, and --save_dtype for saved actors",
-    "deepspeed": "accelerate launch --config_file accelerate_configs/ds_zero2.yaml",
-    "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
-    "resume_from_checkpoint": "--resume",
-    "overwrite_output_dir": "another --output_dir: no run is deleted",
-    "run_name": "--output_dir",
-    "logging_dir": "--output_dir",
-}
-
-# The groups of --help. What is in none of them is the recipe's own.
-GROUPS = {
-    "model and data": DataArgs,
-    "this algorithm": None,
-    "updates": UpdateArgs,
-    "adapters": AdapterArgs,
-    "logging, evaluating, saving": SavingArgs,
-}
-
-# What --help shows in the place of a value, by the type of the value.
-KIND_OF_TYPE: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 
 # Numbers of updates, or shares of all of them.
 INTERVALS = ("logging_steps", "eval_steps", "save_steps", "save_actor_steps")
@@ -157,14 +81,13 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         argv: the arguments without the program's name; default `sys.argv[1:]`.
 
     Raises:
-        SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. The
-            message names the argument. Also if a tracker is unknown.
+        SystemExit: unknown argument, wrong type, a YAML file that is not a flat mapping. The
+            message names the argument.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     gc.enable()  # it is off while a recipe loads its modules
     demo = ASSETS / demo
     args, is_demo = read(args_class, demo, argv)
-    trackers.check(getattr(args, "report_to", []))
     # A single data set is recorded by its name, not as a list of one.
     if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name
@@ -179,7 +102,6 @@ def read(args_class: type, demo: Path, argv: list[str] | None = None):
     Returns:
         the arguments, and whether they are those of the demo.
     """
-    show_any_text()
     parser = make_parser(args_class)
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0].endswith((".yaml", ".yml")):
@@ -234,28 +156,13 @@ def refuse_incomplete(args, unknown: list[str], parser: Parser) -> None:
     """
     if unknown:
         parser.error(
-            f"unknown argument {' '.join(unknown)}: {what_to_use(unknown, parser)}--help lists all "
-            "arguments (none can be abbreviated, and a file of defaults comes first)"
+            f"unknown argument {' '.join(unknown)}: --help lists all arguments "
+            "(none can be abbreviated, and a file of defaults comes first)"
         )
     if args.model_name_or_path is None or args.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
-
-
-def what_to_use(unknown: list[str], parser: Parser) -> str:
-    """Returns what to use in the place of unknown arguments, as the beginning of a sentence."""
-    known = [flag for flag in parser._option_string_actions if "-" not in flag[2:]]
-    hints = []
-    for word in unknown:
-        if not word.startswith("--"):
-            continue
-        name = word.partition("=")[0].replace("-", "_").lstrip("_")
-        if name in NAMES_ELSEWHERE:
-            hints.append(f"instead of --{name} use {NAMES_ELSEWHERE[name]}; ")
-        elif near := difflib.get_close_matches(f"--{name}", known, n=1, cutoff=0.75):
-            hints.append(f"did you mean {near[0]}? ")
-    return "".join(hints)
 
 
 def check_numbers(args, parser: Parser) -> None:
@@ -286,48 +193,27 @@ def make_parser(args_class: type) -> Parser:
         allow_abbrev=False,
         # Errors repeat the usage: this line instead of the list of all arguments.
         usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]",
-        formatter_class=argparse.HelpFormatter,
     )
-    parser._negative_number_matcher = NEGATIVE_NUMBER
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for action in parser._actions:
-        if action.dest == "help":
-            continue
-        describe_flag(action)
-        # argparse has no way to choose the group of an argument that it has already.
-        parser._optionals._group_actions.remove(action)
-        groups[title_of(action.dest)]._group_actions.append(action)
+        if action.dest != "help":
+            describe_flag(action)
     return parser
 
 
-def title_of(argument: str) -> str:
-    """Returns the title of an argument's group in `GROUPS`."""
-    for title, shared in GROUPS.items():
-        if shared and argument in {field.name for field in dataclasses.fields(shared)}:
-            return title
-    return "this algorithm"
-
-
 def describe_flag(action: argparse.Action) -> None:
-    """Makes --help show a flag once, in plain words."""
+    """Makes --help show a flag once, with its range and its default."""
     # argparse reads % in a help text as a format.
     action.help = action.help.replace("%", "%%")
     # The spelling with dashes is read all the same.
     flags = action.option_strings
     action.option_strings = [flag for flag in flags if "-" not in flag.lstrip("-")]
-    if action.choices is None:
-        action.metavar = KIND_OF_TYPE.get(action.type, "BOOL")
     if action.const is False:  # --no_share_prompts
         action.help = argparse.SUPPRESS
         return
     if bounds := getattr(action, "bounds", None):
         action.help += f" [{bounds.describe()}]"
-    if action.const is True and action.default is True:
-        action.help += f". Off: --no_{action.dest}"
-    elif default_with_lora(action) != action.default:
+    if default_with_lora(action) != action.default:
         action.help += " (default: %(default)s; with --lora_r: %(with_lora)s)"
-    elif action.default is not None and "default:" not in action.help:
-        action.help += " (default: %(default)s)"
 
 
 def names_model_or_dataset(argv: list[str]) -> bool:
@@ -344,19 +230,12 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
 
     A value of `null` leaves the default. `{assets}` in a value is the folder of the assets.
     """
-    if not Path(path).exists():
-        parser.error(f"the file of defaults {path} does not exist (looked in {os.getcwd()})")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        parser.error(f"{path} cannot be read as YAML: {' '.join(str(error).split())}")
+    values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
 
     flags = []
     for name, value in values.items():
-        if f"--{name}" not in parser._option_string_actions:
-            parser.error(f"{path}: {name!r} is no argument of this recipe; --help lists them")
         if value is None:
             continue
         words = value if isinstance(value, list) else [value]
@@ -365,50 +244,19 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
     return flags
 
 
-def load_function(argument: str, name: str, may_be_class: bool = False) -> Callable:
-    """Loads the function that an argument names as `MODULE:NAME`.
+def load_function(argument: str, name: str) -> Callable:
+    """Loads the function or class that an argument names as `MODULE:NAME`.
 
     Modules are looked for in the current directory, too.
 
-    Args:
-        may_be_class: whether it may be a class, too.
-
     Raises:
-        SystemExit: there is no such function, or its module fails, or ends the program, while it is
-            imported.
+        SystemExit: the argument names something else.
     """
     sys.path.append(os.getcwd())
-    try:
-        if ":" not in name:  # `resolve_name` would take the name of a module
-            raise ValueError("no colon")
-        function = pkgutil.resolve_name(name)
-        if not callable(function) or (isinstance(function, type) and not may_be_class):
-            raise TypeError(f"expected a function, found {function!r}")
-    except KeyboardInterrupt:
-        raise  # the user's Ctrl-C
-    except BaseException as error:
-        sys.exit(
-            f"--{argument} {name}: {type(error).__name__}: {in_one_line(error)}"
-            f"{place_in_module(error)} "
-            f"(expected MODULE:NAME, the module installed or in {os.getcwd()})"
-        )
+    function = pkgutil.resolve_name(name)
+    if not callable(function):
+        sys.exit(f"--{argument} {name}: expected MODULE:NAME, a function")
     return function
-
-
-def place_in_module(error: BaseException) -> str:
-    """Returns where a module failed, such as ` (rewards.py:3)`; "" if no module was running."""
-    loading = {__file__, pkgutil.__file__, importlib.__file__}
-    place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename not in loading and not frame.filename.startswith("<frozen"):
-            place = f" ({frame.filename}:{frame.lineno})"
-    return place
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a question about the nearest known word, to append to a message; "" without one."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def fill_in_micro_batches(args, on_gpu: bool, processes: int) -> str | None:

@@ -5,7 +5,6 @@ import hashlib
 import json
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,8 +32,6 @@ from common.run import Run
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
-# The keys of `state.json` besides `format`, see `Checkpoint.state`.
-STATE = {"arguments", "progress", "best", "scheduler", "last_update", "open_sums"}
 # The version of a checkpoint's layout. Checkpoints of other versions are refused.
 FORMAT = 4
 # The files of lines that grow with a run. A checkpoint holds them as they were.
@@ -145,8 +142,8 @@ class Checkpoint:
         main process.
 
         Raises:
-            SystemExit: the checkpoint that `--resume` names cannot be used; another version of
-                `common` wrote it; for `auto` see `refuse_to_start_over`.
+            SystemExit: the checkpoint that `--resume` names cannot be used; for `auto` see
+                `refuse_to_start_over`.
         """
         folders.put_back(self.folder)  # a whole one that a killed run was replacing
         for leftover in self.folder.glob(".global_step_*"):
@@ -158,7 +155,7 @@ class Checkpoint:
         if resume == "auto":
             candidates = folders.by_step(self.folder)[::-1]
         for path in candidates:
-            fault = folders.fault_of(path) or fault_of_state(path)
+            fault = folders.fault_of(path)
             if fault is None:
                 return path
             self.accelerator.print(f"passed over {path}: {fault}")
@@ -214,8 +211,8 @@ class Checkpoint:
         beyond = []
         if aside or replaced:
             beyond.append("actor")
-        found = best.recorded(output_dir)
-        if found and (path is None or found["global_step"] > point):
+        best_step = best.recorded_step(output_dir)
+        if best_step is not None and (path is None or best_step > point):
             beyond += [best.FOLDER, best.FILE]
         if path is None:
             beyond.append("tensorboard")  # a run that continues adds to it, and hides later values
@@ -283,7 +280,8 @@ class Checkpoint:
         except Exception as error:
             if not errors.is_of_disk(error) and not isinstance(error, RuntimeError):  # torch's
                 raise
-            why = errors.why_not_written(error, self.run.output_dir)
+            free = shutil.disk_usage(self.run.output_dir).free / 2**20
+            why = f"{str(error)[:200]} ({free:,.0f} MiB of the disk are free)"
             # Only the main process removes the folder. Another one might do so while it is renamed.
             if self.accelerator.is_main_process:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -375,13 +373,10 @@ class Checkpoint:
         # 1. What the engine holds.
         engine_state.load(accelerator, self.optimizer, self.actor.unwrapped, path / "engine")
         if len(state["open_sums"]) == accelerator.num_processes:
-            # Each process loads its own random state. If one cannot, all exit.
-            restore = partial(engine_state.load_random_states, accelerator, path / "engine")
-            distributed.all_or_none(accelerator, True, restore)
+            engine_state.load_random_states(accelerator, path / "engine")
 
         # 2. What `state.json` holds.
         self.load_schedule(state["scheduler"])
-        self.note_new_horizon(state)
         for name in COUNTERS:
             setattr(progress, name, state["progress"][name])
         self.actor.best.load_state(state["best"], state["arguments"])
@@ -444,22 +439,6 @@ class Checkpoint:
         for group, learning_rate in zip(groups, learning_rates):
             group["lr"] = learning_rate
 
-    def note_new_horizon(self, state: dict) -> None:
-        """Prints that the schedule is longer or shorter than that of the checkpoint, if it is."""
-        progress = self.run.progress
-        before = state["arguments"]
-        updates_before = before["max_steps"] or before["max_epochs"] * progress.updates_per_epoch
-        updates = progress.total_steps
-        if updates == updates_before:
-            return
-        rate_before = state["scheduler"]["_last_lr"][0]
-        rate = self.scheduler.get_last_lr()[0]
-        change = "as before" if rate == rate_before else f"not {rate_before:.3g}"
-        self.accelerator.print(
-            f"NOTE: the schedule has {updates} updates now, and {updates_before} in the "
-            f"checkpoint: the learning rate is {rate:.3g}, {change}"
-        )
-
     def load_open_sums(self, sums_by_process: list[dict[str, list]]) -> None:
         """Restores the sums of the log line that was still open when the checkpoint was written.
 
@@ -505,20 +484,6 @@ def same(file: Path, copy: Path | None) -> bool:
     if copy is None or not file.is_file():
         return copy is None and not file.exists()
     return filecmp.cmp(file, copy, shallow=False)
-
-
-def fault_of_state(path: Path) -> str | None:
-    """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
-
-    Raises:
-        SystemExit: another version of `common` wrote it.
-    """
-    try:
-        state = read_state(path)
-        missing = STATE - state.keys() or set(COUNTERS) - state["progress"].keys()
-    except (OSError, ValueError, AttributeError) as error:
-        return f"state.json cannot be used: {type(error).__name__}: {error}"
-    return f"state.json lacks {', '.join(sorted(missing))}" if missing else None
 
 
 def read_state(path: Path) -> dict:

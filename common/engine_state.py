@@ -1,7 +1,6 @@
 """What a checkpoint holds of the engine: weights, optimizer, loss scale and random states."""
 
 import random
-import sys
 from pathlib import Path
 
 import accelerate
@@ -87,23 +86,13 @@ def load_random_states(accelerator: Accelerator, folder: Path) -> None:
 
     Args:
         folder: what as many processes wrote.
-
-    Raises:
-        SystemExit: they cannot be read.
     """
     file = folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
-    try:
-        states = accelerate.utils.load(file)
-        random.setstate(states["random_state"])
-        np.random.set_state(states["numpy_random_seed"])
-        torch.set_rng_state(states["torch_manual_seed"])
-        # A run that comes from a CPU has none.
-        if accelerator.device.type == "cuda" and "torch_cuda_manual_seed" in states:
-            states_of_gpus = states["torch_cuda_manual_seed"]
-            torch.cuda.set_rng_state(states_of_gpus[torch.cuda.current_device()])
-    except Exception as error:  # whatever a pickle of other versions may raise
-        cause = " ".join(str(error).partition(". ")[0].split())[:200]
-        sys.exit(
-            f"--resume: the random states in {file} cannot be read, so dropout would be drawn "
-            f"otherwise ({type(error).__name__}: {cause}). Give --resume an older checkpoint"
-        )
+    states = accelerate.utils.load(file)
+    random.setstate(states["random_state"])
+    np.random.set_state(states["numpy_random_seed"])
+    torch.set_rng_state(states["torch_manual_seed"])
+    # A run that comes from a CPU has none.
+    if accelerator.device.type == "cuda" and "torch_cuda_manual_seed" in states:
+        states_of_gpus = states["torch_cuda_manual_seed"]
+        torch.cuda.set_rng_state(states_of_gpus[torch.cuda.current_device()])

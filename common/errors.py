@@ -1,10 +1,8 @@
 """How a run that cannot go on ends: with one message, the last thing on the user's screen."""
 
-import errno
+import contextlib
 import json
 import os
-import shutil
-import signal
 import sys
 import time
 import traceback
@@ -13,24 +11,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-LAUNCHER = os.getppid()  # or whoever else started this process
-# How long a process waits for its launcher to end it, before it ends by itself.
-PATIENCE_SECONDS = 30
+# How long a process that fails after another one of its node lets the launcher see that one first.
+SECONDS = 3
 failed = False  # whether `run` is ending this process because of an error
-
-# Errors of disks, which no run can prevent, wherever they appear.
-OF_DISKS = {
-    errno.ENOSPC: "a disk is full",
-    errno.EDQUOT: "a disk is full",
-    errno.EFBIG: "a file may not grow further (ulimit -f, or a limit of the disk)",
-    errno.EROFS: "a disk can only be read now",
-    errno.EIO: "a disk fails",
-}
-OUT_OF_MEMORY = (
-    "To need less memory: a smaller --micro_train_batch_size or --micro_train_tokens, "
-    "--gradient_checkpointing, ZeRO-2 or ZeRO-3; where it samples, a smaller "
-    "--generate_batch_size and --score_batch_size. docs/memory.md says what a run takes."
-)
 
 
 def is_of_disk(error: Exception) -> bool:
@@ -39,18 +22,6 @@ def is_of_disk(error: Exception) -> bool:
     Libraries in Rust raise a bare Exception, such as `File too large (os error 27)`.
     """
     return isinstance(error, (OSError, SafetensorError)) or "(os error " in str(error)
-
-
-def why_not_written(error: Exception, folder: Path) -> str:
-    """Returns in words why something could not be written below a folder.
-
-    torch says only where in its own code it noticed that a file is shorter than it should be.
-    """
-    text = str(error)[:200]
-    if "inline_container" not in text and "PytorchStreamWriter" not in text:
-        return text
-    free = shutil.disk_usage(folder).free / 2**20
-    return f"the disk is full, or a quota or limit is reached ({free:,.0f} MiB are free; {text})"
 
 
 def run(main: Callable[[], None]) -> None:
@@ -67,22 +38,11 @@ def run(main: Callable[[], None]) -> None:
         if isinstance(error.code, str):
             refuse(error.code)
         close_bars()
-        if error.code:
-            wait_for_launcher()
         raise
-    except Exception as error:
+    except Exception:
         failed = True
-        if isinstance(error, OSError) and error.errno in OF_DISKS:
-            what = OF_DISKS[error.errno]
-            refuse(f"{what}, that of --output_dir or of a cache (HF_HOME): {error}")
-        if type(error).__name__ == "OutOfMemoryError":  # torch's
-            error.args = (f"{error}\n{OUT_OF_MEMORY}",)  # the last thing that is printed of it
         close_bars()
         if tell_launcher(traceback.format_exc()):
-            sys.exit(1)
-        if error_file():  # another process failed before, and this is mostly a consequence
-            traceback.print_exc()
-            wait_for_launcher()
             sys.exit(1)
         raise
 
@@ -94,10 +54,8 @@ def refuse(message: str, status: int = 1) -> None:
         SystemExit: with `status`.
     """
     close_bars()
-    if not error_file():
+    if not tell_launcher(message):
         print(message, file=sys.stderr, flush=True)
-    elif not tell_launcher(message):
-        wait_for_launcher()
     sys.exit(status)
 
 
@@ -108,48 +66,26 @@ def close_bars() -> None:
         bar.close()
 
 
-def error_file() -> Path | None:
-    """Returns the file that torch's launcher reads if this process fails; None without one."""
-    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from one
-    # that a launcher started.
-    is_mine = file.parent.name == os.environ.get("LOCAL_RANK")
-    launcher_lives = os.getppid() == LAUNCHER
-    return file if is_mine and launcher_lives else None
-
-
 def tell_launcher(message: str) -> bool:
-    """Writes why this process ends to the file that torch's launcher reads, if there is one.
+    """Writes why this process ends to the file that torch's launcher reads.
 
-    The launcher shows the messages of all processes that have failed when it looks. So only the
-    first of a node writes one, and the others wait to be ended. The first message of a process
-    stays, since what follows is its consequence.
+    Only the first process of a node that fails writes one. What the others would say is a
+    consequence, or the same: they wait for the launcher, which ends them once it sees the first.
 
     Returns:
-        whether the launcher shows a message of this process.
+        whether there is such a launcher, so that nothing need be printed.
     """
-    file = error_file()
-    if not file:
+    # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from one
+    # that a launcher started.
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if file.parent.name != os.environ.get("LOCAL_RANK"):
         return False
-    try:
-        with open(file.parent.parent / "first_failure", "x", encoding="utf-8"):
-            pass
-    except FileExistsError:
-        return file.exists()
-    # The launcher prints `py_callstack`, with or without a call stack in it.
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    report = {"message": {"message": message, "extraInfo": extra}}
-    file.write_text(json.dumps(report), encoding="utf-8")
+    with contextlib.suppress(FileExistsError):
+        open(file.parent.parent / "first_failure", "x").close()
+        # The launcher prints `py_callstack`, with or without a call stack in it.
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        report = {"message": {"message": message, "extraInfo": extra}}
+        file.write_text(json.dumps(report), encoding="utf-8")
+    if not file.exists():
+        time.sleep(SECONDS)
     return True
-
-
-def wait_for_launcher() -> None:
-    """Waits to be ended, if another process of this node has told the launcher why.
-
-    The launcher ends all processes once one has failed. One that fails in the meantime would be
-    in its report, too, maybe below the message, and so would one that its signal ends.
-    """
-    file = error_file()
-    if file and not file.exists() and (file.parent.parent / "first_failure").exists():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(PATIENCE_SECONDS)

@@ -8,19 +8,17 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from datetime import date, datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import torch
 import yaml
 
-from common import REPOSITORY, as_list, best, counted, distributed, engine, folders
+from common import REPOSITORY, as_list, counted, distributed, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
-BLOCK = 2**16  # bytes
 # Where a run writes, and whether it resumes, does not belong to what it computes.
 NOT_REPEATED = ("output_dir", "resume")
 PACKAGES = (
@@ -101,7 +99,8 @@ def describe_start(accelerator, args) -> dict:
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name(accelerator.device)
     plugin = accelerator.state.deepspeed_plugin
-    launcher = {name: os.environ[name] for name in sorted(os.environ) if is_of_launcher(name)}
+    of_launcher = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
+    launcher = {name: os.environ[name] for name in os.environ if name.startswith(of_launcher)}
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -121,19 +120,12 @@ def describe_start(accelerator, args) -> dict:
     }
 
 
-def is_of_launcher(name: str) -> bool:
-    """Whether accelerate's launcher sets an environment variable of this name."""
-    return name.startswith(("ACCELERATE_", "FSDP_")) or name == "WORLD_SIZE"
-
-
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that decide what a run computes."""
     found = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -199,11 +191,8 @@ def card(output_dir: Path, library: str) -> str:
         f"From `{shown['model_name_or_path']}` on "
         f"{', '.join(f'`{without_folder(name)}`' for name in names)}.",
         figures(output_dir),
-        describe_best(output_dir),
         f"## Arguments\n\n```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
-        f"## Command\n\n```\n{command_without_folders(start['command'])}\n```\n\n"
-        f"{start['engine']}, {counted(start['processes'], 'process')}, "
-        f"{start['device']}. "
+        f"{start['engine']}, {counted(start['processes'], 'process')}, {start['device']}. "
         f"Python {start['python']}, {used}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -212,87 +201,36 @@ def card(output_dir: Path, library: str) -> str:
 def without_folder(value: Any) -> Any:
     """Returns an argument's value with absolute paths shortened to their last part.
 
-    A card is published, and folders tell of the machine and its user: `/home/me/rows.jsonl` becomes
-    `rows.jsonl`, and `--dataset_name=/home/me/rows.jsonl` becomes `--dataset_name=rows.jsonl`.
+    A card is published, and folders tell of the machine and its user.
     """
     if isinstance(value, list):
         return [without_folder(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    name, equals, path = value.rpartition("=")
-    return f"{name}{equals}{Path(path).name}" if path.startswith("/") else value
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
-def command_without_folders(command: str) -> str:
-    """Returns a command with absolute paths shortened to their last part."""
-    return shlex.join(without_folder(shlex.split(command)))
+def ends_of_log(output_dir: Path, mark: str = "") -> list[dict]:
+    """Returns the first and the last line of a run's log; torn lines do not count.
 
+    Args:
+        mark: what such a line holds, as `"eval/` for an evaluation.
 
-def describe_best(output_dir: Path) -> str:
-    """Returns a sentence about the best evaluation; empty without `--keep_best`."""
-    found = best.describe(output_dir)
-    return f"Best evaluation so far: {found}." if found else ""
-
-
-class Ends(NamedTuple):
-    """The first and the last lines of a run's `metrics.jsonl`.
-
-    Attributes:
-        lines: two lines, the same one twice if there is only one; empty without any.
-        evaluations: likewise of the lines of evaluations.
-    """
-
-    lines: list[dict]
-    evaluations: list[dict]
-
-
-def ends_of_log(output_dir: Path) -> Ends:
-    """Returns the ends of a run's log; lines that are torn or somebody else's do not count.
-
-    It reads from both ends until it has found them, since a log may be larger than the memory.
+    Returns:
+        two lines, the same one twice if there is only one; none without any.
     """
     file = output_dir / "metrics.jsonl"
-    if not file.is_file():
-        return Ends([], [])
-    with open(file, "rb") as log:
-        return Ends(first_and_last(log, b""), first_and_last(log, b'"eval/'))
-
-
-def first_and_last(log: BinaryIO, mark: bytes) -> list[dict]:
-    """Returns the first and the last line with this mark that is a JSON object; none without."""
-    log.seek(0)
-    first = first_object(line for line in log if mark in line)
-    if first is None:
-        return []
-    return [first, first_object(line for line in backwards(log) if mark in line)]
-
-
-def backwards(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file, the last one first, and reads a block at a time."""
-    position = file.seek(0, os.SEEK_END)
-    rest = b""
-    while position > 0:
-        size = min(BLOCK, position)
-        position -= size
-        file.seek(position)
-        rest, *lines = (file.read(size) + rest).split(b"\n")
-        yield from reversed(lines)
-    yield rest
-
-
-def first_object(lines: Iterable[bytes]) -> dict | None:
-    """Returns the first line that is a JSON object; None if there is none."""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if isinstance(values, dict):
-                return values
-    return None
+    found = []
+    if file.is_file():
+        with open(file, encoding="utf-8", errors="replace") as log:
+            for line in log:
+                with contextlib.suppress(ValueError, RecursionError):
+                    if mark in line and isinstance(values := json.loads(line), dict):
+                        found = [*found[:1], values]
+    return found and [found[0], found[-1]]
 
 
 def figures(output_dir: Path) -> str:
     """Returns a table of the held-out figures before training and now; empty without any."""
-    evaluations = ends_of_log(output_dir).evaluations
+    evaluations = ends_of_log(output_dir, '"eval/')
     if not evaluations:
         return ""
     first, last = [line["global_step"] for line in evaluations]

@@ -184,15 +184,14 @@ class Run:
         Args:
             rows: the numbers of the rows in the data file.
             weights: of the shape of the losses, 0 for what counts nowhere.
-            tensors: what the losses come from, by name, for the report; see
-                `guards.check_finite`.
+            tensors: what the losses come from, by name; see `guards.check_finite`.
 
         Raises:
             FloatingPointError: naming the rows.
         """
         update.losses.append(guards.RowLosses(rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
-            guards.check_finite(self.progress, self.output_dir, update.losses, tensors)
+            guards.check_finite(self.progress, update.losses, tensors)
 
     def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
         """Counts the operations of a micro-batch, for `perf/mfu`; of padding alone none.

@@ -3,13 +3,17 @@
 import atexit
 import contextlib
 import datetime
+import fcntl
+import os
 import sys
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from common import distributed, folders, lock, record
+from common import distributed, folders, record
+
+LOCK = ".run.lock"
 
 
 def make(accelerator: Accelerator, args, recipe: str) -> None:
@@ -40,12 +44,10 @@ def decide(args, recipe: str) -> str:
     """
     path, continues = choose(args, recipe)
     path = path.absolute()  # a user's code may change the working directory
-    if not continues:
-        refuse_files_of_others(path)
     try:
         # A folder named after the time must be new: another run may begin in the same instant.
         path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)
-        lock.take(path)
+        lock(path)
     except OSError as error:  # also a file of that name, or no permission
         sys.exit(f"--output_dir {path} cannot be made: {error}")
     atexit.register(remove_if_empty, path)
@@ -53,6 +55,23 @@ def decide(args, recipe: str) -> str:
     if not continues and has_update(path):
         refuse_used(path)
     return str(path)
+
+
+def lock(folder: Path) -> None:
+    """Locks a run's folder until this process ends, however it ends.
+
+    Raises:
+        SystemExit: another process holds the lock.
+    """
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # never closed
+    try:
+        # POSIX, not BSD (`flock`): what a reward function forks, which may outlive this run, does
+        # not inherit it. It works on NFS, too.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        sys.exit(f"--output_dir {folder} is in use: two runs would write over each other")
+    except OSError as error:
+        print(f"NOTE: {folder} cannot be locked ({error}): let no other run write to it")
 
 
 def choose(args, recipe: str) -> tuple[Path, bool]:
@@ -88,13 +107,6 @@ def folder_of_checkpoint(args) -> Path:
     return folder.parent
 
 
-def refuse_files_of_others(path: Path) -> None:
-    """Refuses a folder of files in which no run was before: not even a lock is added to them."""
-    has_files = path.is_dir() and any(path.iterdir())
-    if has_files and not (path / lock.FILE).exists():
-        refuse_used(path)
-
-
 def refuse_used(folder: Path) -> None:
     """Ends the program because the folder of a new run is not free."""
     way_on = ": it has no checkpoint to go on from"
@@ -107,12 +119,12 @@ def has_update(folder: Path) -> bool:
     """Whether a run's folder holds more than what is written before the first update."""
     if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
         return True
-    return any(line.get("global_step") != 0 for line in record.ends_of_log(folder).lines)
+    return any(line.get("global_step") != 0 for line in record.ends_of_log(folder))
 
 
 def remove_if_empty(folder: Path) -> None:
     """Removes the folder of a run that was refused before it wrote anything but its lock."""
     with contextlib.suppress(OSError):  # it is not empty, or gone
-        if [path.name for path in folder.iterdir()] == [lock.FILE]:
-            (folder / lock.FILE).unlink()
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
         folder.rmdir()

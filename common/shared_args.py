@@ -223,9 +223,6 @@ class SavingArgs:
         default_factory=lambda: ["tensorboard"],
         help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
     )
-    debug_overflow: bool = arg(
-        default=False, help="name the module and the tensor that overflow; slow"
-    )
 
 
 @dataclass

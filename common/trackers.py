@@ -7,11 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import (
-    LOGGER_TYPE_TO_CLASS,
-    TensorBoardTracker,
-    get_available_trackers,
-)
+from accelerate.tracking import TensorBoardTracker
 
 from common import record
 
@@ -19,23 +15,6 @@ NONE = "none"  # of `--report_to`
 # Where TensorBoard shows the key charts. Without smoothing: it would smooth a few evaluations as it
 # does hundreds of updates, and draw them far from their values.
 KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
-
-
-def check(report_to: list[str]) -> None:
-    """Refuses names of `--report_to` that are unknown, or whose package is not installed.
-
-    Raises:
-        SystemExit: with the valid names.
-    """
-    known = [NONE, *sorted(LOGGER_TYPE_TO_CLASS)]
-    installed = [NONE, *map(str, get_available_trackers())]
-    for name in report_to:
-        if name not in known:
-            sys.exit(f"--report_to {name}: expected one or several of {', '.join(known)}")
-        if name not in installed:
-            sys.exit(f"--report_to {name}: its package is not installed, try `pip install {name}`")
-    if NONE in report_to and len(report_to) > 1:
-        sys.exit(f"--report_to {' '.join(report_to)}: none goes with no other name")
 
 
 def start(accelerator: Accelerator, args, charts: dict[str, list[str]], global_step: int) -> None:

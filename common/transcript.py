@@ -6,7 +6,6 @@ from 1), `prompt`, `response`, and what is known of the response: `right` and th
 """
 
 import json
-import statistics
 import textwrap
 from pathlib import Path
 
@@ -28,29 +27,11 @@ def write(output_dir: Path, global_step: int, examples: list[dict]) -> None:
 
 
 def first_of_each(examples: list[dict], most: int) -> list[dict]:
-    """Returns the first examples of each source, `most` of each, see `with_both_kinds`."""
+    """Returns the first examples of each source, `most` of each."""
     by_source: dict[str, list[dict]] = {}
     for example in examples:
         by_source.setdefault(example["source"], []).append(example)
-    return [example for own in by_source.values() for example in with_both_kinds(own, most)]
-
-
-def with_both_kinds(examples: list[dict], most: int) -> list[dict]:
-    """Returns `most` examples: the first ones, with good and bad ones among them where both exist.
-
-    Good is what is right, or has a score above the mean. If the first are all alike, the last of
-    them make room for the other kind. So the same prompts are shown in each evaluation, yet the
-    failures of a good model and the successes of a bad one are seen.
-    """
-    # Of an episode whose environment failed the score is None.
-    quality = [float(example.get("score", example.get("right")) or 0) for example in examples]
-    mean = statistics.fmean(quality)
-    is_good = [value > mean for value in quality]
-    first = list(range(len(examples)))[:most]
-    if len({is_good[number] for number in first}) == 1:
-        others = [number for number, good in enumerate(is_good) if good != is_good[0]][: most // 2]
-        first = first[: most - len(others)] + others
-    return [examples[number] for number in first]
+    return [example for own in by_source.values() for example in own[:most]]
 
 
 def on_console(examples: list[dict]) -> list[str]:

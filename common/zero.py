@@ -35,7 +35,7 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
         args: needs `micro_train_batch_size max_grad_norm`.
 
     Raises:
-        SystemExit: the JSON is missing, contradicts the arguments, or has no ZeRO stage.
+        SystemExit: the JSON contradicts the arguments, or has no ZeRO stage.
     """
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     if not torch.cuda.is_available():
@@ -63,7 +63,8 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     # Actors are saved from the gathered weights.
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     if zero.get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
-        announce_cpu_adam()
+        # DeepSpeed's own optimizer steps instead of the one that the scheduler watches.
+        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
     delay_scale_growth()
     return plugin
 
@@ -106,21 +107,6 @@ def fill_in(config: dict, key: str, value: int | float) -> None:
     config[key] = value
 
 
-def announce_cpu_adam() -> None:
-    """Says why a run with an offloaded optimizer may wait at its start."""
-    # A false alarm: DeepSpeed's own optimizer steps instead of the one that the scheduler watches.
-    warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
-    if os.getenv("LOCAL_RANK", "0") == "0":
-        # torch says nothing while it compiles. It says nothing, either, while it waits for the lock
-        # of a compilation that was killed, and that wait has no end.
-        print(
-            "Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. "
-            "If nothing compiles and it waits here, a killed run left "
-            "~/.cache/torch_extensions/*/cpu_adam/lock: remove it",
-            flush=True,
-        )
-
-
 def read_json(path: str) -> dict:
     """Reads the DeepSpeed JSON that a YAML names.
 
@@ -128,16 +114,11 @@ def read_json(path: str) -> dict:
         path: relative to the current directory or else to this repository.
 
     Raises:
-        SystemExit: no such file, or it does not switch on the half precision that was asked for, or
-            it asks for half-precision weights without fp32 masters.
+        SystemExit: it does not switch on the half precision that was asked for, or it asks for
+            half-precision weights without fp32 masters.
     """
-    found = [file for file in (Path(path), FILES / path) if file.is_file()]
-    if not found:
-        sys.exit(
-            f"the DeepSpeed config {path!r} named by the accelerate YAML was found "
-            f"neither in {Path.cwd()} nor in {FILES}"
-        )
-    config = json.loads(found[0].read_text(encoding="utf-8"))
+    file = Path(path) if Path(path).is_file() else FILES / path
+    config = json.loads(file.read_text(encoding="utf-8"))
     for half in ("fp16", "bf16", "fp8"):
         enabled = config.get(half, {}).get("enabled", False)
         asked_for = os.environ.get("ACCELERATE_MIXED_PRECISION") == half

@@ -265,7 +265,7 @@ def main():
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])
     reference = None
     if args.loss_type not in REFERENCE_FREE:

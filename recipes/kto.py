@@ -178,7 +178,7 @@ def main():
     run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="kl", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]

@@ -581,7 +581,7 @@ def main():
     check_critic_warmup(args, plan, run.total_steps)
     optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     means = Means(accelerator)

@@ -188,7 +188,7 @@ def main():
     run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="accuracy", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(scorer, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
-    model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
+    model, optimizer = prepare.for_training(accelerator, scorer, optimizer)
     packer = checks.make_packer(
         accelerator, [model], max_length=args.max_length, share=args.share_prompts
     )

@@ -222,7 +222,7 @@ def main():
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, train[[0]]["input_ids"][0])
     packer = checks.make_packer(
         accelerator,

@@ -282,8 +282,8 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "Checkpoint.load",
-            "self.note_new_horizon(state)",
-            by="self.note_new_horizon(state); self.optimizer.state.clear()",
+            'self.load_schedule(state["scheduler"])',
+            by='self.load_schedule(state["scheduler"]); self.optimizer.state.clear()',
         ),
         RESTORED,
     ),

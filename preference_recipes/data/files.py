@@ -24,7 +24,7 @@ import datasets
 from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.packaged_modules.json.json import Json
 
-from common import counted, hub, in_one_line, print_once
+from common import counted, in_one_line, print_once
 
 # The `datasets` builder for each file suffix; JSON and CSV are read here.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -168,7 +168,6 @@ def find(name: str, split: str) -> Source:
 def find_on_hub(name: str, split: str) -> Source:
     """Downloads a data set of the hub."""
     hub_name, _, config = name.partition(":")
-    hub.reach()
     builder = datasets.load_dataset_builder(hub_name, config or None)
     if not isinstance(builder, Json) or builder.config.field is not None:
         builder.download_and_prepare()

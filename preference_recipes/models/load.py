@@ -26,7 +26,7 @@ from transformers.integrations import is_fsdp_enabled
 from transformers.utils import is_sentencepiece_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import cpu, distributed, folders, hub, print_once, record, zero
+from common import cpu, distributed, folders, print_once, record, zero
 from preference_recipes.data import chat
 from preference_recipes.models.architecture import OTHER_SENSES
 
@@ -407,8 +407,6 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
     """
     refuse_adapter(name)
     refuse_what_holds_no_model(kind, name)
-    if is_hub_name(name):
-        hub.reach()
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
@@ -469,9 +467,7 @@ def refuse_adapter(name: str) -> None:
 
 def is_adapter(name: str) -> bool:
     """Whether a folder or a hub name holds an adapter instead of a whole model."""
-    if is_hub_name(name):
-        hub.reach()
-    elif not Path(name).is_dir():
+    if not is_hub_name(name) and not Path(name).is_dir():
         return False
     try:
         return find_adapter_config_file(name) is not None

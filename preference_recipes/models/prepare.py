@@ -10,7 +10,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common import adapters, engine, guards, optim, zero
+from common import adapters, engine, optim, zero
 from preference_recipes.models import architecture, load, lora, rounding
 from preference_recipes.models.logprobs import LogProbModel
 
@@ -82,21 +82,14 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
     lora.add_adapters(accelerator, model, args)
 
 
-def for_training(
-    accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, debug_overflow: bool = False
-):
+def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Prepares the model that is trained and its optimizer, and returns both.
 
     This is `accelerator.prepare`, and then puts back the fp32 buffers that DeepSpeed's
     `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
     would drift. The saved actor computes them in fp32 when it is loaded, so it would not be the
     model that was trained.
-
-    Args:
-        debug_overflow: see `guards.watch_overflow`.
     """
-    if debug_overflow:
-        guards.watch_overflow(model)
     if may_skip_modules(model):
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     if adapters.has_adapter(model):  # the base below adapters is in no saved actor

@@ -81,7 +81,7 @@ def load(name: str) -> UserClass:
         SystemExit: it cannot be loaded or made, has no `reset`, neither `step` nor a tool, or a
             tool without type hints or a docstring.
     """
-    make = arguments.load_function("environment", name, may_be_class=True)
+    make = arguments.load_function("environment", name)
     try:
         probe = make()
     except Exception as error:

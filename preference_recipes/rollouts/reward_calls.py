@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from common import arguments
 from preference_recipes.rollouts.samples import Samples
 
 # What a function is given by name whatever the data holds.
@@ -258,9 +257,8 @@ def check_signature(
     check_places(name, signature, keywords, has_messages)
     for column in wanted:
         if column not in passed:
-            hint = arguments.did_you_mean(column, passed)
             sys.exit(
-                f"--reward_function {name} wants `{column}`{hint}; the columns of {data} are "
+                f"--reward_function {name} wants `{column}`; the columns of {data} are "
                 f"{', '.join(given) or 'prompt alone'}; {', '.join(own)} are passed, too "
                 f"(`{column}=None` would make it optional)"
             )

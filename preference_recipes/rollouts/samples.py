@@ -183,9 +183,7 @@ class Samples:
         # its tokens.
         sums = sum(tensors.values())  # [samples, longest response]
         weights = self.mask
-        guards.check_finite(
-            sampler.progress, sampler.output_dir, [(self.data_rows, sums, weights)], tensors
-        )
+        guards.check_finite(sampler.progress, [(self.data_rows, sums, weights)], tensors)
 
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns some of the samples, in the same order.

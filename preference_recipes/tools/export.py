@@ -26,7 +26,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common import folders, show_any_text
+from common import folders
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -186,7 +186,6 @@ def convert(folder: Path, dtype: str) -> None:
 
 
 def main() -> None:
-    show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m preference_recipes.tools.export",
         description=__doc__,

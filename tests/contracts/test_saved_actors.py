@@ -151,34 +151,41 @@ def test_export_does_not_leave_the_checkpoint(checkpoint, tmp_path, name):
 # ============================================================ the best actor
 
 
+def best_of(keep_best="eval/loss", **more) -> best.Best:
+    args = types.SimpleNamespace(keep_best=keep_best, output_dir="out", **more)
+    return best.Best(types.SimpleNamespace(print=print), args, Progress(100, 1, 1, 0))
+
+
 def test_the_direction_of_a_metric():
     for given, metric, lower in [
         ("eval/loss", "eval/loss", True), ("eval/kl", "eval/kl", True), ("eval/exact_match", "eval/exact_match", False),
         ("eval/rewards/accuracies", "eval/rewards/accuracies", False), ("eval/loss:max", "eval/loss", False),
         ("eval/length:min", "eval/length", True),
     ]:  # fmt: skip
-        assert best.target(given) == (metric, lower), given
+        found = best_of(given)
+        assert (found.metric, found.lower) == (metric, lower), given
     nan = float("nan")
-    for value, before, lower, expected in [
-        (1.0, None, True, True), (nan, None, True, False), (1.0, 2.0, True, True), (1.0, 2.0, False, False),
-        (2.0, 2.0, True, False), (2.0, 2.0, False, False), (3.0, 2.0, False, True), (nan, 2.0, False, False),
+    for value, before, direction, expected in [
+        (1.0, None, "min", True), (nan, None, "min", False), (1.0, 2.0, "min", True), (1.0, 2.0, "max", False),
+        (2.0, 2.0, "min", False), (2.0, 2.0, "max", False), (3.0, 2.0, "max", True), (nan, 2.0, "max", False),
     ]:  # fmt: skip
-        assert best.is_better(value, before, lower) == expected, (value, before, lower)
+        found = best_of(f"eval/x:{direction}")
+        found.begin(1, before)
+        assert found.is_better(value) == expected, (value, before, direction)
 
 
 @pytest.mark.parametrize("changes, is_kept", [
-    ({}, True), ({"learning_rate": 2.0}, True), ({"eval_dataset_name": ["/elsewhere/easy.jsonl"]}, True),
-    ({"eval_dataset_name": ["hard.jsonl"]}, False), ({"eval_temperature": 1.0}, False), ({"eval_samples": 2}, True),  # of an older checkpoint
+    ({}, True), ({"learning_rate": 2.0}, True),
+    ({"eval_dataset_name": ["hard.jsonl"]}, False), ({"eval_temperature": 1.0}, False),
 ])  # fmt: skip
 def test_the_best_of_other_evaluations_does_not_count(changes, is_kept, capsys):
-    settings = dict(keep_best="eval/loss", eval_dataset_name=["easy.jsonl"], eval_temperature=0.0, learning_rate=1.0)  # fmt: skip
+    settings = dict(eval_dataset_name=["easy.jsonl"], eval_temperature=0.0, learning_rate=1.0)
     kept = {"global_step": 4, "value": 0.8, "since": 1}
-    args = types.SimpleNamespace(**settings | changes, output_dir="out")
-    found = best.Best(types.SimpleNamespace(print=print), args, Progress(100, 1, 1, 0))
+    found = best_of(**settings | changes)
     found.load_state(kept, settings)
     nothing = {"global_step": None, "value": None, "since": 0}
     assert found.state() == (kept if is_kept else nothing)
-    assert ("--keep_best begins anew here" in capsys.readouterr().out) != is_kept
+    assert ("--keep_best begins anew at" in capsys.readouterr().out) != is_kept
 
 
 def best_flags(inputs, output, *more):
@@ -207,8 +214,6 @@ def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_p
     assert f"best: {kept}, saved in {output}/actor_best\n" in result.stdout
     assert "stopped early: 3 evaluations without a better one" in result.stdout
     assert f"done: {step + 3} updates" in result.stdout
-    for folder in ("actor_best", "actor"):
-        assert f"Best evaluation so far: {kept}." in (output / folder / "README.md").read_text()
     assert f"| update 0 | update {step} |" in (output / "actor_best/README.md").read_text()
 
 
@@ -323,6 +328,4 @@ def test_the_actor_is_uploaded_once_and_a_failed_upload_loses_nothing(inputs, tm
     result = launch(LAUNCHERS["ddp"], recipe("sft"), *given, env=hub_server.environment, check=False, fresh=True)  # fmt: skip
     assert result.returncode == 1
     assert "no space is left in this account" in result.stdout
-    assert f"upload it by hf upload mine {again}/actor --private" in result.stdout
-    assert 'recipes/sft.py", line' not in result.stdout  # no traceback of the recipe
     assert torch.equal(weights(again), weights(output))

@@ -851,7 +851,6 @@ def test_the_json_files_of_a_hub_set_are_read_row_by_row(tmp_path, monkeypatch):
         write(tmp_path / "set" / name, part)
     builder = datasets.load_dataset_builder(str(tmp_path / "set"))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
-    monkeypatch.setattr(files.hub, "reach", lambda: None)
     read = lambda split: list(files.load("owner/set", split).read(0, 9))
     assert read("train") == [*rows[:2], {"prompt": ["c"], "answer": None}]
     assert read("test") == rows[:1] and read("train[1:2]") == rows[1:2]

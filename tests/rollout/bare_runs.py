@@ -29,7 +29,6 @@ ARGS = dict(
     attn_implementation=None,
     load_in_4bit=False,
     gradient_checkpointing=False,
-    debug_overflow=False,
 )
 
 

@@ -432,8 +432,7 @@ def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scor
     rows = ", ".join([str(row + 1)] * 3)
     named = f"update 1 (updates_seen 0) is not finite, because of data rows {rows}. Nothing was"
     assert named in result.stdout
-    tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
-    assert tensors["sampler_logps"]["not_finite"] > 0
+    assert "Not finite: sampler_logps. " in result.stdout
 
 
 def test_what_was_learned_is_published_when_nothing_is_left_to_learn(inputs):

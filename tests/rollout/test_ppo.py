@@ -421,10 +421,8 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(to
     old = {"logps": torch.full((3, 4), -1.0), "values": torch.zeros(3, 4)}
     sampler = bare_sampler(output_dir=tmp_path)
     check = lambda: samples.check_finite(sampler, scores=torch.ones(3, 1), **old)
-    with pytest.raises(FloatingPointError, match=r"update 1 .* because of data rows 2\. Nothing"):
+    with pytest.raises(FloatingPointError, match=r"rows 2\. .*Not finite: sampler_logps\. "):
         check()
-    report = json.loads((tmp_path / "not_finite_0.json").read_text())
-    assert report["tensors"]["sampler_logps"]["not_finite"] == 1
     samples.sampler_logps[1][1] = -0.5
     check()
     old["values"][2, 0] = math.nan
@@ -1072,13 +1070,9 @@ def test_the_critic_learns_before_the_actor(reference, inputs):
     ] * 7  # the first is warm-up's own zero
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(reference, inputs):
+def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs):
     """The scores of one prompt overflow in the value loss: its rows are named, no other."""
-    output, settings, samples = (
-        inputs / "overflow",
-        WHOLE["kl in the loss"],
-        reference("kl in the loss").rollouts[0],
-    )
+    output, settings = inputs / "overflow", WHOLE["kl in the loss"]
     prompts = np.repeat(batches.rows_of_update(7, 4, settings["seed"], 0), 2)
     windows = [batches.rows_of_update(8, 4, (settings["seed"], 0, 2), index) for index in (0, 1)]
     bad = [
@@ -1093,27 +1087,5 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(
         f"update {step} (updates_seen {step - 1}) is not finite, because of data rows {', '.join(named)}. Nothing was"
         in result.stdout
     )
-    assert str(output / "not_finite_0.json") in result.stdout
+    assert "Not finite: the loss. " in result.stdout
     assert [line["global_step"] for line in lines(output)] == [*range(1, step)] == [1]
-    report = json.loads((output / "not_finite_0.json").read_text())
-    assert (report["global_step"], report["updates_seen"], report["rows"]) == (
-        step,
-        step - 1,
-        named,
-    )
-    tensors, lengths = (
-        report["tensors"],
-        {row: len(samples[row].response) for row in windows[step - 1]},
-    )
-    assert tensors["loss of micro-batch 0"]["not_finite"] == sum(
-        lengths[row] for row in bad[step - 1]
-    )
-    assert (
-        tensors["returns"]["min, max, mean"][1] == pytest.approx(3e19)
-        and tensors["values"]["min, max, mean"][1] < 100
-    )
-    assert {"logps", "ref_logps", "advantages"} < tensors.keys()
-    assert all(
-        not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss")
-    )
-    assert all(tensor["shape"][0] == 4 for tensor in tensors.values())

@@ -85,18 +85,6 @@ def parse_yaml(path, text: str, *argv) -> Args:
 
 
 @pytest.mark.parametrize(
-    "value", ["-1e-5", "-1E+3", "-2.5e-6", "-.5e1", "-3.", "-7", "-0.25", "-1_0"]
-)
-def test_a_negative_number_is_no_flag(capsys, tmp_path, value):
-    number = float(value)
-    assert parsed("--beta", value).beta == number
-    assert parsed("--weights", "1", value, value, "--beta", "2").weights == [1, number, number]
-    text = f"model_name_or_path: m\ndataset_name: d\nbeta: {value}\nweights: [1, {value}]\n"
-    args = parse_yaml(tmp_path / "defaults.yaml", text)
-    assert (args.beta, args.weights) == (number, [1, number])
-
-
-@pytest.mark.parametrize(
     "argv",
     [
         ["--model-name-or-path", "m", "--dataset-name", "d"],

@@ -22,11 +22,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 # Each: recipe, flags, exit status, what the message says. Those of `FAST` run in `make test`.
 TABLE = [
     # The command line.
-    ("dpo", ["--betta", 1], 2, ["unknown argument --betta 1", "did you mean --beta?"]),
-    ("dpo", ["--use_peft", "True"], 2, ["instead of --use_peft use --lora_r"]),
-    ("sft", ["--bf16", "True"], 2, ["instead of --bf16", "mixed_precision"]),
-    ("reward", ["--per_device_train_batch_size", 2], 2, ["use --micro_train_batch_size"]),
-    ("grpo", ["--num_generations", 8], 2, ["use --n_samples_per_prompt"]),
+    ("dpo", ["--betta", 1], 2, ["unknown argument --betta 1"]),
     ("dpo", ["beta", 1], 2, ["unknown argument beta 1"]),
     ("dpo", ["--beta"], 2, ["--beta: expected one argument"]),
     ("dpo", ["--beta", "strong"], 2, ["--beta: invalid float value: 'strong'"]),
@@ -38,10 +34,8 @@ TABLE = [
     ("sft", ["--max_steps", -5], 2, ["--max_steps -5: expected at least 0"]),
     ("sft", ["--save_dtype", "int8"], 2, ["--save_dtype", "'int8'", "bfloat16"]),
     ("dpo", MODEL, 2, ["--dataset_name is missing", "neither for the demo"]),
-    ("dpo", ["none.yaml"], 2, ["the file of defaults none.yaml does not exist (looked in "]),
-    ("dpo", ["torn.yaml"], 2, ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
     ("dpo", ["list.yaml"], 2, ["list.yaml: expected a flat mapping"]),
-    ("dpo", ["unknown.yaml"], 2, ["unknown.yaml: 'betta' is no argument of this recipe"]),
+    ("dpo", ["unknown.yaml"], 2, ["unknown argument --betta 0.2"]),
     ("dpo", ["typed.yaml"], 2, ["--beta: invalid float value: 'strong'"]),
     # Numbers and settings.
     ("dpo", ["--beta", 0], 2, ["--beta 0.0: expected above 0"]),
@@ -61,8 +55,6 @@ TABLE = [
     ("dpo", [*OWN, "--load_in_4bit", "True"], 1, ["--load_in_4bit", "give --lora_r"]),
     ("dpo", [*OWN, "--lora_r", 4, "--lora_target_modules", "no"], 1, ["no linear layer of LlamaForCausalLM", "q_proj"]),
     ("dpo", [*OWN, "--attn_implementation", "flash"], 1, ['"flash"` is not supported', "sdpa"]),
-    ("dpo", [*OWN, "--report_to", "wandbb"], 1, ["--report_to wandbb: expected one or several of"]),
-    ("dpo", [*OWN, "--report_to", "aim"], 1, ["--report_to aim: its package is not installed"]),
     # Models.
     ("dpo", ["--model_name_or_path", "/no/such", *OWN[2:]], 1, ["'/no/such': there is no such folder"]),
     ("dpo", ["--model_name_or_path", "./empty", *OWN[2:]], 1, ["'./empty': it holds no config.json"]),
@@ -84,8 +76,6 @@ TABLE = [
     ("dpo", [*OWN, "--dataset_weights", 1, 2], 1, ["--dataset_weights 1.0 2.0: expected 1 number"]),
     # Reward functions.
     ("ppo", OWN, 1, ["nothing scores the responses", "--reward_function"]),
-    ("grpo", [*OWN, "--reward_function", "nothing"], 1, ["--reward_function nothing", "MODULE:NAME"]),
-    ("ppo", [*OWN, "--reward_function", "torn:score"], 1, ["SyntaxError: invalid syntax (torn.py, line 1)", "expected MODULE:NAME"]),
     # Folders and checkpoints.
     ("dpo", [*OWN, "--output_dir", "used"], 1, ["already holds another run", "no checkpoint to go on from"]),
     ("dpo", [*OWN, "--output_dir", "stopped"], 1, ["already holds another run", "--resume auto"]),
@@ -107,13 +97,11 @@ def folder(tmp_path_factory):
         "columns.jsonl": '{"a": 1}\n',
         "number.jsonl": json.dumps(PAIR | {"prompt": 5}) + "\n",
         "same.jsonl": json.dumps(PAIR | {"rejected": "b"}) + "\n",
-        "torn.yaml": "a: [\n",
         "list.yaml": "- a\n",
         "unknown.yaml": "betta: 0.2\n",
         "typed.yaml": "beta: strong\n",
-        "torn.py": "def score(:\n",
         "file": "x",
-        "used/x": "",
+        "used/actor/x": "",
         "stopped/checkpoints/global_step_000001/x": "",
     }
     for name, text in texts.items():
@@ -160,13 +148,10 @@ def worker(tmp_path, monkeypatch):
         return folder / "error.json"
 
     def sleep(seconds):
-        assert signal.getsignal(signal.SIGTERM) is not before  # the run's own would go on with it
         raise Waits
 
-    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(time, "sleep", sleep)
-    yield become
-    signal.signal(signal.SIGTERM, before)
+    return become
 
 
 def divide():
@@ -211,13 +196,10 @@ def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
 
     # The others tell nothing, and wait: a process that fails too would be in the report.
     other = worker(0)
-    for main in (lambda: sys.exit("--beta 0: expected more"), lambda: sys.exit(1)):
+    for main in (lambda: sys.exit("--beta 0: expected more"), divide):
         with pytest.raises(Waits):
             errors.run(main)
     assert capsys.readouterr().err == "" and not other.exists()
-    with pytest.raises(Waits):
-        errors.run(divide)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("ZeroDivisionError")
     with pytest.raises(SystemExit) as stopped:
         errors.run(lambda: sys.exit(0))
     assert stopped.value.code == 0
@@ -254,34 +236,15 @@ def test_without_a_launcher_of_its_own_a_process_says_it_itself(worker, monkeypa
     with pytest.raises(SystemExit) as stopped:
         errors.run(lambda: sys.exit(128 + signal.SIGTERM))
     assert stopped.value.code == 143 and not file.exists()
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(os, "getppid", lambda: 1)  # the launcher is gone
-        errors.run(lambda: sys.exit("said"))
     monkeypatch.delenv("LOCAL_RANK")  # started by a process that a launcher started
     with pytest.raises(SystemExit):
         errors.run(lambda: sys.exit("said"))
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     with pytest.raises(SystemExit):
         errors.run(lambda: sys.exit("said"))
-    assert capsys.readouterr().err == "said\n" * 3 and not file.exists()
+    assert capsys.readouterr().err == "said\n" * 2 and not file.exists()
     with pytest.raises(ZeroDivisionError):
         errors.run(divide)
-
-
-def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys):
-    """No file can be written to /dev/full; another OSError keeps its traceback."""
-
-    def fill():
-        with open("/dev/full", "w") as file:
-            file.write("a")
-
-    with pytest.raises(SystemExit) as refusal:
-        errors.run(fill)
-    said = capsys.readouterr().err
-    assert refusal.value.code == 1 and said.count("\n") == 1
-    assert said.startswith("a disk is full, ") and "No space left on device" in said
-    with pytest.raises(FileNotFoundError):
-        errors.run(lambda: (tmp_path / "none").read_text())
 
 
 @pytest.mark.slow
@@ -303,12 +266,9 @@ def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, fl
     assert len(re.findall(r"exitcode +: [12] ", result.stdout)) == 1
 
 
-def test_help_lists_each_flag_once_in_groups():
+def test_help_lists_each_flag_once():
     done = subprocess.run(
         [sys.executable, recipe("dpo"), "--help"], cwd=REPOSITORY, capture_output=True, text=True
     )
     flags = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  --")]
     assert len(flags) == len(set(flags)) > 40 and "--beta" in flags
-    titles = [line for line in done.stdout.splitlines() if line.endswith(":") and line[0] != " "]
-    assert titles == ["options:", "model and data:", "this algorithm:", "updates:", "adapters:",
-                      "logging, evaluating, saving:"]  # fmt: skip
