@@ -25,7 +25,6 @@ class Logger:
         bar_metric: the recipe's key metric, shown in the bar next to the loss.
         charts: the key metrics, by the title of the chart that shows them together; see
             `trackers.start`.
-        bar_label: what the bar calls `bar_metric`; by default the last part of its name.
 
     Attributes:
         bar, started: made by `start`, which also reads the clock.
@@ -39,7 +38,6 @@ class Logger:
         progress: Progress,
         bar_metric: str,
         charts: dict[str, list[str]],
-        bar_label: str = "",
     ):
         self.accelerator = accelerator
         self.args = args
@@ -49,7 +47,7 @@ class Logger:
         self.charts = charts
         self.bar_labels = {
             "loss": "loss",
-            bar_metric: bar_label or bar_metric.split("/")[-1],
+            bar_metric: bar_metric.split("/")[-1],
             "perf/tokens_per_second": "tokens_per_second",
         }
         self.shown_in_bar: dict[str, float] = {}

@@ -53,7 +53,6 @@ class Run:
         flop: operations for each token and each target, for `perf/mfu`.
         bar_metric: what the progress bar shows besides the loss.
         charts: TensorBoard's charts, title -> tags.
-        bar_label: what the bar calls `bar_metric`; by default the last part of its name.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         updates_per_epoch, position: of a recipe that samples: as planned, and where it is in its
             prompts; see `Progress`.
@@ -75,7 +74,6 @@ class Run:
         flop: tuple[float, float],
         bar_metric: str,
         charts: dict[str, list[str]],
-        bar_label: str = "",
         counts_sequences: bool = False,
         updates_per_epoch: int = 0,
         position: Any = None,
@@ -93,7 +91,7 @@ class Run:
             counts_sequences=counts_sequences,
             position=position,
         )
-        self.logger = Logger(accelerator, args, self.progress, bar_metric, charts, bar_label)
+        self.logger = Logger(accelerator, args, self.progress, bar_metric, charts)
         self.speed = Speed(accelerator, self.progress, flop)
         self.skip_watch = guards.SkipWatch(accelerator, self.progress)
         self.timed = self.speed.timed

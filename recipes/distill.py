@@ -62,46 +62,33 @@ class Args(RolloutArgs):
         default=None, help="the model to learn from: a hub name or a folder"
     )
     teacher: list[str] | None = arg(
-        default=None,
-        help="several models to learn from, NAME=PATH each; the column `teacher` of a row names "
-        "the one that teaches it",
+        default=None, help="several, NAME=PATH each; a row's column `teacher` names its own"
     )
     teacher_prompt: str | None = arg(
-        default=None,
-        help="column with the prompt that the teacher reads instead of the student's; with it and "
-        "--lora_r no teacher need be named: it is then the student without its adapters",
+        default=None, help="column with the prompt that the teacher reads, see docs/distill.md"
     )
     on_policy_share: float = arg(
         default=1.0,
         at_least=0,
         at_most=1,
-        help="share of the prompts that the student answers; the others are answered by the "
-        "column `completion`",
+        help="share of prompts that the student answers, the others the column `completion`",
     )
     loss_type: Literal["divergence", "sampled"] = arg(
         default="divergence",
-        help="divergence: over the whole vocabulary; sampled: a policy gradient that needs only "
-        "the log-probs of the sampled tokens, see docs/distill.md",
+        help="divergence: over the vocabulary; sampled: a policy gradient on the sampled tokens",
     )
     beta: float = arg(
         default=1.0,
         at_least=0,
         at_most=1,
-        help="which divergence. 1: the reverse KL, KL(student || teacher); 0: the forward KL; in "
-        "between: the generalised Jensen-Shannon divergence",
+        help="1: KL(student || teacher); 0: KL(teacher || student); between: Jensen-Shannon",
     )
     max_new_tokens: int = arg(
         default=1024, at_least=1, help="longest response; completions are cut to it"
     )
-
-    train_batch_size: int = arg(
-        default=128, at_least=1, help="samples of one update, over all processes"
-    )
+    train_batch_size: int = arg(default=128, at_least=1, help="samples of one update")
     max_length: int = arg(
-        default=2048,
-        at_least=2,
-        help="tokens of prompt and response together; prompts without room for --max_new_tokens "
-        "are left out",
+        default=2048, at_least=2, help="tokens of prompt and --max_new_tokens together"
     )
     lr_scheduler_type: SchedulerType = arg(
         default="constant_with_warmup", help="see transformers.get_scheduler"
@@ -109,9 +96,7 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-# Which prompts the student answers is drawn from [seed, place, stream], with a stream that no other
-# draw has, see `preference_recipes/rollouts/schedule.py`.
-SHARE_STREAM = 4
+SHARE_STREAM = 4  # a stream of random numbers that no other draw has, see `schedule`
 
 
 def sampled_losses(
@@ -119,14 +104,9 @@ def sampled_losses(
 ) -> torch.Tensor:
     """Returns the policy-gradient loss of each sampled token, which estimates the reverse KL.
 
-    The advantage of a token is the teacher's log-prob minus the student's old one; a token gets no
-    credit for later ones (a discount of 0). At the first update of a rollout the expected gradient
-    is that of KL(s || t) at each token.
-
-    Source: Lu et al. 2025. Nothing is clipped: do not let a rollout make many updates.
-
-    Args:
-        old_logps: of the student before the rollout's first update.
+    A token gets no credit for later ones (a discount of 0). At the first update of a rollout the
+    expected gradient is that of KL(s || t) at each token. Nothing is clipped: do not let a rollout
+    make many updates. Source: Lu et al. 2025.
     """
     advantages = teacher_logps - old_logps
     ratios = torch.exp(logps - old_logps)
@@ -149,9 +129,6 @@ def token_losses(
             evaluation, nothing is compared with the sampler, nor corrected for it.
         has_moved: whether an update was applied since the rollout was made. If not, the
             log-probs of this very pass are the old ones, so all ratios are exactly 1.
-
-    Returns:
-        losses; values, each with the mask of the tokens that count.
     """
     output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
     mask = stored["mask"]
@@ -197,20 +174,12 @@ def beta_of(args: Args) -> float | None:
 class TaughtRollout(Rollout):
     """A rollout: responses of the student or, off policy, completions of the data; all are trained.
 
-    `tokens` are `[samples, longest response]`, or `[samples, 1]`:
-        `mask`: which are tokens of the response.
-        `is_own`: `[samples, 1]`, whether the student drew the response.
-        `teacher`: `[samples, 1]`, the number of the sample's teacher, for metrics.
-        `sampler_logps`: log-probs as the sampler computed them.
-        `logps`, if an update needs them: those of the student before the first update.
-
-    Attributes:
-        teachers: the name of each sample's teacher.
-        teacher_prompts: what its teacher reads before the response, token ids.
+    `tokens` are `mask sampler_logps`, `logps` if later updates need them, and of each sample
+    `is_own`, whether the student drew it, and `teacher`, its teacher's number.
     """
 
-    teachers: list[str]
-    teacher_prompts: list[list[int]]
+    teachers: list[str]  # the name of each sample's teacher
+    teacher_prompts: list[list[int]]  # what its teacher reads before the response
 
 
 @carried
@@ -258,10 +227,7 @@ def sample_responses(
 ) -> Samples:
     """Samples the student's responses to its own prompts of a rollout, and logs them.
 
-    Args:
-        own: the columns of these prompts.
-        is_own: bool `[prompts of the rollout]`. A prompt has the random numbers of its place in the
-            rollout, whichever others the student answers.
+    A prompt has the random numbers of its place in the rollout, whichever others it answers.
     """
     args = run.args
     with run.timed("generate"):
@@ -283,11 +249,7 @@ def sample_responses(
 def answered_by_student(places: Sequence[int], args: Args) -> np.ndarray:
     """Returns which prompts the student answers, bool `[prompts]`.
 
-    Each prompt has a random number of its own, which follows from the seed and its place. So it
-    does not depend on how many prompts a rollout has.
-
-    Args:
-        places: of the prompts in the data order of the whole run, counted from 0.
+    Each has a random number that follows from the seed and its place in the run's data order.
     """
     seeds = [[args.seed, place, SHARE_STREAM] for place in places]
     draws = np.array([np.random.default_rng(seed).random() for seed in seeds])
@@ -308,8 +270,6 @@ def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
         the student is asked                  <user>Hi<bot><think>
         prompt and completion in one text     <user>Hi<bot>Hello.<end>
         so the prompt becomes                 <user>Hi<bot>
-
-    The data has these prompts as `context_ids`, and the teacher's as `teacher_context_ids`.
     """
     cut = {**columns, "prompt_ids": columns["context_ids"]}
     if "teacher_prompt_ids" in columns:  # with --teacher_prompt
@@ -337,8 +297,7 @@ def rollout_of(
     """Returns the rollout of some samples: adds who teaches each, and what that teacher reads.
 
     Args:
-        columns: of their prompts, each once, in the order of the samples.
-        n_own: how many of the prompts the student has answered; these come first.
+        columns: of their prompts, each once. The first `n_own` were answered by the student.
     """
 
     def for_each_sample(of_prompts: list) -> list:
@@ -375,10 +334,6 @@ def compute_logps(
     The teachers run, too, only because the student's forward pass depends on them: with their
     lessons, as in training, its logits are fp32, and without them half precision. Micro-batches are
     cut differently, so the rounding of some log-probs differs from that in training.
-
-    Returns:
-        `[samples, longest response]`, zero past the end of each response,
-        the same on every process.
     """
     args = sampler.args
     samples = rollout.samples
@@ -403,11 +358,7 @@ def lessons_of(
 ) -> list[Lesson]:
     """Returns one `Lesson` for each teacher that teaches any of these samples.
 
-    It holds the teacher's hidden states at the response tokens, without gradients, and its output
-    layer, from which logits are made by chunks. See `Teachers.lessons`.
-
     Args:
-        rows: the samples.
         batch: these samples, as the student reads them.
     """
     return all_teachers.lessons(
@@ -472,7 +423,6 @@ def main():
         data.mixture,
         flop=lora.flop(policy),
         bar_metric="kl/reverse",
-        bar_label="reverse_kl",
         charts=CHARTS,
         updates_per_epoch=plan.updates_per_epoch,
     )

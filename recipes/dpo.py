@@ -56,45 +56,25 @@ class Args(SharedArgs):
     ref_model_name_or_path: str | None = arg(
         default=None, help="the reference policy; default: the policy before training"
     )
-    beta: float = arg(
-        default=0.1,
-        above=0,
-        help="strength of the pull towards the reference; simpo: scale of the rewards, such as 2; "
-        "orpo: weight of the odds ratio",
-    )
+    beta: float = arg(default=0.1, above=0, help="strength of the pull towards the reference")
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
-        default="sigmoid",
-        help="sigmoid is DPO's own; simpo and orpo have no reference; see docs/dpo.md",
+        default="sigmoid", help="sigmoid is DPO's own; for the others see docs/dpo.md"
     )
-    gamma: float = arg(
-        default=1.0, at_least=0, help="simpo: the margin that the chosen answer should have"
-    )
+    gamma: float = arg(default=1.0, at_least=0, help="simpo: the margin of the chosen answer")
     label_smoothing: float = arg(
-        default=0.0,
-        at_least=0,
-        below=0.5,
-        help="probability that a label is wrong; "
-        "used by loss_type sigmoid (then called cDPO) and robust",
+        default=0.0, at_least=0, below=0.5, help="how likely a label is wrong; sigmoid and robust"
     )
     share_prompts: bool = arg(
         default=True, help="compute a prompt once for both answers, where the model allows it"
     )
     precompute_ref_log_probs: bool = arg(
-        default=False,
-        help="compute the reference's log-probs once, cache them on disk, and free the reference",
+        default=False, help="compute the reference's log-probs once, cache them, and free it"
     )
     learning_rate: float = arg(default=5e-7, with_lora=5e-6, at_least=0, help="peak learning rate")
-    warmup_steps: float = arg(
-        default=0.1, at_least=0, help="warm-up updates; below 1: a share of all updates"
-    )
-    max_new_tokens: int = arg(
-        default=256, at_least=1, help="longest answer in evaluation by exact match"
-    )
+    warmup_steps: float = arg(default=0.1, at_least=0, help="updates; below 1: a share of all")
+    max_new_tokens: int = arg(default=256, at_least=1, help="longest answer, for exact match")
     exact_match_rows: int | None = arg(
-        default=None,
-        at_least=0,
-        help="evaluate exact match on at most this many prompts of each held-out set; 0: on none; "
-        "default: on all that have an `answer`",
+        default=None, at_least=0, help="most held-out rows of exact match; 0: none; default: all"
     )
 
     # What a resumed run may change, on top of what it may change in all recipes.
@@ -118,16 +98,14 @@ def preference_loss(
 ) -> torch.Tensor:
     """Returns the loss of each pair, fp32 `[pairs]`.
 
-    Args:
-        chosen_log_ratios, rejected_log_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed
-            over the answer's tokens.
-        chosen_tokens, rejected_tokens: `[pairs]`, token counts; only IPO uses them.
-
     Sources:
         sigmoid: arXiv:2305.18290 eq. 7; with label smoothing (cDPO): Mitchell 2023, eq. 3.
         robust: arXiv:2403.00409 section 3.1.
         hinge: arXiv:2309.06657, after SLiC.
         ipo: arXiv:2310.12036 eq. 17, on averages over tokens as its authors advise and TRL does.
+
+    Args:
+        chosen_log_ratios, rejected_log_ratios: `[pairs]`, log pi(answer) - log ref(answer).
     """
     scaled = beta * (chosen_log_ratios - rejected_log_ratios)
     right = -F.logsigmoid(scaled)  # the loss if the label is right
@@ -161,9 +139,6 @@ def reference_free_loss(
     simpo: `-log sigmoid(beta * (chosen - rejected) - gamma)`; arXiv:2405.14734 eq. 6.
     orpo: `-chosen - beta * log sigmoid(log odds(chosen) - log odds(rejected))`, where
     odds = p / (1 - p); arXiv:2403.07691 eq. 6 and 7.
-
-    Args:
-        chosen_averages, rejected_averages: `[pairs]`, the mean log-prob of an answer's tokens.
     """
     difference = chosen_averages - rejected_averages
     if loss_type == "simpo":
@@ -199,25 +174,15 @@ def pair_losses(
     if reference is None:
         chosen_averages, rejected_averages = (logps / tokens).chunk(2)
         losses = reference_free_loss(
-            chosen_averages,
-            rejected_averages,
-            beta=args.beta,
-            loss_type=args.loss_type,
-            gamma=args.gamma,
+            chosen_averages, rejected_averages, args.beta, args.loss_type, args.gamma
         )
         chosen_rewards = args.beta * chosen_averages
         rejected_rewards = args.beta * rejected_averages
     else:
         ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
         chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
-        losses = preference_loss(
-            chosen_log_ratios,
-            rejected_log_ratios,
-            *tokens.chunk(2),
-            beta=args.beta,
-            loss_type=args.loss_type,
-            label_smoothing=args.label_smoothing,
-        )
+        pairs_of = (chosen_log_ratios, rejected_log_ratios, *tokens.chunk(2))
+        losses = preference_loss(*pairs_of, args.beta, args.loss_type, args.label_smoothing)
         chosen_rewards = args.beta * chosen_log_ratios
         rejected_rewards = args.beta * rejected_log_ratios
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)  # means over the vocabulary
@@ -316,12 +281,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        means.close_update(
-            applied,
-            grad_norm=grad_norm,
-            learning_rate=scheduler.get_last_lr()[0],
-            loss_scale=update.loss_scale,
-        )
+        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **of_update)
         if applied:
             scheduler.step()
 
@@ -375,11 +336,8 @@ def check_settings(args: Args) -> None:
         refuse_changed(args, of_reference, f"not used: {loss} has no reference")
     if args.loss_type != "simpo":
         refuse_changed(args, ["gamma"], f"not used by {loss}")
-    if args.label_smoothing and args.loss_type not in ("sigmoid", "robust"):
-        raise SystemExit(
-            f"--label_smoothing {args.label_smoothing}: expected 0, "
-            "or --loss_type sigmoid or robust"
-        )
+    if args.loss_type not in ("sigmoid", "robust"):
+        refuse_changed(args, ["label_smoothing"], "only for --loss_type sigmoid or robust")
 
 
 if __name__ == "__main__":

@@ -66,99 +66,58 @@ from preference_recipes.tools import preview
 @dataclass
 class Args(RewardArgs):
     ref_model_name_or_path: str | None = arg(
-        default=None,
-        help="the reference policy, only needed with --kl_coef; default: the policy before "
-        "training",
+        default=None, help="the reference of --kl_coef; default: the policy before training"
     )
-    n_samples_per_prompt: int = arg(
-        default=8, at_least=1, help="responses to each prompt, its group"
-    )
+    n_samples_per_prompt: int = arg(default=8, at_least=1, help="responses to a prompt, its group")
     max_new_tokens: int = arg(default=1024, at_least=1, help="longest response")
-
     baseline: Literal["group", "rloo", "none"] = arg(
-        default="group",
-        help="what is subtracted from a score: the mean of its group, the mean of the rest of the "
-        "group, or nothing",
+        default="group", help="subtracted from a score: the mean of its group, of the others, or 0"
     )
     advantage_std: Literal["batch", "group", "mean", "none"] = arg(
         default="batch",
-        help="what advantages are divided by: their standard deviation over the rollout, that over "
-        "the group, the group's mean score, or nothing",
+        help="divides advantages: their deviation over rollout or group, the group's mean score",
     )
     reward_scaling: Literal["sum", "each"] = arg(
-        default="sum",
-        help="sum: advantages come from the weighted sum of the rewards; each: every reward is "
-        "normalised in its group before they are weighted and added",
+        default="sum", help="each: every reward is normalised in its group before they are added"
     )
     loss_type: Literal["clip", "sapo", "cispo", "dppo_tv", "dppo_kl"] = arg(
-        default="clip",
-        help="clip: PPO's clipped ratio; sapo: a smooth gate instead; cispo: a clipped ratio as "
-        "weight; dppo_tv, dppo_kl: mask tokens whose probability is too far from the sampler's; "
-        "see docs/grpo.md",
+        default="clip", help="clip: PPO's clipped ratio; for the others see docs/grpo.md"
     )
     ratio: Literal["token", "sequence"] = arg(
         default="token", help="the ratio of each token, or one for a whole response"
     )
     average: Literal["token", "sequence", "constant"] = arg(
-        default="token",
-        help="token: the mean over all tokens; sequence: over responses, each the mean of its "
-        "tokens; constant: over responses, each the sum of its tokens / --max_new_tokens",
+        default="token", help="what the loss is averaged over, see docs/grpo.md"
     )
     clip_range: float = arg(
-        default=0.2,
-        at_least=0,
-        help="clipping of the ratio below 1; with dppo the largest divergence of tokens that "
-        "become less likely",
+        default=0.2, at_least=0, help="clipping of the ratio below 1; dppo: of the distance"
     )
     clip_range_high: float = arg(
-        default=0.28,
-        at_least=0,
-        help="clipping of the ratio above 1; with dppo the largest divergence of tokens that "
-        "become more likely",
+        default=0.28, at_least=0, help="clipping of the ratio above 1; dppo: of the distance"
     )
     off_policy_limit: float = arg(
-        default=0.0,
-        at_least=0,
-        help="above 0: a response with a negative advantage counts nothing once its tokens are "
-        "less likely than when they were sampled by more than this, in mean log-prob",
+        default=0.0, at_least=0, help="leaves out bad responses too far from the sampler; 0: none"
     )
-    kl_coef: float = arg(
-        default=0.0, at_least=0, help="weight of the KL to the reference in the loss"
-    )
+    kl_coef: float = arg(default=0.0, at_least=0, help="weight of the KL to the reference")
     kl_estimator: Literal["k3", "k2"] = arg(
         default="k3", help="how the KL is estimated from the sampled tokens: docs/grpo.md"
     )
     drop_equal_groups: bool = arg(
-        default=True,
-        help="drop groups whose advantages, before the penalty for length, are all zero; with "
-        "--kl_coef above 0 they are kept, because the KL still has a gradient there",
+        default=True, help="leave out groups whose advantages are all zero, unless there is a KL"
     )
     refill_rounds: int = arg(
-        default=0,
-        at_least=0,
-        help="at most how many times a rollout samples more prompts in place of dropped groups",
+        default=0, at_least=0, help="how often a rollout samples others for groups left out"
     )
     overlong_buffer: int = arg(
-        default=0,
-        at_least=0,
-        help="the last tokens of --max_new_tokens over which a penalty grows from 0 to "
-        "--overlong_penalty; 0: no penalty",
+        default=0, at_least=0, help="the last tokens of a response, which are penalised; 0: none"
     )
-    overlong_penalty: float = arg(
-        default=1.0, at_least=0, help="the largest penalty, see --overlong_buffer"
-    )
+    overlong_penalty: float = arg(default=1.0, at_least=0, help="the largest of these penalties")
     mask_truncated: bool = arg(
         default=False, help="do not train on responses truncated at --max_new_tokens"
     )
-
-    train_batch_size: int = arg(
-        default=256, at_least=1, help="samples of one update, over all processes"
-    )
+    train_batch_size: int = arg(default=256, at_least=1, help="samples of one update")
     max_length: int = arg(
-        default=2048,
-        at_least=2,
-        help="tokens of prompt and response together; prompts without room for --max_new_tokens "
-        "are left out",
+        default=2048, at_least=2, help="tokens of prompt and --max_new_tokens together"
     )
     learning_rate: float = arg(default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate")
     lr_scheduler_type: SchedulerType = arg(
@@ -167,14 +126,10 @@ class Args(RewardArgs):
 
 
 # ============================================================ the algorithm
-# Added to a standard deviation before dividing by it.
-EPSILON = 1e-4
-# The temperatures of SAPO's gate, at advantages above 0 and at others.
-SAPO_TEMPERATURES = (1.0, 1.05)
-# DPPO uses ratios up to this one.
-LARGEST_RATIO = 20
-# It first clamps log-ratios to plus and minus this, so to ratios of e^20: nothing overflows.
-LARGEST_LOG_RATIO = 20
+EPSILON = 1e-4  # added to a standard deviation before dividing by it
+SAPO_TEMPERATURES = (1.0, 1.05)  # of its gate, at advantages above 0 and at others
+LARGEST_RATIO = 20  # DPPO uses ratios up to this one
+LARGEST_LOG_RATIO = 20  # it first clamps log-ratios to this: nothing overflows
 
 
 def final_scores(
@@ -185,11 +140,10 @@ def final_scores(
     buffer: int,
     penalty: float,
 ) -> torch.Tensor:
-    """Returns the scores `[samples]` less a penalty for length. There is none if the buffer is 0.
+    """Returns the scores `[samples]` less a penalty for length.
 
-    The penalty grows from 0 to `penalty` over the last `buffer` tokens of `max_new_tokens`. If
-    these are 20 of 100, a response of 90 tokens loses half of it. Source: DAPO, arXiv:2503.14476
-    eq. 13.
+    It grows from 0 to `penalty` over the last `buffer` tokens of `max_new_tokens`. Source: DAPO,
+    arXiv:2503.14476 eq. 13.
     """
     if buffer == 0:
         return scores
@@ -200,9 +154,7 @@ def final_scores(
 def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups of a rollout are kept, bool `[groups]`.
 
-    With `--drop_equal_groups` a group is left out if its advantages are all zero. None is left out
-    if the loss has a KL, which has a gradient in every group. Source: DAPO, arXiv:2503.14476
-    section 3.2.
+    The KL has a gradient in every group. Source: DAPO, arXiv:2503.14476 section 3.2.
 
     Args:
         scores: `[samples]`, without the penalty for length: a group whose responses are all right,
@@ -218,19 +170,11 @@ def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
 def groups_with_advantages(
     scores: torch.Tensor, group_size: int, baseline: str, advantage_std: str
 ) -> torch.Tensor:
-    """Returns which groups can have an advantage other than zero, bool `[groups]`.
-
-    This is what the scores of a group alone can tell:
-
-        baseline      advantage_std    groups without advantages
-        group, rloo   any              those of equal scores
-        none          batch            not known yet: the mean of the rollout is subtracted
-        none          another          those of zeros
-    """
+    """Returns which groups can have an advantage other than zero, bool `[groups]`."""
     groups = scores.reshape(-1, group_size)
     if baseline != "none":
         return scores_differ(groups)
-    if advantage_std == "batch":
+    if advantage_std == "batch":  # not known yet: the mean of the rollout is subtracted
         return torch.ones(len(groups), dtype=torch.bool)
     return groups.nan_to_num(0.0).ne(0).any(1)  # NaN is no score
 
@@ -244,25 +188,13 @@ def estimate_advantages(
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`; it is the same for all its tokens.
 
-    A baseline is subtracted from each score, see `baselines`, and the difference is divided:
-
-        advantage_std   divided by
-        batch           the standard deviation of these differences over the trained samples of the
-                        rollout, see `standardise`
-        group           their standard deviation in the response's group
-        mean            the mean score of the group
-        none            nothing
-
-    Sources:
-        group: arXiv:2402.03300 section 4.1.2.
-        batch: REINFORCE++, arXiv:2501.03262.
-        mean: MaxRL, arXiv:2602.02710.
-        none: Dr. GRPO, arXiv:2503.20783.
-        the baseline rloo: arXiv:2402.14740.
+    Sources of `advantage_std`: group, arXiv:2402.03300 section 4.1.2; batch, REINFORCE++,
+    arXiv:2501.03262; mean, MaxRL, arXiv:2602.02710; none, Dr. GRPO, arXiv:2503.20783. Of the
+    baseline rloo: arXiv:2402.14740.
 
     Args:
-        scores: `[samples]`, those of a group side by side. NaN: no score, because an
-            environment failed. Such a sample counts nowhere, and its advantage is 0.
+        scores: `[samples]`, those of a group side by side. NaN: none, as the environment failed.
+            Such a sample counts nowhere, and its advantage is 0.
         is_trained: bool `[samples]`; None: all that have a score. A sample that is not trained on
             still counts in its group, but not in `batch`.
     """
@@ -290,7 +222,6 @@ def standardise(advantages: torch.Tensor, is_trained: torch.Tensor, centre: bool
 
     Args:
         advantages: `[groups, group size]`.
-        is_trained: bool `[samples]`.
         centre: subtract the mean over the trained samples first.
     """
     trained = advantages.flatten()[is_trained]
@@ -302,12 +233,7 @@ def standardise(advantages: torch.Tensor, is_trained: torch.Tensor, centre: bool
 
 
 def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torch.Tensor:
-    """Returns what is subtracted from each score, `[groups, group size or 1]`.
-
-    Args:
-        grouped: scores, `[groups, group size]`; NaN is none.
-        means: of each group, `[groups, 1]`.
-    """
+    """Returns what is subtracted from each score, `[groups, group size or 1]`."""
     if baseline == "none":
         return torch.zeros_like(means)
     if baseline == "group":
@@ -320,11 +246,7 @@ def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torc
 
 
 def std_of_groups(groups: torch.Tensor) -> torch.Tensor:
-    """Returns the standard deviation of each group, `[groups, 1]`.
-
-    Args:
-        groups: `[groups, group size]`. NaN counts nowhere.
-    """
+    """Returns the standard deviation of each group, `[groups, 1]`. NaN counts nowhere."""
     n = groups.isfinite().sum(1, keepdim=True)
     squares = (groups - groups.nanmean(1, keepdim=True)).square()
     return (squares.nansum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
@@ -335,13 +257,11 @@ def scale_each(
 ) -> torch.Tensor:
     """Returns the weighted sum of rewards, each normalised in its group, `[samples]`.
 
-    A reward becomes (r - mean) / standard deviation, of its group. In the plain sum, differences
-    in one reward could vanish beside those in another of a larger scale. Source: GDPO,
-    arXiv:2601.05242.
+    In the plain sum, differences in one reward could vanish beside those in another of a larger
+    scale. Source: GDPO, arXiv:2601.05242.
 
     Args:
         parts: `[samples]` by name; NaN: the sample has no such reward.
-        weights: of the parts, by name.
     """
     total = torch.zeros_like(next(iter(parts.values())), dtype=torch.float64)
     for name, part in parts.items():
@@ -389,7 +309,7 @@ def policy_losses(
 
     All three have the shape of `ratios`, except the losses of `cispo`: `[samples, length]`.
 
-    clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`. A clipped token has no gradient.
+    clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`.
     cispo: `-min(r, 1 + high) A log pi`, the first factor a constant. Every token has a gradient.
     sapo: `-A sigmoid(t (r - 1)) 4 / t`: the gradient fades smoothly as r leaves 1.
 
@@ -397,7 +317,6 @@ def policy_losses(
     3.1; cispo, arXiv:2506.13585 eq. 4 and 5; sapo, arXiv:2511.20347.
 
     Args:
-        logps: `[samples, length]`.
         ratios: `[samples, length]` or `[samples, 1]`.
         advantages: `[samples, 1]`.
     """
@@ -427,21 +346,15 @@ def divergence_losses(
     """Returns the loss of each token, and whether it is masked as less likely, or as more likely.
 
     A token has probability p under the policy, and q under the policy that sampled it. Its loss is
-
-        -A min(p/q, LARGEST_RATIO) log p,    where the second factor is a constant;
-        0, where p is too far from q already and the update would move it further away.
-
-    The distance is
+    -A min(p/q, LARGEST_RATIO) log p, the second factor a constant, and 0 where p is too far from q
+    already and the update would move it further away. The distance is
 
         dppo_tv: |p - q|, the total variation between "this token" and "any other";
         dppo_kl: the KL of the same two outcomes, q log(q/p) + (1 - q) log((1 - q)/(1 - p)).
 
-    Ratios say little about unlikely tokens: from 1e-5 to 1e-4 the ratio is 10, yet almost no
-    probability has moved. Source: DPPO, arXiv:2602.04879.
+    Source: DPPO, arXiv:2602.04879.
 
     Args:
-        logps, sampler_logps: `[samples, length]`.
-        advantages: `[samples, 1]`.
         low: the largest distance of a token that has become less likely, at a negative advantage.
         high: that of a token that has become more likely, at a positive advantage.
     """
@@ -463,10 +376,9 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    With d = logps - ref_logps, k3 = exp(-d) - 1 + d and k2 = d^2 / 2. The old policy sampled the
-    tokens, so the term of each is weighted by its ratio of new to old. The mean of ratio * k3 is
-    the KL, so both factors are differentiated. The mean of ratio * k2 is not. But its gradient is
-    that of the KL if the ratio is a constant.
+    The old policy sampled the tokens, so the term of each is weighted by its ratio of new to old.
+    The mean of ratio * k3 is the KL, so both factors are differentiated. The mean of ratio * k2 is
+    not. But its gradient is that of the KL if the ratio is a constant.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -492,10 +404,8 @@ def is_off_policy(
     """Returns which responses are too far from the sampler's policy to be unlearned.
 
     These are the ones with a negative advantage whose tokens have lost more than `limit` of
-    log-prob on average since they were sampled. Source: DeepSeek-V3.2, arXiv:2512.02556 eq. 9.
-
-    Returns:
-        bool `[samples, 1]`.
+    log-prob on average since they were sampled, bool `[samples, 1]`. Source: DeepSeek-V3.2,
+    arXiv:2512.02556 eq. 9.
     """
     lost = ((sampler_logps - logps.detach()) * mask).sum(1, keepdim=True)
     return (advantages < 0) & (lost > limit * mask.sum(1, keepdim=True))
@@ -527,62 +437,43 @@ def total_weight(mask: torch.Tensor, average: str) -> int:
     return int(mask.sum()) if average == "token" else len(mask)
 
 
-def is_dppo(args: Args) -> bool:
-    return args.loss_type.startswith("dppo")
-
-
-def surrogate_losses(
-    logps: torch.Tensor, ratios: torch.Tensor, old: dict, args: Args
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the loss of each token by `--loss_type`, and whether it was clipped low, and high.
-
-    Args:
-        logps, ratios: see `policy_losses`.
-        old: `Rollout.tokens` of the same samples.
-    """
-    limits = args.clip_range, args.clip_range_high
-    if is_dppo(args):  # it compares with the sampler, not with the old policy
-        return divergence_losses(
-            logps, old["sampler_logps"], old["advantages"], args.loss_type, *limits
-        )
-    return policy_losses(logps, ratios, old["advantages"], args.loss_type, *limits)
-
-
 def sample_losses(
-    model: torch.nn.Module, batch: dict, stored: dict, args: Args, policy_has_moved: bool
+    model: torch.nn.Module, batch: dict, stored: dict, args: Args, has_moved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Returns the losses of samples, how much each counts, and values to log about them.
+    """Returns the losses of samples, the share of each in the mean, and values to log.
 
     Args:
         stored: `Rollout.tokens` of the same samples.
-        policy_has_moved: whether an update was applied since the rollout was made. If not, the
+        has_moved: whether an update was applied since the rollout was made. If not, the
             log-probs of this very pass are the old ones, so all ratios are exactly 1.
-
-    Returns:
-        losses and weights `[samples]`; values, each with how much it counts.
     """
     output = model(batch, args.temperature, extras=("entropy",))
     logps = output["logps"]
     mask = stored["mask"].to(logps.dtype)
     values = {}
     old = stored
-    if not policy_has_moved:
+    if not has_moved:
         # How far the sampler's log-probs are from those of this pass.
         values = correction.sampler_differences(output, stored, mask)
         old = {**stored, "logps": logps.detach()}
 
     ratios = ratios_to_old(logps, old["logps"], stored["mask"], args.ratio)
-    token_losses, clipped_low, clipped_high = surrogate_losses(logps, ratios, old, args)
-    if args.vllm_url and not is_dppo(args):
+    advantages = old["advantages"]
+    how = args.loss_type, args.clip_range, args.clip_range_high
+    if args.loss_type.startswith("dppo"):  # it compares with the sampler, not with the old policy
+        surrogate = divergence_losses(logps, old["sampler_logps"], advantages, *how)
+    else:
+        surrogate = policy_losses(logps, ratios, advantages, *how)
+    token_losses, clipped_low, clipped_high = surrogate
+    if args.vllm_url and not args.loss_type.startswith("dppo"):
         # A server's log-probs differ from those of training, so the policy's losses are weighted.
         # The KL below is not: its own ratios take the old policy for the sampler.
         corrections, of_sampler = correction.importance_weights(old, mask, args)
         token_losses = token_losses * corrections
         values |= of_sampler
     if args.off_policy_limit:
-        is_off = is_off_policy(
-            logps, old["sampler_logps"], mask, old["advantages"], args.off_policy_limit
-        )
+        sampler_logps = old["sampler_logps"]
+        is_off = is_off_policy(logps, sampler_logps, mask, advantages, args.off_policy_limit)
         token_losses = token_losses * ~is_off
         values["clip_ratio/off_policy"] = (is_off.flatten().float(), torch.ones_like(mask[:, 0]))
     if args.kl_coef:
@@ -591,32 +482,25 @@ def sample_losses(
         kl, kl_terms = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
         token_losses = token_losses + args.kl_coef * kl_terms
         values["kl"] = (kl, mask)
-    losses, weights_in_mean = average_tokens(
-        token_losses, stored["mask"], args.average, args.max_new_tokens
-    )
+    losses, shares = average_tokens(token_losses, stored["mask"], args.average, args.max_new_tokens)
     values |= {
-        "loss": (losses, weights_in_mean),
+        "loss": (losses, shares),
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
         "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
         "entropy": (output["entropy"], mask),
         "policy/approxkl_avg": ((logps - old["logps"]) ** 2 / 2, mask),
         "val/ratio": (ratios.expand_as(logps), mask),
     }
-    return losses, weights_in_mean, values
+    return losses, shares, values
 
 
 # ============================================================ the rollout
 @carried
 @dataclass
 class State(rollout.State):
-    """What the run carries from update to update, see `rollout.State`.
+    """What the run carries from update to update, see `rollout.State`."""
 
-    Attributes:
-        prompts_seen_when_trainable: `position.prompts_seen` as it was when a rollout last had
-            something to train on.
-    """
-
-    prompts_seen_when_trainable: int = 0
+    prompts_seen_when_trainable: int = 0  # when a rollout last had something to train on
 
 
 def make_rollout(
@@ -631,10 +515,6 @@ def make_rollout(
 
     Truncated samples that are not trained on (`--mask_truncated`) still count in their group's
     baseline; failed episodes do not. Returns None if no response is left to train on.
-
-    Raises:
-        SystemExit: a score of a group that is kept is negative, and `--advantage_std mean` divides
-            by mean scores.
     """
     args = run.args
     samples, scores = sample_groups(run, sampler, state.position, judge, packer)
@@ -645,11 +525,7 @@ def make_rollout(
         return None
     refuse_negative(scores, args)
     advantages = estimate_advantages(
-        scores,
-        args.n_samples_per_prompt,
-        args.baseline,
-        args.advantage_std,
-        is_trained=is_trained,
+        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std, is_trained
     )
     tokens = {
         "mask": samples.mask,
@@ -682,9 +558,6 @@ def sample_groups(
 
     If groups are dropped, further rounds sample the next prompts in their place, until the rollout
     is full, `--refill_rounds` are used up, or the epoch ends.
-
-    Returns:
-        What `sample_round` returns, of all rounds together.
     """
     args = run.args
     kept_samples = []
@@ -692,13 +565,7 @@ def sample_groups(
     groups_missing = args.rollout_batch_size
     for round_number in range(1 + args.refill_rounds):
         samples, scores = sample_round(
-            run,
-            sampler,
-            position,
-            judge,
-            packer,
-            n_prompts=groups_missing,
-            round_number=round_number,
+            run, sampler, position, judge, packer, groups_missing, round_number
         )
         kept_samples.append(samples)
         kept_scores.append(scores)
@@ -715,14 +582,10 @@ def sample_round(
     position: Position,
     judge: Judge,
     packer: Packer,
-    *,
     n_prompts: int,
     round_number: int,
 ) -> tuple[Samples, torch.Tensor]:
     """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
-
-    Args:
-        n_prompts: how many to take, at most to the end of the epoch.
 
     Returns:
         The samples of the groups that are kept; what their advantages come from, `[samples]`:
@@ -766,11 +629,7 @@ def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
 def log_rollout(
     run: Run, sampler: Sampler, samples: Samples, scores: Scores, is_kept: torch.Tensor
 ) -> None:
-    """Adds the metrics of sampled groups to the next log line, and records the samples.
-
-    Args:
-        is_kept: bool `[groups]`, which of them are kept.
-    """
+    """Adds the metrics of sampled groups to the next log line, and records the samples."""
     response_lengths = samples.nan_where_failed(samples.mask.sum(1))
     logged = {
         "reward": scores.total,
@@ -788,17 +647,12 @@ def log_rollout(
     sampler.means.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     sampler.means.add_rollout({"completions/max_length": response_lengths}, reduce="max")
     run.logger.log_samples(scores.total, samples.examples(sampler.tokenizer, scores, "rollout"))
-    note_dropped_groups(run, is_kept)
 
 
 def spread_of_groups(scores: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns metrics of how much the scores of a group differ, each `[groups]`.
 
     They are NaN where failures have left a group fewer than two scores.
-
-    Args:
-        scores: `[groups, samples per prompt]`, with the penalty for length, so that those of a
-            dropped group may differ.
     """
     has_two = scores.isfinite().sum(1) > 1
     are_equal = (~scores_differ(scores)).double()
@@ -806,21 +660,6 @@ def spread_of_groups(scores: torch.Tensor) -> dict[str, torch.Tensor]:
         "frac_reward_zero_std": are_equal.where(has_two, math.nan),
         "reward_std": std_of_groups(scores).flatten().where(has_two, math.nan),
     }
-
-
-def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
-    """Prints a note, once, if more than half of a rollout's groups were dropped."""
-    n_groups = len(is_kept)
-    n_dropped = n_groups - int(is_kept.sum())
-    if 2 * n_dropped > n_groups and not run.args.refill_rounds:
-        run.logger.note_once(
-            "dropped groups",
-            f"{n_dropped} of {n_groups} groups ({n_dropped / n_groups:.0%}) have advantages of "
-            "zero, such as those whose responses all score alike, and are dropped. So there are "
-            "fewer updates, or smaller ones, at the same learning rate. Easier or harder prompts "
-            "help, and a reward of more than two values; --refill_rounds 3 samples other prompts "
-            "in their place (not with --rollouts_ahead 1)",
-        )
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -852,10 +691,8 @@ def main():
         data.mixture,
         flop=lora.flop(policy),
         bar_metric="reward",
-        bar_label=f"reward_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        # The schedule of the learning rate is as long as if no group were dropped. Updates do not
-        # tell how much of the data is used up: a rollout that loses groups makes fewer.
+        # As if no group were dropped: how much of the data is used up, the position tells.
         updates_per_epoch=plan.updates_per_epoch,
         position=state.position,
     )
@@ -895,20 +732,19 @@ def main():
         if state.rollout is None:  # nothing to train on: take the next prompts
             skip_rollout(run, state, means)  # the run may end with it
         else:
-            samples, tokens = state.rollout.samples, state.rollout.tokens
+            samples = state.rollout.samples
+            tokens = state.rollout.tokens
             update = next_update(run, state, packer)
             # What the loss is a mean over: its tokens, or its samples, see --average.
             sum_of_weights = total_weight(tokens["mask"][update.rows], args.average)
-            policy_has_moved = run.global_step > state.rollout.started_at
+            has_moved = run.global_step > state.rollout.started_at  # since it made the rollout
             for rows, weights in update.micro_batches:
                 with run.timed("data"):
                     batch, stored = samples.collate(rows, tokens, packer)
                     data_rows = [samples.data_rows[row] for row in rows]
                 with accelerator.accumulate(model):
-                    losses, weights_in_mean, values = sample_losses(
-                        model, batch, stored, args, policy_has_moved
-                    )
-                    sample_weights = weights_in_mean * weights
+                    losses, shares, values = sample_losses(model, batch, stored, args, has_moved)
+                    sample_weights = shares * weights
                     run.check_finite(update, data_rows, losses, sample_weights)
                     # Part of the update's weighted mean; the engine divides by `divisor`.
                     loss = (losses * sample_weights).sum() * update.divisor / sum_of_weights
@@ -922,12 +758,8 @@ def main():
                 run.count_flop(batch, weights)
 
             applied = run.count(update, grad_norm)  # False: gradients overflowed
-            means.close_update(
-                applied,
-                grad_norm=grad_norm,
-                learning_rate=scheduler.get_last_lr()[0],
-                loss_scale=update.loss_scale,
-            )
+            of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+            means.close_update(applied, grad_norm=grad_norm, **of_update)
             if applied:
                 scheduler.step()
             state.advance(args)  # a skipped update has used up its samples, too
@@ -956,10 +788,7 @@ def skip_rollout(run: Run, state: State, means: Means) -> None:
     """Goes past a rollout that has nothing to train on, with a warning.
 
     The run ends there if these were its last prompts, or if a whole epoch of prompts has led to no
-    update.
-
-    Raises:
-        SystemExit: the run ends there, and no update was ever applied.
+    update. Without any update, it fails.
     """
     progress = run.progress
     position = state.position
@@ -1012,33 +841,22 @@ def check_settings(args: Args) -> None:
             ["ref_model_name_or_path", "kl_estimator"],
             "not used, since there is no KL: give --kl_coef above 0, too",
         ),
-        (
-            args.overlong_buffer == 0,
-            ["overlong_penalty"],
-            "not used: give --overlong_buffer above 0, too",
-        ),
+        (args.overlong_buffer == 0, ["overlong_penalty"], "not used: give --overlong_buffer, too"),
         (args.loss_type == "cispo", ["clip_range"], f"not used: {loss} clips only above 1"),
         (args.loss_type == "sapo", ["clip_range", "clip_range_high"], f"not used by {loss}"),
-        (is_dppo(args), ["sampler_correction_max"], f"not used by {loss}"),
+        (
+            args.loss_type.startswith("dppo"),
+            ["ratio", "sampler_correction", "sampler_correction_max"],
+            f"not used by {loss}, which compares each token with the sampler",
+        ),
     ]
     for is_so, names, why in unused:
         if is_so:
             refuse_changed(args, names, why)
-    for is_so, message in contradictions(args):
-        if is_so:
-            sys.exit(message)
-    schedule.check_settings(args)
 
-
-def contradictions(args: Args) -> list[tuple[bool, str]]:
-    """Returns which settings contradict each other: whether these do, and the message."""
-    loss = f"--loss_type {args.loss_type}"
-    refills = f"--refill_rounds {args.refill_rounds}"
-    wants_refills = args.refill_rounds > 0
     over_rollout = args.baseline == "none" and args.advantage_std == "batch"
-    # DPPO ignores the default correction, too.
-    is_corrected = args.sampler_correction not in ("sequence_mask", "none")
-    return [
+    keeps_all = not args.drop_equal_groups or args.kl_coef > 0 or over_rollout
+    contradictions = [
         (
             args.n_samples_per_prompt == 1 and args.baseline != "none",
             f"--baseline {args.baseline} compares the responses to a prompt: "
@@ -1048,15 +866,6 @@ def contradictions(args: Args) -> list[tuple[bool, str]]:
             args.baseline == "none" and args.advantage_std == "group",
             "--baseline none --advantage_std group: equal scores of a group would be divided by "
             f"almost zero, {EPSILON:g}. Take --advantage_std batch or none",
-        ),
-        (
-            is_dppo(args) and args.ratio == "sequence",
-            f"{loss} --ratio sequence: this loss masks each token by itself",
-        ),
-        (
-            is_dppo(args) and is_corrected,
-            f"{loss} --sampler_correction {args.sampler_correction}: its "
-            "ratio is already the one to the sampler. Leave the correction out",
         ),
         (
             args.advantage_std == "mean" and (args.baseline != "group" or args.overlong_buffer > 0),
@@ -1069,31 +878,20 @@ def contradictions(args: Args) -> list[tuple[bool, str]]:
             "--advantage_std batch",
         ),
         (
-            wants_refills and not args.drop_equal_groups,
-            "--refill_rounds replaces dropped groups: it needs --drop_equal_groups true",
+            args.refill_rounds > 0 and keeps_all,
+            "--refill_rounds replaces dropped groups, and none is dropped with --kl_coef above 0, "
+            "--drop_equal_groups false, or --baseline none --advantage_std batch",
         ),
         (
-            wants_refills and args.rollouts_ahead > 0,
-            f"{refills} --rollouts_ahead 1: which prompts the next "
-            "rollout has is known only once this one is refilled",
-        ),
-        (
-            wants_refills and args.kl_coef > 0,
-            f"{refills} --kl_coef {args.kl_coef}: no group is left out, "
-            "since those without an advantage still learn from the KL. So none would be replaced",
-        ),
-        (
-            wants_refills and over_rollout,
-            f"{refills} with --baseline none --advantage_std batch: no "
-            "group is left out, since its scores are compared with those of the whole rollout. So "
-            "none would be replaced",
-        ),
-        (
-            args.overlong_buffer > args.max_new_tokens,
-            f"--overlong_buffer {args.overlong_buffer}: longer than "
-            f"--max_new_tokens {args.max_new_tokens}",
+            args.refill_rounds > 0 and args.rollouts_ahead > 0,
+            "--refill_rounds decides which prompts the next rollout has, so that --rollouts_ahead "
+            "cannot sample them before",
         ),
     ]
+    for is_so, message in contradictions:
+        if is_so:
+            sys.exit(message)
+    schedule.check_settings(args)
 
 
 if __name__ == "__main__":

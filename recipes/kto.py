@@ -65,17 +65,10 @@ class Args(SharedArgs):
         default=True, help="compute a prompt once for both answers, where the model allows it"
     )
     learning_rate: float = arg(default=5e-7, with_lora=5e-6, at_least=0, help="peak learning rate")
-    warmup_steps: float = arg(
-        default=0.1, at_least=0, help="warm-up updates; below 1: a share of all updates"
-    )
-    max_new_tokens: int = arg(
-        default=256, at_least=1, help="longest answer in evaluation by exact match"
-    )
+    warmup_steps: float = arg(default=0.1, at_least=0, help="updates; below 1: a share of all")
+    max_new_tokens: int = arg(default=256, at_least=1, help="longest answer, for exact match")
     exact_match_rows: int | None = arg(
-        default=None,
-        at_least=0,
-        help="evaluate exact match on at most this many prompts of each held-out set; 0: on none; "
-        "default: on all that have an `answer`",
+        default=None, at_least=0, help="most held-out rows of exact match; 0: none; default: all"
     )
 
     # What a resumed run may change, on top of what it may change in all recipes.
@@ -227,12 +220,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        means.close_update(
-            applied,
-            grad_norm=grad_norm,
-            learning_rate=scheduler.get_last_lr()[0],
-            loss_scale=update.loss_scale,
-        )
+        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **of_update)
         if applied:
             scheduler.step()
 

@@ -62,17 +62,12 @@ from preference_recipes.tools import preview
 @dataclass
 class Args(RewardArgs):
     ref_model_name_or_path: str | None = arg(
-        default=None,
-        help="the reference policy; default: the policy before training. Not loaded at --kl_coef 0",
+        default=None, help="the reference policy; default: the policy before training"
     )
     critic_model_name_or_path: str | None = arg(
-        default=None,
-        help="what the critic starts from; default: the reward model, or else the policy",
+        default=None, help="what the critic starts from; default: reward model, or else policy"
     )
-    rollout_batch_size: int = arg(
-        default=1024, at_least=1, help="prompts of one rollout, over all processes"
-    )
-
+    rollout_batch_size: int = arg(default=1024, at_least=1, help="prompts of one rollout")
     kl_coef: float = arg(
         default=0.05, at_least=0, help="weight of the KL to the reference; 0: no reference"
     )
@@ -80,13 +75,10 @@ class Args(RewardArgs):
         default="k1", help="how the KL is estimated from the sampled tokens: docs/ppo.md"
     )
     kl_in: Literal["reward", "loss"] = arg(
-        default="reward",
-        help="reward: subtracted from each token's reward; loss: a term of the loss",
+        default="reward", help="subtracted from each token's reward, or a term of the loss"
     )
     kl_target: float = arg(
-        default=0.0,
-        at_least=0,
-        help="adapt --kl_coef to keep the mean KL of a response near this; 0: it stays fixed",
+        default=0.0, at_least=0, help="adapt --kl_coef to keep the KL near this; 0: it stays fixed"
     )
     kl_horizon: float = arg(
         default=10000, help="in samples: the larger, the more slowly --kl_coef adapts"
@@ -95,14 +87,10 @@ class Args(RewardArgs):
         default=0.0, at_least=0, help="scores are clipped to plus and minus this; 0: no clipping"
     )
     missing_eos_penalty: float = arg(
-        default=0.0,
-        at_least=0,
-        help="subtracted from the score of a response that does not end within --max_new_tokens",
+        default=0.0, at_least=0, help="subtracted from the score of a response that does not end"
     )
     gamma: float = arg(default=1.0, at_least=0, at_most=1, help="discount")
-    gae_lambda: float = arg(
-        default=1.0, at_least=0, at_most=1, help="lambda of generalised advantage estimation"
-    )
+    gae_lambda: float = arg(default=1.0, at_least=0, at_most=1, help="lambda of GAE")
     clip_range: float = arg(
         default=0.2, at_least=0, help="clipping of the ratio, below and above 1"
     )
@@ -110,9 +98,7 @@ class Args(RewardArgs):
         default=None, at_least=0, help="clipping of the ratio above 1; default: --clip_range"
     )
     dual_clip: float = arg(
-        default=0.0,
-        help="the largest ratio that counts where the advantage is negative; above 1, or 0: no "
-        "bound",
+        default=0.0, help="the largest ratio that counts at a negative advantage; 0: no bound"
     )
     value_clip_range: float = arg(
         default=0.2, at_least=0, help="clipping of the values around the old ones; 0: none"
@@ -121,15 +107,9 @@ class Args(RewardArgs):
     critic_warmup_rollouts: int = arg(
         default=0, at_least=0, help="rollouts at the start in which only the critic learns"
     )
-
-    train_batch_size: int = arg(
-        default=128, at_least=1, help="samples of one update, over all processes"
-    )
+    train_batch_size: int = arg(default=128, at_least=1, help="samples of one update")
     max_length: int = arg(
-        default=1024,
-        at_least=2,
-        help="tokens of prompt and response together; prompts without room for --max_new_tokens "
-        "are left out",
+        default=1024, at_least=2, help="tokens of prompt and --max_new_tokens together"
     )
     learning_rate: float = arg(
         default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate of the actor"
@@ -173,8 +153,7 @@ def token_rewards(
 ) -> torch.Tensor:
     """Returns the reward of each token `[samples, length]`, zero past the end of each response.
 
-    It is minus `kl_coef` times the KL of the token. The last token also gets the score `[samples]`
-    of the response. Source: arXiv:1909.08593 eq. 2.
+    The last token also gets the score `[samples]` of the response. Source: arXiv:1909.08593 eq. 2.
     """
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     return torch.where(mask, -kl_coef * kl, 0.0) + is_last * scores[:, None]
@@ -255,9 +234,7 @@ def explained_variance(
 ) -> torch.Tensor:
     """Returns the share of the returns' variance over tokens that the critic's values explain.
 
-    It is 1 - Var(returns - values) / Var(returns): 1 if both agree up to a constant, 0 if a
-    constant would predict the returns as well, below 0 if a constant would do better. NaN if the
-    returns hardly differ.
+    Below 0 a constant would do better. NaN if the returns hardly differ.
     """
     kept = returns[mask].double()
     residuals = kept - values[mask].double()
@@ -288,9 +265,6 @@ def token_losses(
         stored: `rollout.tokens` of the same samples.
         policy_has_moved: whether an update was applied since the rollout was made. If not, the
             log-probs of this very pass are the old ones, so all ratios are exactly 1.
-
-    Returns:
-        losses; values, each with the mask of the tokens that count.
     """
     output = model(batch, args.temperature, extras=("entropy",))
     logps = output["logps"]
@@ -307,12 +281,7 @@ def token_losses(
     log_ratios = logps - old["logps"]
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
-        logps,
-        old["logps"],
-        old["advantages"],
-        clip_low=args.clip_range,
-        clip_high=clip_high,
-        dual_clip=args.dual_clip,
+        logps, old["logps"], old["advantages"], args.clip_range, clip_high, args.dual_clip
     )
     critic_losses, value_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
@@ -349,21 +318,13 @@ class PPORollout(Rollout):
 
     `tokens` are `mask logps sampler_logps values advantages returns`, and `ref_logps` where there
     is a reference.
-
-    Attributes:
-        kl_coef: the coefficient of the KL when the rollout was made.
-        actor_learns: false while only the critic does.
     """
 
-    kl_coef: float
-    actor_learns: bool
+    kl_coef: float  # when the rollout was made
+    actor_learns: bool  # false while only the critic does
 
     def rows_of_update(self, position: Position, args: Args) -> np.ndarray:
-        """Returns which samples form the next update, in a seeded order.
-
-        In the last rollout of an epoch, the last update of a pass may have fewer samples.
-        """
-        # The rollout is like a data set, and a pass over it like an epoch.
+        """Returns which samples form the next update: a pass is like an epoch of a data set."""
         return batches.rows_of_update(
             len(self.samples), args.train_batch_size, position.order_seed(args), position.update
         )
@@ -426,16 +387,12 @@ def make_rollout(
         kl_coef=state.kl_coef,
         actor_learns=position.rollouts_seen >= args.critic_warmup_rollouts,
     )
-    log_rollout(run, sampler, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
-    # While only the critic learns, the actor does not move: its KL tells nothing about the
-    # coefficient.
+    log_rollout(run, sampler, rollout, scores, kl, per_token_rewards)
+    # While only the critic learns, the actor's KL tells nothing about the coefficient.
     if args.kl_target and rollout.actor_learns:
+        mean_kl = kl.sum(1).mean().item()
         state.kl_coef = next_kl_coef(
-            state.kl_coef,
-            kl=kl.sum(1).mean().item(),
-            target=args.kl_target,
-            horizon=args.kl_horizon,
-            samples=len(samples),
+            state.kl_coef, mean_kl, args.kl_target, args.kl_horizon, len(samples)
         )
     return rollout
 
@@ -456,11 +413,7 @@ def log_rollout(
     kl: torch.Tensor,
     per_token_rewards: torch.Tensor,
 ) -> None:
-    """Adds a rollout's metrics to the next log line, and records its samples.
-
-    Args:
-        kl, per_token_rewards: `[samples, longest response]`, zero past the end of each response.
-    """
+    """Adds a rollout's metrics to the next log line, and records its samples."""
     samples = rollout.samples
     tokens = rollout.tokens
     mask = tokens["mask"]
@@ -491,10 +444,7 @@ def log_rollout(
 
 # ============================================================ actor and critic
 def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
-    """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`.
-
-    `--critic_model_name_or_path` says what the critic starts from.
-    """
+    """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`."""
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
@@ -524,24 +474,6 @@ def set_learning_rates(optimizer, scheduler, rollout: PPORollout) -> dict[str, f
     held = [] if rollout.actor_learns else ["actor"]
     rates = optim.set_learning_rates(optimizer, scheduler, held)
     return {"learning_rate": rates["actor"], "critic_learning_rate": rates["critic"]}
-
-
-def note_joint_clipping(run: Run, grad_norm: float) -> None:
-    """Prints a note, once, if the joint norm of actor and critic is far above `--max_grad_norm`.
-
-    Clipping then divides the actor's gradient by as much as the critic's. DeepSpeed can only clip
-    by the joint norm of all parameters, so every engine does here.
-    """
-    args = run.args
-    if args.max_grad_norm and grad_norm > 10 * args.max_grad_norm:
-        run.logger.note_once(
-            "joint clipping",
-            f"the gradient of update {run.global_step} has norm {grad_norm:.3g}. Actor "
-            f"and critic are clipped together to --max_grad_norm {args.max_grad_norm:g}, which "
-            "divides both gradients by the same number. Usually the critic's is the large one, "
-            "because scores are far from 0: scale them to about 1 (your reward function, "
-            "--normalize_reward, --reward_clip), or lower --vf_coef in proportion",
-        )
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -574,11 +506,9 @@ def main():
         data.mixture,
         flop=lora.flop(policy),
         bar_metric="objective/scores",
-        bar_label=f"scores_at_temperature_{args.temperature:g}",
         charts=CHARTS,
         updates_per_epoch=plan.updates_per_epoch,
     )
-    check_critic_warmup(args, plan, run.total_steps)
     optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
@@ -642,7 +572,6 @@ def main():
         means.close_update(applied, grad_norm=grad_norm, **rates, loss_scale=update.loss_scale)
         if applied:
             scheduler.step()
-            note_joint_clipping(run, float(grad_norm))
         state.advance(args)  # a skipped update has used up its samples, too
 
         if run.due(args.logging_steps, first=True):
@@ -727,18 +656,6 @@ def check_settings(args: Args) -> None:
     for is_wrong, message in refusals:
         if is_wrong:
             sys.exit(message)
-
-
-def check_critic_warmup(args: Args, plan: RolloutSchedule, total_steps: int) -> None:
-    """Refuses a run in which the actor does not learn."""
-    # By epochs, since the last rollout of an epoch may have fewer updates.
-    epochs, rollouts_beyond = divmod(args.critic_warmup_rollouts, plan.rollouts_per_epoch)
-    warmup_steps = epochs * plan.updates_per_epoch + rollouts_beyond * plan.updates_per_rollout
-    if warmup_steps >= total_steps:
-        sys.exit(
-            f"--critic_warmup_rollouts {args.critic_warmup_rollouts}: that is {warmup_steps} "
-            f"updates, and the run has only {total_steps}, so the actor would learn nothing"
-        )
 
 
 if __name__ == "__main__":

@@ -51,23 +51,11 @@ from preference_recipes.tools import preview
 # ============================================================ arguments
 @dataclass
 class Args(SharedArgs):
-    dataset_name: list[str] | None = arg(
-        default=None,
-        help="one or several of hub name, hub name:config, file or folder; "
-        "a column `margin` is used",
-    )
-    eval_dataset_name: list[str] | None = arg(
-        default=None, help="held-out pairs, one or several sets"
-    )
     center_coef: float = arg(
-        default=0.0,
-        at_least=0,
-        help="weight of (r(chosen) + r(rejected))^2, which keeps scores around zero; 0.01 is usual",
+        default=0.0, at_least=0, help="weight of a term that keeps scores around 0, such as 0.01"
     )
     pad_token: str | None = arg(
-        default=None,
-        help="pads with this token of the vocabulary; by default, if the tokenizer pads with its "
-        "EOS, with an unused special token",
+        default=None, help="pads with it; default: the tokenizer's own, but not its EOS"
     )
     share_prompts: bool = arg(
         default=True, help="compute a prompt once for both answers, where the model allows it"
@@ -86,13 +74,8 @@ def pairwise_loss(
 ) -> torch.Tensor:
     """Returns the loss of each pair, fp32 `[pairs]`.
 
-    Args:
-        chosen_scores, rejected_scores: `[pairs]`, scores of the answers.
-        margins: `[pairs]`, how far apart they should be; 0 where the data does not say.
-
-    Sources:
-        arXiv:2009.01325 section 3.4; margins: Llama 2, arXiv:2307.09288 eq. 2;
-        centring: arXiv:2312.09244.
+    Sources: arXiv:2009.01325 section 3.4; margins, Llama 2, arXiv:2307.09288 eq. 2; centring,
+    arXiv:2312.09244.
     """
     ranking = -F.logsigmoid(chosen_scores - rejected_scores - margins)
     return ranking + center_coef * (chosen_scores + rejected_scores) ** 2
@@ -230,12 +213,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        means.close_update(
-            applied,
-            grad_norm=grad_norm,
-            learning_rate=scheduler.get_last_lr()[0],
-            loss_scale=update.loss_scale,
-        )
+        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **of_update)
         if applied:
             scheduler.step()
             moments.set(None, None)  # those of the last evaluation are of other weights

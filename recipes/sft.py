@@ -51,31 +51,19 @@ from preference_recipes.tools import preview
 @dataclass
 class Args(SharedArgs):
     loss_on: Literal["assistant", "completion", "all"] = arg(
-        default="assistant",
-        help="assistant: every assistant turn, or the completion; completion: the last turn; "
-        "all: every token",
+        default="assistant", help="every assistant turn; the last turn; every token"
     )
     loss_type: Literal["nll", "dft"] = arg(
-        default="nll",
-        help="nll: the negative log-likelihood; dft: that, weighted by the token's probability",
+        default="nll", help="dft: the likelihood, weighted by the token's probability"
     )
     packing: bool = arg(
-        default=False,
-        help="put several short rows into one sequence, where they cannot see each other, "
-        "if the model allows it",
+        default=False, help="put several short rows into one sequence, if the model allows it"
     )
-    max_length: int = arg(
-        default=1024, at_least=2, help="tokens of a row; longer ones are cut at the end"
-    )
+    max_length: int = arg(default=1024, at_least=2, help="tokens of a row; the rest is cut off")
     learning_rate: float = arg(default=2e-5, with_lora=2e-4, at_least=0, help="peak learning rate")
-    max_new_tokens: int = arg(
-        default=256, at_least=1, help="longest answer in evaluation by exact match"
-    )
+    max_new_tokens: int = arg(default=256, at_least=1, help="longest answer, for exact match")
     exact_match_rows: int | None = arg(
-        default=None,
-        at_least=0,
-        help="evaluate exact match on at most this many prompts of each held-out set; 0: on none; "
-        "default: on all that have an `answer`",
+        default=None, at_least=0, help="most held-out rows of exact match; 0: none; default: all"
     )
 
     # What a resumed run may change, on top of what it may change in all recipes.
@@ -94,11 +82,6 @@ def encode_conversation(
 
     There is no sequence where there is no answer, and one for a string; of messages see
     `chat.encode_conversation`.
-
-    Args:
-        loss_on: `assistant` (every assistant turn; of prompt and completion the completion),
-            `completion` (the last turn only) or `all`.
-        tools: what the conversation may call, see `chat.render`.
     """
     learn_contexts = loss_on == "all"
     if isinstance(completion, str):
@@ -272,12 +255,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        means.close_update(
-            applied,
-            grad_norm=grad_norm,
-            learning_rate=scheduler.get_last_lr()[0],
-            loss_scale=update.loss_scale,
-        )
+        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **of_update)
         if applied:
             scheduler.step()
 

@@ -141,7 +141,7 @@ def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.
         "ref_logps": token_logps(reference).flatten(0, 1),
     }
     model = lambda *_, **__: {"logps": samples, "entropy": torch.zeros_like(samples)}
-    losses, weights, _ = grpo.sample_losses(model, {}, stored, args, policy_has_moved=False)
+    losses, weights, _ = grpo.sample_losses(model, {}, stored, args, has_moved=False)
     weights = weights * probabilities.flatten()
     found = torch.autograd.grad((losses * weights).sum(), policy, retain_graph=True)[0]
 

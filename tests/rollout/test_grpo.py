@@ -401,8 +401,6 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
         "The last 7 prompts, a whole epoch, led to no update, so the run ends here. The run has applied"
         in said
     )
-    assert said.count("NOTE: 4 of 4 groups (100%) have advantages of zero") == 1  # once a run
-    assert said.count("--refill_rounds 3 samples other prompts") == 1
     assert not (output / "actor").exists() and not (output / "checkpoints").exists()
     assert training_lines(output) == []
     before, of_rollouts = lines(output)
@@ -539,13 +537,12 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
 @pytest.mark.parametrize("settings, parts", [
     ({"n_samples_per_prompt": 1}, ["--baseline group", "--n_samples_per_prompt 1", "2 or more"]),
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
-    ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups true"]),
+    ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups false"]),
     ({"rollout_batch_size": 31}, ["31 x --n_samples_per_prompt 8 = 248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
-    ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds 1", "--kl_coef 0.1", "no group is left out"]),
-    ({"overlong_buffer": 2000}, ["--overlong_buffer 2000", "--max_new_tokens 1024"]),
-    ({"overlong_penalty": 0.5}, ["--overlong_penalty 0.5: not used", "--overlong_buffer above 0"]),
+    ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds", "--kl_coef above 0", "none is dropped"]),
+    ({"overlong_penalty": 0.5}, ["--overlong_penalty 0.5: not used", "--overlong_buffer"]),
     ({"loss_type": "dppo_tv", "sampler_correction_max": 2.0, "vllm_url": ["http://x"]}, ["--sampler_correction_max 2.0: not used by --loss_type dppo_tv"]),
-    ({"loss_type": "dppo_tv", "ratio": "sequence"}, ["--loss_type dppo_tv --ratio sequence"]),
+    ({"loss_type": "dppo_tv", "ratio": "sequence"}, ["--ratio sequence", "--loss_type dppo_tv"]),
     ({"advantage_std": "mean", "baseline": "rloo"}, ["--advantage_std mean", "--baseline group"]),
     ({"advantage_std": "mean", "overlong_buffer": 2}, ["--advantage_std mean", "length"]),
     ({"loss_type": "cispo", "clip_range": 0.1}, ["--clip_range 0.1: not used", "cispo clips only above 1"]),

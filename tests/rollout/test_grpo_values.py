@@ -37,7 +37,7 @@ def losses_of(
     }
     args.temperature, args.off_policy_limit = 1.0, 0.0
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
-    losses, weights, values = grpo.sample_losses(model, {}, stored, args, policy_has_moved=True)
+    losses, weights, values = grpo.sample_losses(model, {}, stored, args, has_moved=True)
     return logps, losses, weights, values
 
 

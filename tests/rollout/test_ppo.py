@@ -36,7 +36,6 @@ from common import arguments, batches
 from preference_recipes.models.load import score_model
 from preference_recipes.rollouts import answers, generation
 from preference_recipes.rollouts.samples import Collected, Samples
-from preference_recipes.rollouts.schedule import RolloutSchedule
 from preference_recipes.tools import export
 from runs import (
     ASSETS,
@@ -502,16 +501,6 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, parts, capsys):
     assert all(part in message for part in parts), message
 
 
-def test_a_run_in_which_only_the_critic_would_learn():
-    """20 prompts an epoch: rollouts of 8, 8 and 4 samples, each of one update."""
-    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 1, "train_batch_size": 8}
-    settings = types.SimpleNamespace(**sizes, num_epochs_per_rollout=1, critic_warmup_rollouts=4)
-    plan = RolloutSchedule(settings, n_prompts=20)
-    ppo.check_critic_warmup(settings, plan, total_steps=5)
-    with pytest.raises(SystemExit, match="4: that is 4 updates, and the run has only 4"):
-        ppo.check_critic_warmup(settings, plan, total_steps=4)
-
-
 # ---------------------------------------------------------------------------------------------- whole runs
 
 REWARDING = """
@@ -872,9 +861,6 @@ def expect_lines(output, reference):
 
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
-    limit = 10 * reference.set.max_grad_norm or math.inf
-    large = [line for line in lines(output) if line.get("grad_norm", 0) > limit]
-    assert console.count("are clipped together") == bool(large)
     assert (
         "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates of up to 4 samples; 2 rollouts per epoch"
         in console
