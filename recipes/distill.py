@@ -36,7 +36,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from common import arguments, batches, console, errors, launch, optim
+from common import arguments, console, errors, launch, optim
 from common.actor import Actor
 from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
@@ -48,9 +48,9 @@ from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.teachers import Teachers
 from preference_recipes.rollouts import correction, evaluation, generation, schedule, vllm
-from preference_recipes.rollouts.rollout import Rollout, State
+from preference_recipes.rollouts.rollout import Rollout, State, compute_logps
 from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Collected, Samples
+from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.tools import preview
 
@@ -190,9 +190,7 @@ class TaughtState(State):
     rollout: TaughtRollout | None = None
 
 
-def make_rollout(
-    run: Run, sampler: Sampler, state: TaughtState, all_teachers: Teachers, packer: Packer
-) -> TaughtRollout:
+def make_rollout(run: Run, sampler: Sampler, state: TaughtState, packer: Packer) -> TaughtRollout:
     """Returns the next rollout: responses of the student, then completions of the data.
 
     At `--on_policy_share 1`, the default, there are no completions.
@@ -218,7 +216,8 @@ def make_rollout(
     rollout = rollout_of(sampler, samples, columns, n_own=int(is_own.sum()))
     if args.loss_type == "sampled" and rollout.n_updates(args) > 1:
         with run.timed("score"):
-            rollout.tokens["logps"] = compute_logps(sampler, rollout, all_teachers, packer)
+            rollout.tokens |= compute_logps(sampler, samples, packer, ("logps",), reference=None)
+            samples.check_finite(sampler, logps=rollout.tokens["logps"])
     return rollout
 
 
@@ -325,34 +324,6 @@ def rollout_of(
     )
 
 
-@torch.no_grad()
-def compute_logps(
-    sampler: Sampler, rollout: TaughtRollout, all_teachers: Teachers, packer: Packer
-) -> torch.Tensor:
-    """Returns the student's log-probs of response tokens before a rollout's first update.
-
-    The teachers run, too, only because the student's forward pass depends on them: with their
-    lessons, as in training, its logits are fp32, and without them half precision. Micro-batches are
-    cut differently, so the rounding of some log-probs differs from that in training.
-    """
-    args = sampler.args
-    samples = rollout.samples
-    collected = Collected(sampler.accelerator)
-    micro_batches = batches.split_update(
-        sampler.accelerator, args, range(len(samples)), samples.lengths
-    )
-    with checks.evaluation_mode(sampler.model):
-        for rows, weights in micro_batches:
-            batch = samples.make_batch(rows, packer)
-            lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
-            output = sampler.model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
-            # A micro-batch is all samples or one padding row, which is not collected.
-            collected.add(rows if weights.any() else [], batch["mask"], logps=output["logps"])
-    logps = collected.gather()["logps"]
-    samples.check_finite(sampler, logps=logps)
-    return logps
-
-
 def lessons_of(
     all_teachers: Teachers, rollout: TaughtRollout, rows: list[int], *, batch: dict, packer: Packer
 ) -> list[Lesson]:
@@ -396,6 +367,7 @@ def load_prompts(accelerator, args: Args, tokenizer) -> dataset.Data:
         args,
         tokenizer,
         function=prompts.taught_row,
+        exact_match=True,
         max_new_tokens=args.max_new_tokens,
         teacher_names=teachers.names(args),
         teacher_prompt=args.teacher_prompt,
@@ -454,7 +426,7 @@ def main():
         evaluate(run, actor, sampler, all_teachers, packer)
     while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, state, all_teachers, packer)
+            state.rollout = make_rollout(run, sampler, state, packer)
         rollout = state.rollout
         # All processes agree on the samples of this update. Each takes its share of them.
         rows = rollout.rows_of_update(state.position, args)

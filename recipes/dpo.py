@@ -217,7 +217,8 @@ def main():
     accelerator = launch.make_accelerator(args, "dpo")  # it also makes the run's folder
     lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(accelerator, args, tokenizer, function=pairs.preference_row)
+    how = dict(function=pairs.preference_row, exact_match=args.exact_match_rows != 0)
+    data = dataset.load_data(accelerator, args, tokenizer, **how)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}

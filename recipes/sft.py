@@ -187,7 +187,8 @@ def main():
     accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
     lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
+    how = dict(function=sft_row, loss_on=args.loss_on, exact_match=args.exact_match_rows != 0)
+    data = dataset.load_data(accelerator, args, tokenizer, **how)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     train = Sequences(data.train)
     held_out = {prefix: Sequences(eval_set) for prefix, eval_set in data.eval_sets.items()}

@@ -45,7 +45,7 @@ class Data(NamedTuple):
         return self.train._fingerprint
 
 
-def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
+def load_data(accelerator, args, tokenizer, *, function, exact_match=False, **settings) -> Data:
     """Loads and tokenises the training sets and the held-out sets that the arguments name.
 
     All processes must call it.
@@ -53,6 +53,7 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     Args:
         args: `SharedArgs`.
         function: makes token ids of a row, see `load`.
+        exact_match: whether responses are compared with the held-out sets' column `answer`.
         settings: passed to `function`, besides `max_length` and `strings_as_messages`.
 
     Raises:
@@ -72,8 +73,7 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     eval_sets = load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **how, **settings
     )
-    # Reward models answer nothing.
-    if hasattr(args, "max_new_tokens") and getattr(args, "exact_match_rows", None) != 0:
+    if exact_match:
         for name, rows in zip(args.eval_dataset_name or [], eval_sets.values()):
             answer_column.refuse_objects(name, rows)
     return Data(train, mixture, eval_sets, Converter(**how, settings=settings))

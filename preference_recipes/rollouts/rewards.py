@@ -79,6 +79,7 @@ def load_prompts(accelerator, args, tokenizer) -> Data:
         args,
         tokenizer,
         function=prompts.prompt_row,
+        exact_match=True,
         max_new_tokens=args.max_new_tokens,
         tools=episodes.tools(args),
     )
