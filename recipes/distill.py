@@ -514,32 +514,20 @@ def check_settings(args: Args) -> None:
     if args.loss_type == "divergence":
         of_correction = ["sampler_correction", "sampler_correction_max"]
         refuse_changed(args, of_correction, "only --loss_type sampled is corrected")
-    refusals = [
-        (
-            args.loss_type == "sampled" and args.beta != 1,
+    if args.loss_type == "sampled" and args.beta != 1:
+        sys.exit(
             f"--beta {args.beta:g} --loss_type sampled: sampled tokens estimate the reverse KL "
-            "alone. Take --beta 1, or --loss_type divergence",
-        ),
-        (
-            args.loss_type == "sampled" and args.on_policy_share < 1,
-            f"--on_policy_share {args.on_policy_share:g} --loss_type sampled: the tokens of a "
-            "completion were not drawn by the student. Take --loss_type divergence",
-        ),
-        (
-            args.on_policy_share < 1 and args.rollouts_ahead,
-            f"--on_policy_share {args.on_policy_share:g} --rollouts_ahead 1: not supported "
-            "together. Leave one of them out",
-        ),
-        (
-            args.on_policy_share < 1 and args.n_samples_per_prompt > 1,
-            f"--n_samples_per_prompt {args.n_samples_per_prompt} --on_policy_share "
-            f"{args.on_policy_share:g}: the data has one completion of a prompt, so the student "
-            "answers once, too: give --n_samples_per_prompt 1",
-        ),
-    ]
-    for is_wrong, message in refusals:
-        if is_wrong:
-            sys.exit(message)
+            "alone. Take --beta 1, or --loss_type divergence"
+        )
+    if args.on_policy_share == 1:
+        return
+    share = f"--on_policy_share {args.on_policy_share:g}"
+    if args.loss_type == "sampled":
+        sys.exit(f"{share} --loss_type sampled: completions were not drawn by the student")
+    if args.rollouts_ahead:
+        sys.exit(f"{share} --rollouts_ahead 1: not supported together")
+    if args.n_samples_per_prompt > 1:
+        sys.exit(f"{share}: the data has one completion of a prompt: give --n_samples_per_prompt 1")
 
 
 def check_completions(args: Args, data: dataset.Data) -> None:

@@ -624,38 +624,23 @@ def check_settings(args: Args) -> None:
     fewest = math.lcm(args.train_batch_size, args.n_samples_per_prompt) // args.n_samples_per_prompt
     below = args.rollout_batch_size // fewest * fewest
     nearest = " or ".join(str(size) for size in (below, below + fewest) if size)
-    refusals = [
-        (
-            args.rollout_batch_size != below,
+    if args.rollout_batch_size != below:
+        sys.exit(
             f"{arithmetic} are not a multiple of --train_batch_size {args.train_batch_size}. "
-            f"Nearest valid sizes: --rollout_batch_size {nearest}.",
-        ),
-        (
-            args.kl_in == "loss" and args.kl_estimator == "k1",
-            "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3, whose mean "
-            "gradient is that of KL(reference || policy)",
-        ),
-        (
-            args.kl_target and args.kl_coef <= 0,
-            f"--kl_target {args.kl_target} needs --kl_coef above 0",
-        ),
-        (
-            # Otherwise one rollout could change the sign of the coefficient, see next_kl_coef.
-            args.kl_target and args.kl_horizon <= samples / 5,
-            f"{arithmetic}: --kl_target needs --kl_horizon above a fifth of them ({samples / 5:g})",
-        ),
-        (
-            args.environment_errors == "drop",
-            "--environment_errors drop: only for GRPO, whose groups can do without a response",
-        ),
-        (
-            args.dual_clip and args.dual_clip <= 1,
-            f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none",
-        ),
-    ]
-    for is_wrong, message in refusals:
-        if is_wrong:
-            sys.exit(message)
+            f"Nearest valid sizes: --rollout_batch_size {nearest}."
+        )
+    if args.kl_in == "loss" and args.kl_estimator == "k1":
+        sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3")
+    if args.kl_target and args.kl_coef <= 0:
+        sys.exit(f"--kl_target {args.kl_target} needs --kl_coef above 0")
+    # Otherwise one rollout could change the sign of the coefficient, see next_kl_coef.
+    if args.kl_target and args.kl_horizon <= samples / 5:
+        least = f"--kl_horizon above a fifth of them ({samples / 5:g})"
+        sys.exit(f"{arithmetic}: --kl_target needs {least}")
+    if args.environment_errors == "drop":
+        sys.exit("--environment_errors drop: only for GRPO, whose groups can do without a response")
+    if args.dual_clip and args.dual_clip <= 1:
+        sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
 
 
 if __name__ == "__main__":
