@@ -182,15 +182,7 @@ class TaughtRollout(Rollout):
     teacher_prompts: list[list[int]]  # what its teacher reads before the response
 
 
-@carried
-@dataclass
-class TaughtState(State):
-    """What a run carries from update to update."""
-
-    rollout: TaughtRollout | None = None
-
-
-def make_rollout(run: Run, sampler: Sampler, state: TaughtState, packer: Packer) -> TaughtRollout:
+def make_rollout(run: Run, sampler: Sampler, state: State, packer: Packer) -> TaughtRollout:
     """Returns the next rollout: responses of the student, then completions of the data.
 
     At `--on_policy_share 1`, the default, there are no completions.
@@ -388,7 +380,7 @@ def main():
     plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
 
     policy = make_student(accelerator, args, tokenizer)
-    state = TaughtState(Position())  # where the run is in its prompts, and its rollout
+    state = State(Position())  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
         args,

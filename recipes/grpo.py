@@ -685,16 +685,11 @@ def main():
     # Without dropout, because responses are sampled without.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     state = State(Position())
+    flop = lora.flop(policy)
+    # As if no group were dropped: how much of the data is used up, the position tells.
+    epochs = dict(updates_per_epoch=plan.updates_per_epoch, position=state.position)
     run = Run(
-        accelerator,
-        args,
-        data.mixture,
-        flop=lora.flop(policy),
-        bar_metric="reward",
-        charts=CHARTS,
-        # As if no group were dropped: how much of the data is used up, the position tells.
-        updates_per_epoch=plan.updates_per_epoch,
-        position=state.position,
+        accelerator, args, data.mixture, flop=flop, bar_metric="reward", charts=CHARTS, **epochs
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
