@@ -215,13 +215,7 @@ def generate_batch(rows: "Rows") -> Iterator[tuple[int, Response]]:
         The place of a prompt in the batch, and its response, as soon as that has ended.
 
     Each round adds some tokens to all rows, and then drops the rows whose responses are finished,
-    so that the rows after them move up. For example, three prompts, four tokens at once, at most
-    six, and the stop token 1:
-
-        prompt    four tokens       two more
-        0         row 0: 7 7 7 7    row 0: 7 7 7 7 7 7    finished: six tokens
-        1         row 1: 8 1 0 0                          finished after four: the response is 8 1
-        2         row 2: 9 9 9 9    row 1: 9 9 9 9 1 0    finished: the response is 9 9 9 9 1
+    so that the rows after them move up.
     """
     max_new_tokens = rows.max_new_tokens
     # Without rows to drop there is one round.
