@@ -1,6 +1,6 @@
 """Kills runs with SIGKILL, at random instants and in the middle of saving, resumes them, and compares with runs never killed.
 
-    python benchmarks/storm.py [--recipes sft dpo reward ppo grpo] [--ways plain ddp zero2 zero3 fsdp2 ds_fp16] [--kills 4]
+    python benchmarks/storm.py [--recipes sft dpo ...] [--ways plain ddp zero2 zero3 fsdp2 ds_fp16] [--kills 4]
         [--seed 0] [--lora_r 4]
 
 For each recipe and way to launch it: a run never killed, then one killed `--kills` times, every second time while it writes a checkpoint, and
@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from recipes import RECIPES
 from runs import LAUNCHERS, config_launcher, kill, recipe, start, timeless, tiny_inputs, weights
 
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
@@ -44,47 +45,6 @@ STEPS = [
     "--resume",
     "auto",
 ]
-PPO = [
-    "--reward_function",
-    "preference_recipes.rollouts.rewards:answer_reward",
-    "--rollout_batch_size",
-    16,
-    "--num_epochs_per_rollout",
-    2,
-    "--kl_target",
-    1,
-    "--generate_batch_size",
-    8,
-    "--score_batch_size",
-    8,
-    "--max_new_tokens",
-    6,
-    "--critic_learning_rate",
-    0.01,
-    "--critic_warmup_rollouts",
-    2,
-]
-# Rollouts of 6 groups, of which those of equal scores are replaced once or left out.
-GRPO = [
-    "--reward_function",
-    "tests.ties:ties",
-    "--rollout_batch_size",
-    6,
-    "--n_samples_per_prompt",
-    4,
-    "--generate_batch_size",
-    8,
-    "--score_batch_size",
-    8,
-    "--max_new_tokens",
-    6,
-    "--refill_rounds",
-    1,
-    "--max_epochs",
-    9,
-]
-MORE = {"ppo": PPO, "grpo": GRPO}
-DATA = {"grpo": "ppo"}
 
 
 def begin(folder: Path, name: str, way: str, output: Path, lora_r: int) -> subprocess.Popen:
@@ -92,18 +52,18 @@ def begin(folder: Path, name: str, way: str, output: Path, lora_r: int) -> subpr
         "--model_name_or_path",
         folder / "model",
         "--dataset_name",
-        folder / f"{DATA.get(name, name)}.jsonl",
+        folder / f"{name}.jsonl",
         "--output_dir",
         output,
     ]
     with open(f"{output}.log", "a") as log:
-        more = [*MORE.get(name, []), "--lora_r", lora_r]
         return start(
             WAYS[way],
             recipe(name),
             *flags,
+            *RECIPES[name].resume_flags,
             *STEPS,
-            *more,
+            *("--lora_r", lora_r),
             env={"PYTHONUNBUFFERED": "1"},
             stdout=log,
         )
@@ -165,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", default=["sft", "dpo", "reward", "ppo", "grpo"])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument(
         "--ways",
         nargs="+",

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import hashlib
 import math
 import os
 import pkgutil
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import transformers
@@ -44,6 +46,9 @@ MAY_CHANGE = {
     "dataset_name",
     "eval_dataset_name",
     "eval_dataset_split",
+    # A resume says so, see `Best.load_state`.
+    "held-out data",
+    "source of the rewards",
 }
 
 # What a micro-batch holds on a GPU, unless the user sets it.
@@ -252,11 +257,47 @@ def load_function(argument: str, name: str) -> Callable:
     Raises:
         SystemExit: the argument names something else.
     """
-    sys.path.append(os.getcwd())
+    here = os.getcwd()
+    sys.path.append(here)
     function = pkgutil.resolve_name(name)
+    os.chdir(here)  # what the arguments name lies here, wherever the module went
     if not callable(function):
         sys.exit(f"--{argument} {name}: expected MODULE:NAME, a function")
     return function
+
+
+def source_of(name: str) -> str:
+    """Returns a checksum of the source files behind a MODULE:NAME that was loaded.
+
+    They are the module's own, and those beside it or in its package that it takes something from.
+    """
+    place = name.partition(":")[0]
+    while place not in sys.modules:  # without a colon its end is the function's name
+        place = place.rpartition(".")[0]
+    module = sys.modules[place]
+    top = sys.modules[module.__name__.partition(".")[0]]
+    folder = (file_of(top) if file_of(top).exists() else file_of(module)).parent
+    files: dict[str, bytes] = {}
+    to_read = [module]
+    while to_read:
+        module = to_read.pop()
+        file = file_of(module)
+        is_own = folder in file.parents and "site-packages" not in file.parts
+        if module.__name__ in files or not (is_own or not files):
+            continue
+        files[module.__name__] = file.read_bytes() if file.exists() else b""
+        for value in list(vars(module).values()):
+            is_named = isinstance(value, (ModuleType, FunctionType, type))
+            holder = value if is_named else type(value)  # of an instance its class
+            origin = getattr(holder, "__module__", None) or holder.__name__
+            if origin in sys.modules:
+                to_read.append(sys.modules[origin])
+    return hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
+
+
+def file_of(module: ModuleType) -> Path:
+    """Returns the file of a module; one that does not exist, if it has none."""
+    return Path(getattr(module, "__file__", None) or "/nowhere/file")
 
 
 def fill_in_micro_batches(args, on_gpu: bool, processes: int) -> str | None:

@@ -16,9 +16,9 @@ FOLDER = "actor_best"
 FILE = "best.json"
 # What evaluations depend on, and what may change when a run is resumed.
 OF_EVALUATION = (
+    "held-out data",
+    "source of the rewards",
     "max_new_tokens",
-    "eval_dataset_name",
-    "eval_dataset_split",
     "exact_match_rows",
     "eval_temperature",
     "eval_samples",
@@ -33,6 +33,8 @@ class Best:
         global_step: when it was; None as long as there is none.
         value: of the metric.
         since: how many evaluations came after it.
+        comparable_after: evaluations of this update and before were of other held-out data, or made
+            otherwise; -1: none.
     """
 
     def __init__(self, accelerator: Accelerator, args, progress: Progress):
@@ -43,6 +45,7 @@ class Best:
         named = args.keep_best or ""
         self.metric = named.removesuffix(":min").removesuffix(":max")
         self.lower = named.endswith((":min", "loss", "kl"))
+        self.comparable_after = -1
         self.begin()
 
     def begin(self, global_step: int | None = None, value: float | None = None) -> None:
@@ -84,22 +87,28 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint holds."""
-        return {"global_step": self.global_step, "value": self.value, "since": self.since}
+        names = ("global_step", "value", "since", "comparable_after")
+        return {name: getattr(self, name) for name in names}
 
-    def load_state(self, state: dict[str, Any], before: dict) -> None:
+    def load_state(self, state: dict[str, Any], before: dict, now: dict) -> None:
         """Takes over the best evaluation of a checkpoint; none if evaluations have changed.
 
         Values of other held-out rows, or of responses sampled otherwise, cannot be compared.
 
         Args:
-            before: the arguments of the run that wrote the checkpoint.
+            before, now: the identity of the run that wrote the checkpoint, and of this one.
         """
         self.begin(state["global_step"], state["value"])
         self.since = state["since"]
-        now = vars(self.args)
+        self.comparable_after = state["comparable_after"]
         changed = [name for name in OF_EVALUATION if before.get(name) != now.get(name)]
-        if self.global_step is not None and changed:
-            self.begin_anew(f"--{changed[0]} is not that of the checkpoint")
+        if changed:
+            self.accelerator.print(
+                f"NOTE: changed since the checkpoint: {' and '.join(changed)}. Evaluations "
+                "from now on are compared with each other alone, and --keep_best begins anew"
+            )
+            self.begin()
+            self.comparable_after = self.progress.global_step
 
     def find_folder(self) -> None:
         """Begins anew after a resume if the folder of the best actor is not here any more.

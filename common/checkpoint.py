@@ -126,7 +126,8 @@ class Checkpoint:
         if path:
             self.load(path)
         distributed.on_main_process(self.accelerator, self.restore_logs, path)
-        distributed.on_main_process(self.accelerator, record.write, self.accelerator, run.args)
+        described = (self.accelerator, run.args, self.actor.best.comparable_after)
+        distributed.on_main_process(self.accelerator, record.write, *described)
         self.actor.best.find_folder()
         run.logger.start()
         run.speed.restart()
@@ -212,7 +213,8 @@ class Checkpoint:
         if aside or replaced:
             beyond.append("actor")
         best_step = best.recorded_step(output_dir)
-        if best_step is not None and (path is None or best_step > point):
+        after = self.actor.best.comparable_after
+        if best_step is not None and (path is None or not after < best_step <= point):
             beyond += [best.FOLDER, best.FILE]
         if path is None:
             beyond.append("tensorboard")  # a run that continues adds to it, and hides later values
@@ -228,6 +230,12 @@ class Checkpoint:
         folders.flush(output_dir)
         if aside:
             self.accelerator.print(f"set aside in {output_dir}: {', '.join(aside)}")
+        torn = record.unreadable_lines(output_dir / "metrics.jsonl")
+        if torn:
+            self.accelerator.print(
+                f"NOTE: of {output_dir}/metrics.jsonl {counted(len(torn), 'line')} cannot be read, "
+                f"damaged before the checkpoint was written: line {torn[0]} first"
+            )
 
     # ============================================================ saving
 
@@ -379,7 +387,7 @@ class Checkpoint:
         self.load_schedule(state["scheduler"])
         for name in COUNTERS:
             setattr(progress, name, state["progress"][name])
-        self.actor.best.load_state(state["best"], state["arguments"])
+        self.actor.best.load_state(state["best"], state["arguments"], self.whole_identity())
         self.means.last_update = state["last_update"]
         self.load_open_sums(state["open_sums"])
 

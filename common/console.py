@@ -111,11 +111,13 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
     Lines of training are not called before and after, because each is about other samples. Empty if
     the first is the last.
     """
-    shown = record.ends_of_log(output_dir, '"eval/')
-    titles = ("before", "after")
+    shown = record.ends_of_log(output_dir, record.EVALUATION)
+    titles = ["before", "after"]
+    if record.comparable_after(output_dir) >= 0:
+        titles = [f"update {line['global_step']}" for line in shown]
     if not shown:
-        shown = record.ends_of_log(output_dir)
-        titles = ("first line", "last line")
+        shown = record.ends_of_log(output_dir, '"loss"')
+        titles = ["first line", "last line"]
     if not shown or shown[0] == shown[1]:
         return []
     patterns = [trackers.pattern_of(tags) for tags in charts.values()]

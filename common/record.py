@@ -19,6 +19,7 @@ from common import REPOSITORY, as_list, counted, distributed, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
+EVALUATION = '"eval/'  # what the lines of evaluations hold
 # Where a run writes, and whether it resumes, does not belong to what it computes.
 NOT_REPEATED = ("output_dir", "resume")
 PACKAGES = (
@@ -35,17 +36,21 @@ PACKAGES = (
 )
 
 
-def write(accelerator, args) -> None:
+def write(accelerator, args, comparable_after: int = -1) -> None:
     """Writes `run.yaml` and `environment.json` to `args.output_dir`; for the main process.
 
     `run.yaml` holds every argument but `output_dir` and `resume`, as the run uses them. It can be
     the first argument of the same recipe, which then repeats the run. `environment.json` holds one
     entry for each start of the run, the newest last: a run that was resumed has several.
+
+    Args:
+        comparable_after: see `best.Best`.
     """
     output_dir = Path(args.output_dir)
     repeated = {name: value for name, value in vars(args).items() if name not in NOT_REPEATED}
     folders.replace_file(output_dir / ARGUMENTS_FILE, yaml.safe_dump(repeated, sort_keys=False))
-    starts = [*starts_of(output_dir), describe_start(accelerator, args)]
+    start = {**describe_start(accelerator, args), "comparable_after": comparable_after}
+    starts = [*starts_of(output_dir), start]
     folders.replace_file(output_dir / ENVIRONMENT_FILE, json.dumps(starts, indent=1) + "\n")
 
 
@@ -178,10 +183,11 @@ def card(output_dir: Path, library: str) -> str:
     recipe = Path(start["recipe"]).stem
     header = {"library_name": library, "tags": [recipe]}
     # Names of the hub only: it refuses others.
-    if not Path(args["model_name_or_path"]).exists():
+    folder = Path(start.get("working_directory", ""))  # a user's code may have left it
+    if not (folder / args["model_name_or_path"]).exists():
         header["base_model"] = args["model_name_or_path"]
     names = as_list(args["dataset_name"])
-    on_hub = [name.partition(":")[0] for name in names if not Path(name).exists()]
+    on_hub = [name.partition(":")[0] for name in names if not (folder / name).exists()]
     if on_hub:
         header["datasets"] = on_hub
     used = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
@@ -212,32 +218,60 @@ def ends_of_log(output_dir: Path, mark: str = "") -> list[dict]:
     """Returns the first and the last line of a run's log; torn lines do not count.
 
     Args:
-        mark: what such a line holds, as `"eval/` for an evaluation.
+        mark: what such a line holds, as `EVALUATION`.
 
     Returns:
-        two lines, the same one twice if there is only one; none without any.
+        two lines, the same one twice if there is only one; none without any. Of evaluations those
+        alone count that can be compared, see `best.Best`.
     """
     file = output_dir / "metrics.jsonl"
+    after = comparable_after(output_dir) if mark == EVALUATION else -1
     found = []
     if file.is_file():
         with open(file, encoding="utf-8", errors="replace") as log:
             for line in log:
-                with contextlib.suppress(ValueError, RecursionError):
-                    if mark in line and isinstance(values := json.loads(line), dict):
-                        found = [*found[:1], values]
+                values = as_object(line)
+                if mark in line and values and values.get("global_step", 0) > after:
+                    found = [*found[:1], values]
     return found and [found[0], found[-1]]
+
+
+def as_object(line: str) -> dict | None:
+    """Returns what a line of a log holds; None if that is no JSON object."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(line)
+        return values if isinstance(values, dict) else None
+    return None
+
+
+def comparable_after(output_dir: Path) -> int:
+    """Returns after which update a run's evaluations can be compared, see `best.Best`."""
+    starts = starts_of(output_dir)
+    return starts[-1].get("comparable_after", -1) if starts else -1
+
+
+def unreadable_lines(log: Path) -> list[int]:
+    """Returns the numbers of the lines of a log that are no JSON object; none without a log."""
+    if not log.is_file():
+        return []
+    with open(log, encoding="utf-8", errors="replace") as lines:
+        return [number for number, line in enumerate(lines, 1) if as_object(line) is None]
 
 
 def figures(output_dir: Path) -> str:
     """Returns a table of the held-out figures before training and now; empty without any."""
-    evaluations = ends_of_log(output_dir, '"eval/')
+    evaluations = ends_of_log(output_dir, EVALUATION)
     if not evaluations:
         return ""
     first, last = [line["global_step"] for line in evaluations]
-    rows = [f"| held out | update {first} | update {last} |", "| --- | --- | --- |"]
-    for name, before, after in compared(evaluations):
+    rows: list[str] = []
+    after = comparable_after(output_dir)
+    if after >= 0:
+        rows.append(f"Evaluations up to update {after} were of other data, or made otherwise.\n")
+    rows += [f"| held out | update {first} | update {last} |", "| --- | --- | --- |"]
+    for name, before, now in compared(evaluations):
         if name.startswith("eval/"):
-            rows.append(f"| `{name}` | {before} | {after} |")
+            rows.append(f"| `{name}` | {before} | {now} |")
     return "\n".join(rows)
 
 

@@ -50,9 +50,13 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
 
-    for name in ("optimizer", "scheduler"):
-        if name in config:
-            sys.exit(f'the DeepSpeed config has "{name}", which the arguments decide: remove it')
+    if sections := " and ".join(
+        f'"{name}"' for name in ("optimizer", "scheduler") if name in config
+    ):
+        sys.exit(
+            f"the DeepSpeed config has {sections}, which the arguments decide (--learning_rate, "
+            "--weight_decay, --lr_scheduler_type, --warmup_steps): remove it from the config"
+        )
     zero = config["zero_optimization"]
     if zero["stage"] not in (1, 2, 3):
         sys.exit(f'the DeepSpeed config has "stage": {zero["stage"]}, expected 1, 2 or 3')

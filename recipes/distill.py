@@ -405,7 +405,7 @@ def main():
     )
     actor = Actor(run, model, tokenizer)
     of_bases = lora.fingerprints(accelerator, policy)
-    identity = {"data": data.fingerprint, **of_bases, **all_teachers.fingerprints}
+    identity = {**data.fingerprints, **of_bases, **all_teachers.fingerprints}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
     checkpoint.resume()  # loads what --resume names, and opens the log

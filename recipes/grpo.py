@@ -709,7 +709,7 @@ def main():
 
     actor = Actor(run, model, tokenizer)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)

@@ -527,7 +527,7 @@ def main():
         accelerator, readers, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
-    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)

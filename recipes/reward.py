@@ -180,7 +180,7 @@ def main():
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, scorer)}
+    identity = {**data.fingerprints, **lora.fingerprints(accelerator, scorer)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
     checkpoint.resume()  # loads what --resume names, and opens the log

@@ -221,7 +221,7 @@ def main():
     sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
     answers.check_room(sampler)  # do held-out prompts leave room for an answer?
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    identity = {"data": data.fingerprint, **lora.fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
     checkpoint.resume()  # loads what --resume names, and opens the log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 from accelerate.utils import gather_object
@@ -40,9 +40,15 @@ class Data(NamedTuple):
     converter: Converter
 
     @property
-    def fingerprint(self) -> str:
-        """Stands for the training set: its rows, the tokenizer, what was cut."""
-        return self.train._fingerprint
+    def fingerprints(self) -> dict[str, Any]:
+        """Stand for the content of the sets: their rows, the tokenizer, what was cut."""
+        held_out = {}
+        for prefix, rows in self.eval_sets.items():
+            content = [rows._fingerprint]  # of what a model reads; exact match reads the answers
+            if "answer" in rows.column_names:
+                content += rows["answer"]
+            held_out[prefix] = datasets.fingerprint.Hasher.hash(content)
+        return {"data": self.train._fingerprint, "held-out data": held_out}
 
 
 def load_data(accelerator, args, tokenizer, *, function, exact_match=False, **settings) -> Data:

@@ -40,27 +40,40 @@ def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -
     largest = output["own_logps"].abs().max().item()
     tolerance = 1e-5 if output["is_fp32"].max() else 1e-2
     if not typical <= tolerance * (1 + largest):  # also where it is not a number
+        refuse_not_finite(model, embeddings=True)
         whole = models_inside([model])[0]
-        if names := not_finite(model):
-            others = f", nor are {len(names) - 1} other parameters" if len(names) > 1 else ""
-            sys.exit(
-                f"{whole.config.name_or_path}: {names[0]} is not finite{others}: the model's "
-                "file holds NaN or infinite weights"
-            )
         sys.exit(
             f"{whole.config.name_or_path}: its head's log-probs differ from its own logits' by "
             f"{typical:.3g}: this architecture is not supported yet"
         )
 
 
-def not_finite(model: nn.Module) -> list[str]:
-    """Returns the parameters that hold a NaN or an infinity. All processes must call it."""
-    own = []
-    for name, parameter in model.named_parameters():
-        part = getattr(parameter, "ds_tensor", parameter.detach())  # ZeRO-3's own part
-        if not getattr(part, "_local_tensor", part).isfinite().all():  # FSDP2's own part
-            own.append(name)
-    return sorted(set(gather_object(own)))
+def refuse_not_finite(prepared: nn.Module, embeddings: bool = False) -> None:
+    """Refuses models with weights that are NaN or infinite. All processes must call it.
+
+    Args:
+        embeddings: whether those of embeddings count. They harm only data rows with their tokens,
+            which are named when they are read.
+
+    Raises:
+        SystemExit: naming the model and the parameter.
+    """
+    for model in models_inside([prepared]):
+        own = []
+        tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding)]
+        for name, parameter in model.named_parameters():
+            if not embeddings and any(parameter is table for table in tables):
+                continue
+            part = getattr(parameter, "ds_tensor", parameter.detach())  # ZeRO-3's own part
+            if not getattr(part, "_local_tensor", part).isfinite().all():  # FSDP2's own part
+                own.append(name)
+        names = list(dict.fromkeys(gather_object(own)))
+        if names:
+            others = f", nor are {len(names) - 1} other parameters" if names[1:] else ""
+            sys.exit(
+                f"{model.config.name_or_path}: {names[0]} is not finite{others}: the model's file "
+                "holds NaN or infinite weights"
+            )
 
 
 def check_positions(models: list[nn.Module], max_length: int) -> None:

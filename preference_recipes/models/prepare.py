@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from common import adapters, engine, optim, zero
-from preference_recipes.models import architecture, load, lora, rounding
+from preference_recipes.models import architecture, checks, load, lora, rounding
 from preference_recipes.models.logprobs import LogProbModel
 
 
@@ -100,6 +100,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
         shared_weights(accelerator, model),
     ):
         model, optimizer = accelerator.prepare(model, optimizer)
+    checks.refuse_not_finite(model)
     innermost = engine.innermost_optimizer(optimizer)
     innermost.register_step_post_hook(optim.hold_step_counts)
     if not zero.stage(accelerator):
@@ -142,6 +143,13 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
     """
     model.eval().requires_grad_(False)
     round_frozen(accelerator, model)
+    prepared = placed(accelerator, model)
+    checks.refuse_not_finite(prepared)
+    return prepared
+
+
+def placed(accelerator, model: nn.Module) -> nn.Module:
+    """Returns a model that is only read as the engine holds it, see `frozen`."""
     if accelerator.is_fsdp2:
         # accelerate would look for the trained model's kinds of layers in this one.
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = model._no_split_modules

@@ -82,10 +82,13 @@ def load(name: str) -> UserClass:
             tool without type hints or a docstring.
     """
     make = arguments.load_function("environment", name)
+    here = os.getcwd()
     try:
         probe = make()
     except Exception as error:
         sys.exit(f"--environment {name}: making one raised {described(error)}")
+    finally:
+        os.chdir(here)
     if not callable(getattr(probe, "reset", None)):
         sys.exit(f"--environment {name} has no method `reset`; see docs/environments.md")
     has_step = callable(getattr(probe, "step", None))

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class Judge:
         functions: reward functions by the names of their parts, see `reward_calls.call`.
         weights: of each part of the score, by its name; the reward model's is `reward_model`.
         columns: those of the training data, see `reward_calls.Given`.
-        fingerprints: of the reward model, for the identity of a checkpoint.
+        fingerprints: of the reward model, and of the user's code, for the identity of a checkpoint.
     """
 
     def __init__(self, sampler: Sampler):
@@ -109,7 +109,9 @@ class Judge:
         self.weights = weights_by_part(args)
         self.columns = reward_calls.columns_of(first_rows(sampler.data)["the training data"])
         self.model: nn.Module | None = None
-        self.fingerprints: dict[str, str] = {}
+        own = as_list(args.reward_function) + as_list(args.environment)
+        sources = {name: arguments.source_of(name) for name in own}
+        self.fingerprints: dict[str, Any] = {"source of the rewards": sources}
         # The model's scores are normalised by them.
         self.mean = 0.0
         self.std = 1.0

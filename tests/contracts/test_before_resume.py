@@ -96,6 +96,31 @@ def test_going_back_gives_the_logs_and_sets_aside_what_came_after(tmp_path, caps
     assert sorted(names) == sorted(f"{Path(name).name}.before_resume" for name in [*renamed, *LOGS])
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"\0" * 30, b"", b'{"global_step": 2, "in": ', b"\xff\xfe", b"7", b"[" * 100_000]
+)
+def test_a_line_that_was_damaged_before_the_checkpoint_is_said(tmp_path, capsys, damaged):
+    """The checkpoint holds the log as it was, so no resume gives the line back."""
+    run = small_run(tmp_path, save_total_limit=0)
+    for _ in range(2):
+        update(run)
+    text = text_of(4, "metrics.jsonl").encode()
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    run.save()
+    resume(tmp_path)
+    assert "cannot be read" not in capsys.readouterr().out
+    lines_before = text.splitlines()
+    content = b"\n".join([lines_before[0], damaged, *lines_before[2:], b""])
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    run.last_saved = None
+    run.save()
+    resume(tmp_path)
+    said = capsys.readouterr().out
+    assert "metrics.jsonl 1 line cannot be read, damaged before the checkpoint" in said
+    assert "was written: line 2 first" in said
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
 def test_a_second_time_takes_the_next_names(tmp_path, capsys):
     """Nothing of the first time is touched."""
     run = wrote(tmp_path)

@@ -288,7 +288,8 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     zero2 = json.loads((CONFIGS / "zero2.json").read_text())
     cases = {'"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3}, "silently means fp32": {"fp16": {"enabled": "auto"}},
              '"stage": 0, expected 1, 2 or 3': {"zero_optimization": {"stage": 0}},
-             'has "scheduler", which the arguments decide': {"scheduler": {"type": "WarmupLR", "params": {}}},
+             'has "scheduler", which the arguments decide (--learning_rate, --weight_decay, --lr_s': {"scheduler": {"type": "WarmupLR", "params": {}}},
+             'has "optimizer" and "scheduler", which': {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": {"type": "WarmupLR"}},
              "gives the weights no fp32 masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}}  # fmt: skip
     for message, change in cases.items():
         (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))

@@ -7,9 +7,15 @@ import types
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import cpu
@@ -253,15 +259,44 @@ def test_weights_that_are_not_finite_are_told_by_name(bad):
         layer.mlp.up_proj.weight[3, 2] = bad
     with pytest.raises(
         SystemExit,
-        match=r": model\.model\.layers\.1\.mlp\.up_proj\.weight is not finite: the",
+        match=r": model\.layers\.1\.mlp\.up_proj\.weight is not finite: the",
     ):
         checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
     with torch.no_grad():
         layer.input_layernorm.weight[0] = bad
-    with pytest.raises(
-        SystemExit, match=r"input_layernorm\.weight is not finite, nor are 1 other par"
-    ):
+    with pytest.raises(SystemExit, match=r"up_proj\.weight is not finite, nor are 1 other par"):
         checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
+
+
+def score_model():
+    config = AutoConfig.for_model("llama", **SIZES, pad_token_id=0, num_labels=1)
+    return logprobs.ScoreModel(AutoModelForSequenceClassification.from_config(config))
+
+
+@pytest.mark.parametrize("way", ["trained", "frozen"])
+@pytest.mark.parametrize(
+    "wrapper", [lambda: LogProbModel(build("llama tied")), score_model], ids=["policy", "scores"]
+)
+def test_no_model_begins_with_weights_that_are_not_finite(wrapper, way):
+    """Also one that no log-probs are checked of: a reference, a reward model, a reward's policy."""
+    accelerator = Accelerator(cpu=True)
+    model = wrapper()
+
+    def prepared():
+        if way == "frozen":
+            return prepare.frozen(accelerator, model)
+        return prepare.for_training(accelerator, model, torch.optim.SGD(model.parameters()))
+
+    weights = dict(model.model.named_parameters())
+    with torch.no_grad():
+        weights["model.embed_tokens.weight"][7] = torch.nan  # harms the rows that have this token
+    prepared()
+    with torch.no_grad():
+        weights["model.layers.0.self_attn.v_proj.weight"][0, 0] = -torch.inf
+    with pytest.raises(
+        SystemExit, match=r": model\.layers\.0\.self_attn\.v_proj\.weight is not fi"
+    ):
+        prepared()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

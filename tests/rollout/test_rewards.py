@@ -5,6 +5,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from bare_runs import SHARING, alone_in, bare_sampler, data_of
+from common.arguments import load_function, source_of
 from preference_recipes.rollouts import reward_calls, rewards
 from preference_recipes.rollouts.samples import Samples
-from runs import LAUNCHERS, REPOSITORY, launch, refuses
+from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, refuses, tiny_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -380,6 +382,63 @@ def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch
         )  # fmt: skip
 
 
+# A user's module, and the file that what scores comes from.
+SOURCES = {
+    "function": ("def f(p, r): return 1", "mine.py"),
+    "lambda": ("f = lambda p, r: 1", "mine.py"),
+    "of a library": ("import functools\nf = functools.partial(print, 1)", "mine.py"),
+    "beside": ("from . import helper\nf = lambda p, r: helper.g(p)", "helper.py"),
+    "imported": ("from .helper import g as f", "helper.py"),
+    "instance": ("from .helper import scorer as f", "helper.py"),
+    "partial": (
+        "import functools\nfrom .helper import g\nf = functools.partial(g, 1)",
+        "helper.py",
+    ),
+    "wrapped": ("from .helper import wrap\n@wrap\ndef f(p, r): return 1", "helper.py"),
+    "two steps": ("from .helper import deeper\nf = lambda p, r: deeper.h(p)", "deeper.py"),
+}
+HELPER = """
+import functools
+from . import deeper
+class Scorer:
+    def __call__(self, p, r): return 1
+scorer = Scorer()
+def g(p, *r): return 1
+def wrap(f): return functools.wraps(f)(lambda p, r: f(p, r))
+"""
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_source_of_a_function_is_where_it_comes_from(tmp_path, monkeypatch, kind):
+    monkeypatch.syspath_prepend(tmp_path)
+    text, changed = SOURCES[kind]
+    package = tmp_path / f"source_of_{kind.replace(' ', '_')}"
+    package.mkdir()
+    files = {"mine.py": text, "helper.py": HELPER, "deeper.py": "def h(p): return 1"}
+    for name, content in {**files, "__init__.py": "", "unrelated.py": "1"}.items():
+        (package / name).write_text(content)
+    name = f"{package.name}.mine:f"
+    load_function("reward_function", name)
+    before = source_of(name)
+    (package / "unrelated.py").write_text("2")
+    assert source_of(name) == before
+    (package / changed).write_text(files[changed] + "\n# other")
+    assert source_of(name) != before
+
+
+def test_what_has_no_source_has_no_other_one():
+    load_function("reward_function", "math:sqrt")
+    assert source_of("math:sqrt") == source_of("math.sqrt")
+
+
+def test_a_module_that_goes_elsewhere_leaves_the_run_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "goes_of_test.py").write_text("import os\nos.chdir('/')\ndef f(p, r): ...\n")
+    load_function("reward_function", "goes_of_test:f")
+    assert os.getcwd() == str(tmp_path)
+
+
 # ---------------------------------------------------------------------------------------------- signatures
 
 
@@ -443,6 +502,35 @@ def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokeniz
 
 
 # ---------------------------------------------------------------------------------------------- runs
+
+
+WAYWARD = """
+import os
+os.chdir("/")
+def length(prompts, responses, **columns):
+    os.chdir("/tmp")
+    return [len(response) / 8 for response in responses]
+"""
+
+
+def test_a_function_that_changed_is_said_and_one_that_goes_elsewhere_is_harmless(tmp_path):
+    tiny_inputs(tmp_path)
+    (tmp_path / "wayward.py").write_text(WAYWARD)
+    command = [
+        *("--model_name_or_path", "model", "--dataset_name", "grpo.jsonl", "--output_dir", "out"),
+        *("--reward_function", "wayward:length", "--rollout_batch_size", 4, "--save_steps", 1),
+        *("--n_samples_per_prompt", 4, "--train_batch_size", 8, "--max_new_tokens", 6),
+        *("--resume", "auto", "--report_to", "none", "--max_steps"),
+    ]
+    note = "NOTE: changed since the checkpoint: source of the rewards."
+    run = lambda *more: launch([], recipe("grpo"), *command, *more, cwd=tmp_path).stdout
+    assert note not in run(2) + run(3)
+    card = (tmp_path / "out/actor/README.md").read_text()
+    assert "base_model" not in card and "datasets:" not in card  # no names of the hub
+    (tmp_path / "wayward.py").write_text(WAYWARD.replace("/ 8", "/ 9"))
+    assert note in run(4)
+    assert note not in run(5)
+    assert [line["global_step"] for line in lines(tmp_path / "out")] == [1, 2, 3, 4, 5]
 
 
 # ---------------------------------------------------------------------------------------------- two processes
