@@ -1,4 +1,4 @@
-"""Where our files are, who started this process, a check of recipes, and small helpers."""
+"""Where our files are, who started this process, and small helpers."""
 
 import contextlib
 import functools
@@ -12,8 +12,6 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 # Who started this process. It may be gone before this process has imported torch.
 PARENT = os.getppid()
-# A recipe tells its own `common` by this from somebody else's package of that name.
-PROJECT = "preference-recipes"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.

@@ -143,8 +143,8 @@ class Checkpoint:
         main process.
 
         Raises:
-            SystemExit: the checkpoint that `--resume` names cannot be used; for `auto` see
-                `refuse_to_start_over`.
+            SystemExit: the checkpoint that `--resume` names cannot be used; for `auto` there are
+                some, but none that can, or only the final actor, so the run has ended.
         """
         folders.put_back(self.folder)  # a whole one that a killed run was replacing
         for leftover in self.folder.glob(".global_step_*"):
@@ -162,31 +162,19 @@ class Checkpoint:
             self.accelerator.print(f"passed over {path}: {fault}")
         if resume != "auto":
             sys.exit(f"--resume {resume}: it cannot be used, see above")
-        self.refuse_to_start_over(candidates)
-        self.accelerator.print(f"no checkpoint in {self.folder}: starting from the beginning")
-        return None
-
-    def refuse_to_start_over(self, passed_over: list[Path]) -> None:
-        """Refuses `--resume auto` unless the run may begin at 0: it has no checkpoint and no actor.
-
-        Args:
-            passed_over: the checkpoints that cannot be used.
-
-        Raises:
-            SystemExit: the folder has checkpoints, but none that can be used; or it has none, but
-                the final actor, so the run has ended.
-        """
         # Renamed copies are no candidates, but they show that the run is not new.
-        unusable = passed_over or list(self.folder.glob("global_step_*"))
-        if unusable:
+        found = len(candidates or list(self.folder.glob("global_step_*")))
+        if found:
             sys.exit(
-                f"--resume auto: of {counted(len(unusable), 'checkpoint')} none is whole "
+                f"--resume auto: of {counted(found, 'checkpoint')} none is whole "
                 "and named as written; to start from the beginning take another --output_dir"
             )
         if (self.run.output_dir / "actor").exists():
             sys.exit(
                 f"--resume auto: the run in {self.run.output_dir} has ended and left no checkpoint"
             )
+        self.accelerator.print(f"no checkpoint in {self.folder}: starting from the beginning")
+        return None
 
     def restore_logs(self, path: Path | None) -> None:
         """Makes the run's folder what it was at the checkpoint; for the main process.
