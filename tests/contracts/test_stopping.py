@@ -208,10 +208,7 @@ def test_what_a_killed_launcher_leaves_ends_with_a_checkpoint(inputs, launcher, 
         # At once, and with `--resume never`, too.
         for resume in ("auto", "never"):
             result = launch(way, recipe("ppo"), *again, "--resume", resume, cwd=inputs, check=False)
-            refusal = f"--output_dir {output} is in use by process "
-            assert result.returncode and refusal in result.stdout
-            named = int(result.stdout.split(refusal)[1].split()[0])
-            assert named in [worker.pid for worker in left]
+            assert result.returncode and f"--output_dir {output} is in use" in result.stdout
         assert all(processes.is_alive(worker) for worker in left)
     finally:
         go.touch()
