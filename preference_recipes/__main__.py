@@ -11,8 +11,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from common import FILES, PROJECT
+from common import FILES
 
+PROJECT = "preference-recipes"
 RECIPES = FILES / "recipes"
 CONFIGS = FILES / "accelerate_configs"
 
