@@ -279,6 +279,7 @@ def completions_of(sampler: Sampler, columns: dict[str, list]) -> Samples:
         data_rows=columns["row"],
         ended=torch.tensor([ids[-1] in stops for ids in completions]),
         sampler_logps=[[0.0] * len(ids) for ids in completions],  # not drawn: `is_own` is false
+        is_sampled=columns["completion_targets"],  # without results of tools, say
     )
 
 
@@ -328,6 +329,7 @@ def lessons_of(
         batch,
         prompts=[rollout.teacher_prompts[row] for row in rows],
         answers=[rollout.samples.responses[row] for row in rows],
+        is_target=rollout.samples.targets_of(rows),
         names=[rollout.teachers[row] for row in rows],
         packer=packer,
     )

@@ -153,7 +153,9 @@ def reference_free_loss(
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns pairs as a model reads them: all chosen answers, then all rejected ones."""
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
-    batch = packer.make_batch(prompts, columns["chosen_ids"] + columns["rejected_ids"])
+    ids = columns["chosen_ids"] + columns["rejected_ids"]
+    targets = columns["chosen_targets"] + columns["rejected_targets"]
+    batch = packer.make_batch(prompts, ids, is_target=targets)
     if "ref_logps" in columns:  # with --precompute_ref_log_probs, `[pairs, 2]`
         batch["ref_logps"] = batches.send(columns["ref_logps"].T.reshape(-1), packer.device)
     return batch

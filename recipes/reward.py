@@ -90,7 +90,9 @@ def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool 
     except ValueError:
         number = math.nan
     formats.refuse_unless(math.isfinite(number), row, "margin", "a finite number")
-    values = pairs.preference_row(row, tokenizer, max_length, strings_as_messages)
+    # A score is of a whole answer, whatever of it a policy would learn.
+    whole = {name: formats.without_loss_keys(value) for name, value in row.items()}
+    values = pairs.preference_row(whole, tokenizer, max_length, strings_as_messages)
     return {**values, "margin": number}
 
 

@@ -39,6 +39,7 @@ from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import chat, dataset, formats
+from preference_recipes.data.messages import is_learned, learned_turns
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import architecture, checks, load, lora, prepare
 from preference_recipes.models.packing import Packer
@@ -91,22 +92,15 @@ def encode_conversation(
         targets = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
         return [chat.Sequence(prompt_ids + ids, [False, *targets[1:]])], prompt_ids, []
 
-    messages = prompt + completion
-    turns = learned_turns(messages, len(prompt), loss_on)
-    if learn_contexts and not all(map(formats.is_learned, messages)):
+    # The completion may go on with the prompt's last message.
+    history, answer, prompts = chat.begun(tokenizer, prompt, completion, tools)
+    messages = history + answer
+    turns = learned_turns(messages, len(history))
+    if loss_on == "completion":
+        turns = turns[-1:]
+    if learn_contexts and not all(map(is_learned, messages)):
         raise formats.BadRow("--loss_on all learns every message, and one of them says no to it")
-    return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
-
-
-def learned_turns(messages: list[dict], first: int, loss_on: str) -> list[int]:
-    """Returns which messages, from number `first` on, are answers to learn."""
-    turns = [
-        number
-        for number, message in enumerate(messages)
-        if number >= first and message["role"] == "assistant"
-        if formats.has_text([message]) and formats.is_learned(message)
-    ]
-    return turns[-1:] if loss_on == "completion" else turns
+    return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts, prompts)
 
 
 def sft_row(

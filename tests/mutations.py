@@ -418,7 +418,7 @@ TOKENS = [
         "no_end_learned",
         "under a template without an end token nothing ends an answer",
         "preference_recipes/data/chat.py",
-        replace("encode_answer", "not is_ended", by="False"),
+        replace("encode_turn", "not is_ended", by="False"),
         "data/test_templates.py::test_two_answers_without_thinking[glm4moe]",
     ),
     Fault(

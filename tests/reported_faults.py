@@ -43,6 +43,13 @@ def rows_at(position: str):
 
 
 FAULTS = [
+    Fault(
+        "turns_of_others_learned",
+        "all that follows the prompt of a pair counts, whoever says it (open-instruct 617)",
+        "preference_recipes/data/chat.py",
+        replace("encode_answer", 'message["role"] == "assistant"', by="True"),
+        "data/test_turns.py::test_the_mask_of_an_answer_is_that_of_sft[qwen2_5-a result]",
+    ),
     # ============================================================ resuming
     Fault(
         "rows_from_the_beginning",

@@ -12,10 +12,15 @@ prompt and answer apart, as at inference. What the rule meets on its way:
     drops the thinking of the answer                      it is put back, see `with_thinking`
     drops a content or a call of the answer               the row is left out, and named
     drops a part of the history                           so it does at inference: a note says it
+
+Of an answer of several messages only what the model writes is learned, by the mask of `targets`.
 """
 
+import contextlib
+import copy
 import datetime
 import functools
+import itertools
 import json
 import re
 import sys
@@ -28,7 +33,13 @@ import transformers.utils.chat_template_utils as template_utils
 
 from common import in_one_line
 from preference_recipes.data import thoughts
-from preference_recipes.data.messages import BadRow, nested, without_nulls
+from preference_recipes.data.messages import (
+    BadRow,
+    is_learned,
+    learned_turns,
+    nested,
+    without_nulls,
+)
 
 # Why an answer is left out.
 DROPS_CALLS = "tool calls are not learned, because the chat template does not write them"
@@ -39,6 +50,8 @@ DROPS_TOOLS = "tools that the chat template does not write"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
 DROPS_EARLIER = "the chat template drops the thinking of an answer's earlier messages: not learned"
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
+CONTINUES = "prompts end with a message of the assistant, with which the model goes on"
+REWRITES_TURNS = "the chat template writes the earlier turns of an answer differently later on"
 FOLLOWS_LESS = (
     "answers do not continue the generation prompt, so they are learned after what both share "
     "(--chat_template or --chat_template_kwargs may align them)"
@@ -245,17 +258,46 @@ def set_defaults(tokenizer, text: str) -> None:
                 f"{argument}: the chat template has no variable {name!r} to set; it has: {others}"
             )
 
-    # Jinja reads constants as Python writes them.
-    lines = [
-        f"{{% set {name} = {name} | default({value!r}) %}}\n" for name, value in values.items()
-    ]
-    beginning = "".join(lines)
+    defaults = {name: f"{name} | default({value!r})" for name, value in values.items()}
+    tokenizer.chat_template = beginning_with(tokenizer, defaults)
+
+
+def beginning_with(tokenizer, expressions: dict[str, str]) -> str | dict[str, str]:
+    """Returns a tokenizer's chat template with values for its variables, which Jinja writes."""
+    beginning = "".join(f"{{% set {name} = {text} %}}\n" for name, text in expressions.items())
     if isinstance(tokenizer.chat_template, dict):  # several, by their names
-        tokenizer.chat_template = {
-            name: beginning + template for name, template in tokenizer.chat_template.items()
-        }
-    else:
-        tokenizer.chat_template = beginning + tokenizer.chat_template
+        return {name: beginning + text for name, text in tokenizer.chat_template.items()}
+    return beginning + tokenizer.chat_template
+
+
+def with_variables(tokenizer, values: dict | str | None):
+    """Returns a tokenizer whose template has these values, of a row's column, for its variables.
+
+    Args:
+        values: by name, or a JSON text of that. Names that the template does not have do nothing.
+
+    Raises:
+        BadRow: it is no object.
+    """
+    if not values or tokenizer.chat_template is None:
+        return tokenizer
+    given = values
+    if isinstance(values, str):
+        with contextlib.suppress(ValueError):  # refused below
+            given = json.loads(values)
+    if not isinstance(given, dict):
+        raise BadRow(f"column 'chat_template_kwargs': expected an object, found {values!r:.80}")
+    return tokenizer_with(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=16)
+def tokenizer_with(tokenizer, text: str):
+    known = variables(tokenizer)
+    # Jinja reads constants as Python writes them.
+    constants = {name: repr(value) for name, value in json.loads(text).items() if name in known}
+    changed = copy.copy(tokenizer)
+    changed.chat_template = beginning_with(tokenizer, constants)
+    return changed
 
 
 def variables(tokenizer) -> set[str]:
@@ -377,7 +419,7 @@ def without_end(tokenizer, content: str, style: Style) -> str:
     """Returns an answer without the token that ends it, which the template writes itself."""
     for end in (style.end, tokenizer.eos_token):
         if end and content.rstrip().endswith(end):
-            return content.rstrip().removesuffix(end)
+            return without_end(tokenizer, content.rstrip().removesuffix(end), style)
     return content
 
 
@@ -495,25 +537,65 @@ class Answer(NamedTuple):
             template does not write this answer after all of it.
         ids: the answer, up to and with the token that ends it; empty if the template does not write
             what the user gave.
+        targets: which of `ids` the model writes itself, and should learn to.
         notes: what the user should know about it, see `note`.
     """
 
     prompt: list[int]
     context: list[int]
     ids: list[int]
+    targets: list[bool]
     notes: list[str]
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
     """Returns what a model reads before it answers these messages; nothing if there are none.
 
+    If the last one is the assistant's, the model goes on with it: its turn is left open, as
+    `apply_chat_template(..., continue_final_message=True)` does.
+
     Raises:
-        BadRow: there is no chat template, or it refuses the messages.
+        BadRow: there is no chat template, or it refuses the messages; the last one is a call.
     """
+    if not is_open(messages):
+        return generation_prompt(tokenizer, messages, tools)
+    *others, last = messages
+    longer = {**last, "content": last["content"] + MARK}
+    text, found, _ = render(tokenizer, [*others, longer], tools).rpartition(MARK)
+    if not found or last.get("tool_calls"):
+        raise BadRow("the prompt ends with a message of the assistant that cannot be continued")
+    if not render(tokenizer, messages, tools).startswith(text):  # it takes off whitespace there
+        text = text.rstrip()
+    return Prompt(text, encode(tokenizer, text))
+
+
+def generation_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
+    """Returns what a model reads before a new turn; nothing if there are no messages."""
     text = ""
     if messages:
         text = render(tokenizer, messages, tools, add_generation_prompt=True)
     return Prompt(text, encode(tokenizer, text))
+
+
+def is_open(messages: list[dict]) -> bool:
+    """Whether a prompt ends with a message of the assistant, with which the model goes on."""
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+def begun(
+    tokenizer, history: list[dict], answer: list[dict], tools=None
+) -> tuple[list[dict], list[dict], dict[int, Prompt]]:
+    """Moves what begins an answer at the end of its history to the answer.
+
+    Returns history, answer and, if anything was moved, the prompt of that turn by its number.
+    """
+    if not is_open(history) or not answer or answer[0]["role"] != "assistant":
+        return history, answer, {}
+    prompt = encode_prompt(tokenizer, history, tools)
+    *history, first = history
+    thinking = {field: first[field] for field in thoughts.FIELDS if field in first}
+    whole = {**thinking, **answer[0], "content": first["content"] + answer[0]["content"]}
+    return history, [whole, *answer[1:]], {len(history): prompt}
 
 
 def encode_answer(
@@ -523,7 +605,36 @@ def encode_answer(
     tools=None,
     prompt: Prompt | None = None,
 ) -> Answer:
-    r"""Returns the token ids of an answer, and of what precedes it.
+    """Returns what `encode_turn` does, with the targets of an answer of several messages.
+
+    Results of tools, messages of a user and what says that it is not learned are no targets.
+    """
+    if prompt is None:
+        prompt = encode_prompt(tokenizer, history, tools)
+    history, answer, prompts = begun(tokenizer, history, answer, tools)
+    if all(message["role"] == "assistant" and is_learned(message) for message in answer):
+        return encode_turn(tokenizer, history, answer, tools, prompt)
+
+    messages = history + answer
+    turns = learned_turns(messages, len(history))
+    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, prompts=prompts)
+    if len(sequences) > 1 and not why_left_out(notes):
+        sequences, notes = in_one_sequence(tokenizer, messages, turns, tools, prompts)
+    if not sequences or why_left_out(notes):
+        return Answer(prompt.ids, context=prompt.ids, ids=[], targets=[], notes=notes)
+    [(ids, targets)] = sequences
+    n = min(n_common(prompt.ids, ids), targets.index(True))
+    return Answer(prompt.ids, ids[:n], ids[n:], targets[n:], notes)
+
+
+def encode_turn(
+    tokenizer,
+    history: list[dict],
+    answer: list[dict],
+    tools=None,
+    prompt: Prompt | None = None,
+) -> Answer:
+    r"""Returns the token ids of an answer, all to learn, and of what precedes it.
 
     Example, with ChatML:
 
@@ -535,19 +646,19 @@ def encode_answer(
     Args:
         history, answer: messages.
         tools: see `render`.
-        prompt: what `encode_prompt` returns for the history, if several answers share it.
+        prompt: what the model reads before it, if that is known.
 
     Raises:
         BadRow: there is no chat template, or it refuses the messages.
     """
     if prompt is None:
-        prompt = encode_prompt(tokenizer, history, tools)
+        prompt = generation_prompt(tokenizer, history, tools)
     whole = render(tokenizer, history + answer, tools)
     written = as_read(tokenizer, prompt.text, whole, history, answer, tools)
     context, text = split_answer(prompt.text, written)
     reason = why_unwritten(tokenizer, history, answer, text, tools)
     if reason:
-        return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
+        return Answer(prompt.ids, context=prompt.ids, ids=[], targets=[], notes=[reason])
 
     messages = history + answer
     places = range(len(history), len(messages))
@@ -571,7 +682,7 @@ def encode_answer(
     if not is_ended:
         ids = [*ids, tokenizer.eos_token_id]
         notes.append(APPENDS_EOS)
-    return Answer(prompt.ids, context_ids, ids, notes)
+    return Answer(prompt.ids, context_ids, ids, [True] * len(ids), notes)
 
 
 def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, str]:
@@ -760,9 +871,15 @@ def unwritten_parts(tokenizer, messages: list[dict], tools=None, text: str = "")
     return notes + ([DROPS_TOOLS] if text == without_tools else [])
 
 
+def notes_on_prompt(tokenizer, messages: list[dict], tools=None, text: str = "") -> list[str]:
+    """Returns what the user should know about a prompt; the arguments are the same."""
+    return unwritten_parts(tokenizer, messages, tools, text) + [CONTINUES] * is_open(messages)
+
+
 def why_left_out(notes: list[str]) -> str:
     """Returns the note that says an answer is not written; "" if there is none."""
-    return next((text for text in notes if text in (DROPS_CALLS, DROPS_ANSWER)), "")
+    reasons = (DROPS_CALLS, DROPS_ANSWER, REWRITES_TURNS)
+    return next((text for text in notes if text in reasons), "")
 
 
 def note(kind: str, example: str = "") -> str:
@@ -787,7 +904,12 @@ class Sequence(NamedTuple):
 
 
 def encode_conversation(
-    tokenizer, messages: list[dict], turns: list[int], tools=None, learn_all: bool = False
+    tokenizer,
+    messages: list[dict],
+    turns: list[int],
+    tools=None,
+    learn_all: bool = False,
+    prompts: dict[int, Prompt] | None = None,
 ) -> tuple[list[Sequence], list[int], list[str]]:
     """Returns the sequences of a conversation, the ids before its last answer, and notes.
 
@@ -797,6 +919,7 @@ def encode_conversation(
     Args:
         turns: which messages are answers to learn.
         learn_all: learn what precedes the answers, too, each token once.
+        prompts: what precedes some turns, by their numbers, where it is known.
     """
     sequences: list[Sequence] = []
     prompt_ids: list[int] = []
@@ -804,7 +927,8 @@ def encode_conversation(
     previous = None  # the last answer that was learned
     for turn in turns:
         history = messages[:turn]
-        answer = encode_answer(tokenizer, history, [messages[turn]], tools)
+        prompt = (prompts or {}).get(turn)
+        answer = encode_turn(tokenizer, history, [messages[turn]], tools, prompt)
         notes += answer.notes
         if not answer.ids:  # the template does not write it
             continue
@@ -825,7 +949,46 @@ def encode_conversation(
         previous = turn
     if turns:
         notes += unwritten_parts(tokenizer, messages[: turns[-1]], tools)
+        notes += [CONTINUES] * bool(prompts)
     return sequences, prompt_ids, notes
+
+
+def in_one_sequence(
+    tokenizer, messages: list[dict], turns: list[int], tools, prompts: dict[int, Prompt]
+) -> tuple[list[Sequence], list[str]]:
+    """Returns a conversation up to its last turn as one sequence, and notes.
+
+    Each turn is as the template writes it at last. As at inference, turns and what is between them
+    are tokenised apart. No sequence if a turn is not found. The arguments are those of
+    `encode_conversation`.
+    """
+    history = messages[: turns[-1]]
+    last = encode_turn(tokenizer, history, [messages[turns[-1]]], tools)
+    text = render(tokenizer, history, tools, add_generation_prompt=True)
+    cuts = [0]
+    try:
+        for turn in turns[:-1]:
+            read = prompts.get(turn) or generation_prompt(tokenizer, messages[:turn], tools)
+            after = text_since(tokenizer, history, turn, tools)
+            cuts += [len(text) - len(split_answer(read.text, text)[1]), len(text) - len(after)]
+            if not text.endswith(after):
+                return [], [REWRITES_TURNS]
+    except BadRow:  # a result without its call
+        return [], [REWRITES_TURNS]
+    cuts.append(len(text))
+    if cuts != sorted(cuts) or last.prompt[: len(last.context)] != last.context:
+        return [], [REWRITES_TURNS]
+
+    ids: list[int] = []
+    targets: list[bool] = []
+    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
+        new = encode_after(tokenizer, text[:start], ids, text[start:end])
+        ids += new
+        targets += [number % 2 == 1] * len(new)  # in turn: what the model reads, and writes
+    kept = len(ids) - (len(last.prompt) - len(last.context))  # all that precedes the last turn
+    sequence = Sequence(ids[:kept] + last.ids, targets[:kept] + last.targets)
+    think = any(thoughts.of_message(messages[turn]) for turn in turns[:-1])
+    return [sequence], last.notes + [DROPS_EARLIER] * think
 
 
 def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
@@ -843,8 +1006,8 @@ class Preference(NamedTuple):
     """Token ids of a prompt and two answers, each up to its end; and notes, see `note`."""
 
     prompt: list[int]
-    chosen: list[int]
-    rejected: list[int]
+    chosen: Sequence
+    rejected: Sequence
     notes: list[str]
 
 
@@ -864,20 +1027,26 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
         tools: see `render`.
     """
     if isinstance(prompt, str):
-        prompt_ids, chosen_ids, rejected_ids = encode_plain(tokenizer, prompt, chosen, rejected)
-        return Preference(prompt_ids, chosen_ids, rejected_ids, notes=[])
+        prompt_ids, *answers = encode_plain(tokenizer, prompt, chosen, rejected)
+        chosen, rejected = (Sequence(ids, [True] * len(ids)) for ids in answers)
+        return Preference(prompt_ids, chosen, rejected, notes=[])
     read = encode_prompt(tokenizer, prompt, tools)
     first, second = (
         encode_answer(tokenizer, prompt, answer, tools, prompt=read)
         for answer in (chosen, rejected)
     )
     n = n_common(first.context, second.context)
-    # An answer that is not written stays empty.
-    chosen_ids, rejected_ids = (
-        answer.context[n:] + answer.ids if answer.ids else [] for answer in (first, second)
-    )
-    notes = first.notes + second.notes + unwritten_parts(tokenizer, prompt, tools, read.text)
-    return Preference(first.context[:n], chosen_ids, rejected_ids, notes)
+    chosen, rejected = (after_prompt(answer, n) for answer in (first, second))
+    notes = first.notes + second.notes + notes_on_prompt(tokenizer, prompt, tools, read.text)
+    return Preference(first.context[:n], chosen, rejected, notes)
+
+
+def after_prompt(answer: Answer, n: int) -> Sequence:
+    """Returns an answer with its context from the n-th token on, which is learned with it."""
+    if not answer.ids:  # the template does not write it
+        return Sequence([], [])
+    rest = answer.context[n:]
+    return Sequence(rest + answer.ids, [True] * len(rest) + answer.targets)
 
 
 # ============================================================ between two answers

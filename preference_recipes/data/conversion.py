@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import inspect
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -31,7 +32,7 @@ from preference_recipes.data.messages import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.
-BOOLEAN_COLUMNS = {"targets"}
+BOOLEAN_COLUMNS = {"targets", "chosen_targets", "rejected_targets", "completion_targets"}
 
 # The settings of a row function that cut rows, or leave them out.
 LIMITS = ("max_new_tokens", "max_length")
@@ -89,7 +90,8 @@ class Converter:
         as_messages = bool(self.settings.get("strings_as_messages"))
         try:
             row = other_formats.standard(row, as_messages)
-            values = self.function(row, tokenizer=self.tokenizer, **self.settings)
+            tokenizer = chat.with_variables(self.tokenizer, row.get("chat_template_kwargs"))
+            values = self.function(row, tokenizer=tokenizer, **self.settings)
         except BadRow as error:
             raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", []) + self.note_on_strings(row)
@@ -106,9 +108,10 @@ class Converter:
         }
 
     def tokens_of(self, row: dict) -> dict:
-        """Returns what is learned from a row, without the copy that reward functions get."""
+        """Returns what is learned from a row; of the copy for reward functions only the names."""
         values = self.convert_row(row, 0)
-        return {name: v for name, v in values.items() if name not in (KEPT_COLUMNS, CHECKSUM)}
+        names = list(json.loads(values.get(KEPT_COLUMNS, "{}")))
+        return {**values, KEPT_COLUMNS: names, CHECKSUM: None}
 
     def note_on_strings(self, row: dict) -> list[str]:
         """Returns a note if strings are read as plain text, and could be read as messages."""
@@ -182,9 +185,7 @@ def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) ->
     if (errors != "").any():
         shutil.rmtree(folder)
         sys.exit(f"data set {name!r}, {errors[errors != ''][0]}")
-    not_read = unread.describe(
-        rows.read(0, rows.number), converter.tokens_of, keeps_columns=KEPT_COLUMNS in first
-    )
+    not_read = unread.describe(rows.read(0, rows.number), converter.tokens_of)
     (folder / UNREAD).write_text(not_read or "", encoding="utf-8")
 
 

@@ -4,7 +4,15 @@ import re
 import sys
 
 from preference_recipes.data import chat
-from preference_recipes.data.messages import BadRow, as_messages, is_message, is_messages, role_of
+from preference_recipes.data.messages import (
+    LOSS_KEYS,
+    BadRow,
+    as_messages,
+    is_learned,
+    is_message,
+    is_messages,
+    role_of,
+)
 
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
 HH_MARKER = "\n\nAssistant:"
@@ -34,9 +42,6 @@ FORMAT_COLUMNS = (
 # Columns of images, audio and video that go with messages.
 MEDIA_COLUMNS = ("images", "videos", "audios")
 SINGLE_MEDIA_COLUMNS = ("image", "video", "audio")
-
-# Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
-LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "trainable")
 
 NO_ASSISTANT = "no message of role assistant"
 
@@ -193,16 +198,11 @@ def check_loss_keys(messages: list[dict]) -> None:
                 )
 
 
-def is_learned(message: dict) -> bool:
-    """Whether a message may be learned: not an assistant's that says no in one of `LOSS_KEYS`."""
-    return message["role"] != "assistant" or all(message.get(key, 1) for key in LOSS_KEYS)
-
-
-def has_text(value: Text) -> bool:
-    """Whether a text is not empty; of messages, whether one has a content or a call."""
-    if isinstance(value, list):
-        return any(message["content"] or message.get("tool_calls") for message in value)
-    return bool(value)
+def without_loss_keys(value):
+    """Returns messages without `LOSS_KEYS`, any other value as it is."""
+    if not is_messages(value):
+        return value
+    return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
 
 
 def missing_answer(answer: Text) -> str:
@@ -223,7 +223,7 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
     """Returns a row of KTO as (prompt, answer, whether it is good).
 
     Prompt and answer are strings, or both are message lists. Of `messages`, the answer is what the
-    assistant says last.
+    assistant says last, in one message or several.
 
     Raises:
         BadRow: there is no label, or `conversation` refuses the rest.
@@ -237,7 +237,10 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
         )
     prompt, answer = conversation({name: row[name] for name in row if name != "label"})
     if isinstance(answer, list) and not prompt:  # of `messages`
-        return answer[:-1], answer[-1:], LABELS[label]
+        start = len(answer) - 1
+        while start > 0 and answer[start]["role"] == answer[start - 1]["role"] == "assistant":
+            start -= 1  # no prompt ends with the assistant: the answer would go on with that
+        return answer[:start], answer[start:], LABELS[label]
     return prompt, answer, LABELS[label]
 
 
@@ -275,6 +278,8 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
         return preference_of_strings(prompt, chosen, rejected)
     chosen = as_messages(chosen, "assistant")
     rejected = as_messages(rejected, "assistant")
+    check_loss_keys(chosen)
+    check_loss_keys(rejected)
     begin_with_answer = all(
         not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
     )
@@ -352,8 +357,9 @@ def split_conversations(
     """Returns (prompt, chosen, rejected) of two conversations that begin with the same prompt.
 
     The prompt is what both begin with, cut so that both answers begin with a message of the
-    assistant, and each has at least one message. It is empty if there is no such place. Examples,
-    with `U` and `A` for messages of user and assistant:
+    assistant, and each has at least one message. It does not end with one, with which they would go
+    on. It is empty if there is no such place. Examples, with `U` and `A` for messages of user and
+    assistant:
 
         chosen         rejected       prompt      answers
         U1 A1 U2 A2    U1 A1 U2 A3    U1 A1 U2    A2          A3
@@ -362,7 +368,8 @@ def split_conversations(
     """
 
     def are_answers_from(place: int) -> bool:
-        return chosen[place]["role"] == rejected[place]["role"] == "assistant"
+        is_open = place > 0 and chosen[place - 1]["role"] == "assistant"
+        return chosen[place]["role"] == rejected[place]["role"] == "assistant" and not is_open
 
     longest_prompt = min(len(chosen), len(rejected)) - 1  # an answer has one message at least
     end = 0
@@ -461,14 +468,21 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
         return prompt, *answers
     if answers and not prompt:  # nothing is asked
         return prompt, *answers
-    texts = [str(answer) for answer in answers]
     turns = transcript_turns(prompt)
     if turns is None:
-        turns = [{"role": "user", "content": prompt}]
-    else:
-        texts = [text.strip() for text in texts]  # in hh-rlhf they begin with a space
-    answer_turns = [[{"role": "assistant", "content": text}] for text in texts]
+        answer_turns = [[{"role": "assistant", "content": str(answer)}] for answer in answers]
+        return [{"role": "user", "content": prompt}], *answer_turns
+    # Its answers may have several turns, too. In hh-rlhf they begin with a space.
+    answer_turns = [transcript_turns(HH_MARKER + str(answer)) or [] for answer in answers]
+    if turns[-1]["role"] == "assistant":  # which the answers go on with
+        for answer, (first, *_) in zip(answers, filter(None, answer_turns)):
+            first["content"] = " " * str(answer).startswith(" ") + first["content"]
     return turns, *answer_turns
+
+
+def goes_on(prompt: str, answer: str) -> bool:
+    """Whether an answer to an hh-rlhf transcript has a turn of the user, too."""
+    return prompt.endswith(HH_MARKER) and "\n\nHuman:" in answer
 
 
 def transcript_turns(text: str) -> list[dict] | None:

@@ -22,7 +22,9 @@ SENDERS = {
 # What some data call the arguments of a tool call, besides `arguments` and `parameters`.
 OTHER_ARGUMENTS = {"args", "input", "inputs", "kwargs", "params"}
 # How data that store tool calls as JSON say that there are none.
-NO_CALLS = ("", "[]", "null")
+NO_CALLS = ("", "[]", "{}", "null")
+# Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
+LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "trainable")
 
 
 class BadRow(Exception):
@@ -55,8 +57,30 @@ def is_message(value) -> bool:
 
 def has_no_calls(message: dict) -> bool:
     """Whether a message calls no tool, in any of the ways of data to say so."""
-    calls = message.get("tool_calls")
+    calls = message.get("tool_calls") or message.get("function_call")
     return not calls or (isinstance(calls, str) and calls.strip() in NO_CALLS)
+
+
+def learned_turns(messages: list[dict], first: int) -> list[int]:
+    """Returns which messages, from number `first` on, the model writes and learns."""
+    return [
+        number
+        for number, message in enumerate(messages)
+        if number >= first and message["role"] == "assistant"
+        if has_text([message]) and is_learned(message)
+    ]
+
+
+def is_learned(message: dict) -> bool:
+    """Whether a message may be learned: not an assistant's that says no in one of `LOSS_KEYS`."""
+    return message["role"] != "assistant" or all(message.get(key, 1) for key in LOSS_KEYS)
+
+
+def has_text(value: str | list[dict]) -> bool:
+    """Whether a text is not empty; of messages, whether one has a content or a call."""
+    if isinstance(value, list):
+        return any(message["content"] or message.get("tool_calls") for message in value)
+    return bool(value)
 
 
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
@@ -79,6 +103,9 @@ def as_message(message: dict, number: int) -> dict:
     """
     if "role" not in message:
         message = from_sharegpt(message, number)
+    if message.get("function_call") and not message.get("tool_calls"):  # OpenAI's first form
+        message = {**message, "tool_calls": message["function_call"]}
+        del message["function_call"]
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
     calls = message.get("tool_calls")

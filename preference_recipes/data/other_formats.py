@@ -28,6 +28,8 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
         row = from_other_format(row)
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
+    if row.get("tools"):
+        row = {**row, "tools": standard_tools(row["tools"])}
     if row.get("system"):
         row = begin_with_system(row, strings_as_messages)
     return row
@@ -50,7 +52,7 @@ def from_sharegpt(row: dict) -> dict:
     fits = is_messages(row["conversations"])
     refuse_unless(fits, row, "conversations", "a list of messages with from and value")
     column = "prompt" if formats.is_pair(row) else "messages"
-    return {**row, column: row["conversations"], "tools": standard_tools(row.get("tools"))}
+    return {**row, column: row["conversations"]}
 
 
 def standard_tools(tools: list | str | None):

@@ -3,7 +3,7 @@
 import json
 
 from preference_recipes.data import chat, formats
-from preference_recipes.data.messages import BadRow, as_messages, is_messages
+from preference_recipes.data.messages import BadRow, as_messages, has_text, is_messages
 
 
 def prompt_row(
@@ -35,16 +35,11 @@ def prompt_row(
         (ids,) = chat.encode_plain(tokenizer, prompt)
     else:
         prompt = messages = as_messages(prompt, "user")
-        if messages and messages[-1]["role"] == "assistant":
-            raise BadRow(
-                "the prompt ends with an answer (role 'assistant'), and the model would answer "
-                "after it: expected a prompt that ends before the answer"
-            )
         tools = tools or row.get("tools")
         ids = chat.encode_prompt(tokenizer, messages, tools).ids
-        notes = chat.unwritten_parts(tokenizer, messages, tools)
+        notes = chat.notes_on_prompt(tokenizer, messages, tools)
     reason = ""  # why the row cannot be used
-    if not formats.has_text(prompt):
+    if not has_text(prompt):
         reason = "empty prompt"
     elif len(ids) + max_new_tokens > max_length:
         reason = "prompt leaves no room for max_new_tokens within max_length"
@@ -61,7 +56,7 @@ def prompt_row(
 
 
 # ============================================================ prompts with teachers
-NO_ANSWER = chat.Answer([], [], [], notes=[])
+NO_ANSWER = chat.Answer([], [], [], [], notes=[])
 
 
 def taught_row(
@@ -78,7 +73,8 @@ def taught_row(
 
     Where there are several teachers that is `teacher`, the name of the row's own. Where the teacher
     reads another prompt it is `teacher_prompt_ids`. With completions it is `completion_ids`, empty
-    if the row has none, and the tokens before them, `context_ids` and `teacher_context_ids`.
+    if the row has none, `completion_targets`, which of them the model writes itself, and the tokens
+    before them, `context_ids` and `teacher_context_ids`.
 
     Args:
         teacher_names: of several teachers; none if there is one.
@@ -115,6 +111,9 @@ def taught_row(
                 values["reason"] = values["reason"] or reason_of_missing(row, answer)
         # Its tokens are the same after both prompts: those that the student would write.
         values["completion_ids"] = answer.ids[:max_new_tokens]
+        values["completion_targets"] = answer.targets[:max_new_tokens]
+        if answer.ids and not any(values["completion_targets"]):
+            values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
         values["truncated"] = len(answer.ids) > max_new_tokens
         if values["truncated"]:
             values["longest"] = len(answer.ids)
@@ -160,11 +159,11 @@ def encode_completion(row: dict, tokenizer) -> chat.Answer:
     """Returns the tokens of a row's completion, none if it has no text, and of what precedes it."""
     prompt = row["prompt"]
     completion = row["completion"]
-    if not formats.has_text(completion):
+    if not has_text(completion):
         return NO_ANSWER
     if isinstance(prompt, str) and isinstance(completion, str):
         context, ids = chat.encode_plain(tokenizer, prompt, completion)
-        return chat.Answer(context, context, ids, notes=[])
+        return chat.Answer(context, context, ids, [True] * len(ids), notes=[])
     before = as_messages(prompt, "user")
     after = as_messages(completion, "assistant")
     return chat.encode_answer(tokenizer, before, after, row.get("tools"))

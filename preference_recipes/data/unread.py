@@ -4,8 +4,6 @@ A key is read if a row becomes something else without it. So no list of the keys
 templates know is needed: each is taken out of a few rows, and these are converted again.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -20,64 +18,54 @@ Path = tuple[str, ...]
 DEPTH = 3
 EXAMPLES = 3  # rows that are converted without a key
 MOST_ROWS = 20_000  # that are looked at
-MOST_PATHS = 100
 
 
-def describe(
-    rows: Iterable[dict], convert: Callable[[dict], dict], keeps_columns: bool
-) -> str | None:
+def describe(rows: Iterable[dict], convert: Callable[[dict], dict]) -> str | None:
     """Returns which columns and keys with a value nothing reads; None if all are read.
 
     Example: `not read: column "id" (800 rows), key "messages.train" (12 rows)`
-
-    Args:
-        rows: of a data set, in order.
-        convert: what is made of a row, without what is kept of it as a whole.
-        keeps_columns: whether reward functions get the row's columns, which so are all read.
     """
-    counts: collections.Counter[Path] = collections.Counter()
-    examples: dict[Path, list[dict]] = collections.defaultdict(list)
     looked_at = 0
+    counts: collections.Counter[Path] = collections.Counter()
+    examples: dict[Path, dict[Any, list[dict]]] = collections.defaultdict(dict)
     for row in itertools.islice(rows, MOST_ROWS):
         looked_at += 1
-        for path in set(paths_of(row)):
-            counts[path] += 1
-            if len(examples[path]) < EXAMPLES:
-                examples[path].append(row)
+        found = dict.fromkeys(paths_of(row))  # in the order of the row
+        counts.update(dict.fromkeys(path for path, _ in found).keys())
+        for path, value in found:
+            some = examples[path].setdefault(value, [])
+            if len(some) < EXAMPLES:
+                some.append(row)
+
+    def is_read(row: dict, path: Path) -> bool:
+        try:
+            return convert(row) != convert(without(row, path))
+        except BadRow:  # only without the key
+            return True
 
     unread: list[Path] = []
-    for path in sorted(counts, key=len)[:MOST_PATHS]:
+    for path in sorted(counts, key=len):
         is_below_unread = any(path[: len(above)] == above for above in unread)
-        is_kept = keeps_columns and len(path) == 1
-        if is_below_unread or is_kept:
-            continue
-        if all(
-            outcome(convert, row) == outcome(convert, without(row, path)) for row in examples[path]
-        ):
+        tried = itertools.chain(*examples[path].values())
+        if not is_below_unread and not any(is_read(row, path) for row in tried):
             unread.append(path)
-    if not unread:
-        return None
     named = [
         f'{"column" if len(path) == 1 else "key"} "{".".join(path)}" '
         f"({counted(counts[path], 'row')})"
         for path in unread
     ]
     where = f" of the first {MOST_ROWS:,}" if looked_at == MOST_ROWS else ""
-    return f"not read{where}: {', '.join(named)}"
+    return f"not read{where}: {', '.join(named)}" if named else None
 
 
-def paths_of(value: Any, above: Path = ()) -> Iterator[Path]:
-    """Yields the keys of a row that hold a value, down to `DEPTH`."""
-    if isinstance(value, list):
-        for item in value:
-            yield from paths_of(item, above)
-    elif isinstance(value, dict):
-        for name, below in value.items():
-            if below is None or below == "" or below == [] or below == {}:
-                continue
-            yield (*above, name)
-            if len(above) + 1 < DEPTH:
-                yield from paths_of(below, (*above, name))
+def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields the keys of a row that hold a value, down to `DEPTH`, each with a yes or no."""
+    for item in value if isinstance(value, list) else [value]:
+        for name, below in item.items() if isinstance(item, dict) else ():
+            if below is not None and below not in ("", [], {}):
+                yield (*above, name), below if below in (0, 1) else None
+                if len(above) + 1 < DEPTH:
+                    yield from paths_of(below, (*above, name))
 
 
 def without(value: Any, path: Path) -> Any:
@@ -86,18 +74,5 @@ def without(value: Any, path: Path) -> Any:
         return [without(item, path) for item in value]
     if not isinstance(value, dict):
         return value
-    first, *rest = path
-    if not rest:
-        return {name: below for name, below in value.items() if name != first}
-    return {
-        name: without(below, tuple(rest)) if name == first else below
-        for name, below in value.items()
-    }
-
-
-def outcome(convert: Callable[[dict], dict], row: dict) -> dict | str:
-    """Returns what is made of a row, or why it fits no format."""
-    try:
-        return convert(row)
-    except BadRow as error:
-        return str(error)
+    kept = {name: below for name, below in value.items() if len(path) > 1 or name != path[0]}
+    return kept | {n: without(below, path[1:]) for n, below in kept.items() if n == path[0]}

@@ -151,6 +151,7 @@ class Teachers:
         *,
         prompts: list[list[int]],
         answers: list[list[int]],
+        is_target: list[list[bool]],
         names: list[str],
         packer: Packer,
     ) -> list[Lesson]:
@@ -160,11 +161,13 @@ class Teachers:
         reads on all of them, also on those where it has no answer.
 
         Args:
-            batch: of these answers, as the student reads them; all their tokens are targets.
+            batch: of these answers, as the student reads them.
+            is_target: of each of their tokens, whether a teacher speaks of it.
             prompts: what the teacher of each answer reads before it.
             names: of these teachers.
         """
-        ends = np.cumsum([len(answer) for answer in answers])
+        counts = [sum(flags) for flags in is_target]
+        ends = np.cumsum(counts)
         lessons = []
         for name, teacher in self.by_name.items():
             mine = [number for number, owner in enumerate(names) if owner == name]
@@ -175,11 +178,13 @@ class Teachers:
             if not has_all or self.have_own_prompts:
                 read = mine or [len(answers) - 1]  # a padding row, since the others wait
                 own_batch = packer.make_batch(
-                    [prompts[number] for number in read], [answers[number] for number in read]
+                    [prompts[number] for number in read],
+                    [answers[number] for number in read],
+                    [is_target[number] for number in read],
                 )
             hidden = teacher.model(own_batch, as_teacher=True)
             if mine:
-                spans = [np.arange(ends[n] - len(answers[n]), ends[n]) for n in mine]
+                spans = [np.arange(ends[n] - counts[n], ends[n]) for n in mine]
                 places = None if has_all else batches.send(np.concatenate(spans), packer.device)
                 lessons.append(Lesson(hidden, teacher.head, places))
         return lessons

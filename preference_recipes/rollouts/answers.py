@@ -38,7 +38,7 @@ UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
 # What people and LaTeX write around an answer, and what replaces it.
 PLAIN_FORMS = [
     (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),  # \text{x}: x
-    (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\[cdt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),  # \frac{1}{2}: 1/2
     (re.compile(r"\\frac *(\d) *(\d)"), r"\1/\2"),  # \frac12: 1/2
     (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000

@@ -58,6 +58,7 @@ class Episode:
         data_row: the number of the prompt's row in the data.
         prompt: token ids of what the model reads first.
         messages: the conversation so far.
+        variables: of the chat template, by name, as the row gives them.
         ids: the tokens after the prompt, drawn by the model or written by the template.
         is_sampled: for each of `ids`, whether the model drew it.
         logps: for each of `ids`, the sampler's log-prob; 0 where nothing was drawn.
@@ -71,6 +72,7 @@ class Episode:
     data_row: int
     prompt: list[int]
     messages: list[dict]
+    variables: dict | str | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     is_sampled: list[bool] = dataclasses.field(default_factory=list)
     logps: list[float] = dataclasses.field(default_factory=list)
@@ -211,14 +213,16 @@ class Stage:
         """
         data_row = columns["row"][number]
         # Parsed again: `reset` may have changed what it was given.
-        prompt = json.loads(columns["columns"][number])["prompt"]
+        row = json.loads(columns["columns"][number])
+        prompt = row["prompt"]
         if isinstance(prompt, str) and not sampler.args.strings_as_messages:
             sys.exit(
                 f"--environment {self.user_class.name}: the prompt of data row {data_row} is a "
                 "string, and a conversation needs messages: give --strings_as_messages"
             )
         messages = as_messages(prompt, "user")
-        episode = Episode(data_row, columns["prompt_ids"][number], messages)
+        variables = row.get("chat_template_kwargs")
+        episode = Episode(data_row, columns["prompt_ids"][number], messages, variables)
         added = environments.checked_reset(given)
         failure = self.failure_of(sampler, added, data_row, "reset")
         if failure:
@@ -236,7 +240,8 @@ class Stage:
             episode.messages = [*episode.messages, *added]
         option = f"--environment {self.user_class.name}"
         try:
-            ids = chat.encode_prompt(sampler.tokenizer, episode.messages, self.user_class.tools).ids
+            tokenizer = chat.with_variables(sampler.tokenizer, episode.variables)
+            ids = chat.encode_prompt(tokenizer, episode.messages, self.user_class.tools).ids
         except BadRow as error:
             sys.exit(f"{option}: after `reset` of data row {episode.data_row}, {error}")
         if len(ids) >= sampler.args.max_length:
@@ -307,15 +312,16 @@ class Stage:
             return instance.step(message)
         return environments.call_tools(instance, message)
 
-    def ids_between(self, sampler: Sampler, messages: list[dict], data_row: int) -> list[int]:
+    def ids_between(self, sampler: Sampler, messages: list[dict], episode: Episode) -> list[int]:
         """Returns what the template writes for messages that come back, up to the next answer."""
         if sum(len(message["content"]) for message in messages) > 100 * sampler.args.max_length:
             # Too long for the episode: so many ids end it, and no text is tokenised in vain.
             return [0] * sampler.args.max_length
         try:
-            return chat.ids_after_answer(sampler.tokenizer, messages, self.user_class.tools)
+            tokenizer = chat.with_variables(sampler.tokenizer, episode.variables)
+            return chat.ids_after_answer(tokenizer, messages, self.user_class.tools)
         except BadRow as error:
-            sys.exit(f"--environment {self.user_class.name}, data row {data_row}: {error}")
+            sys.exit(f"--environment {self.user_class.name}, data row {episode.data_row}: {error}")
 
     def continue_or_end(self, sampler: Sampler, episode: Episode, given: Any) -> None:
         """Adds what the environment said to an episode, or ends it.
@@ -337,7 +343,7 @@ class Stage:
             episode.is_live = False
             episode.ended = True
             return
-        ids = self.ids_between(sampler, messages, episode.data_row)
+        ids = self.ids_between(sampler, messages, episode)
         has_room = episode.room(sampler.args) > 0 and episode.places_left(sampler.args) > len(ids)
         if episode.turns >= sampler.args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply

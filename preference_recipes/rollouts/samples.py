@@ -51,7 +51,8 @@ class Samples:
         sampler_logps: the log-prob of each token of each response, as the sampler computed it when
             it drew the token; an empty list for a response that was generated greedily.
         is_sampled: of each token of each response, whether the model drew it. In episodes the
-            others come from an environment, and nothing is learned from them. An empty list: all.
+            others come from an environment, in completions of the data from whoever spoke besides
+            the assistant, and nothing is learned from them. An empty list: all.
         messages: of episodes, each conversation, prompt included.
         of_episodes: of episodes, `[samples]` by tag, for the log.
     """
@@ -122,8 +123,13 @@ class Samples:
         """Returns some of the samples as models read them."""
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]
-        is_target = [self.is_sampled[row] for row in rows] if self.is_sampled else None
-        return packer.make_batch(prompts, responses, is_target)
+        return packer.make_batch(prompts, responses, self.targets_of(rows))
+
+    def targets_of(self, rows: Sequence[int]) -> list[list[bool]]:
+        """Returns which tokens of some responses the model drew."""
+        if self.is_sampled:
+            return [self.is_sampled[row] for row in rows]
+        return [[True] * len(self.responses[row]) for row in rows]
 
     def collate(
         self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
@@ -216,7 +222,9 @@ class Samples:
             ended=torch.cat([part.ended for part in parts]),
             per_prompt=parts[0].per_prompt,
             sampler_logps=[logps for part in parts for logps in part.sampler_logps],
-            is_sampled=[row for part in parts for row in part.is_sampled],
+            is_sampled=[row for part in parts for row in part.targets_of(range(len(part)))]
+            if any(part.is_sampled for part in parts)
+            else [],
             messages=[row for part in parts for row in part.messages],
             of_episodes={
                 name: torch.cat([part.of_episodes[name] for part in parts])

@@ -119,9 +119,8 @@ def sequences_of(values: dict) -> list[Sequence]:
     parts = []
     for name in ("prompt", "teacher_prompt", "chosen", "rejected", "completion"):
         ids = list(values.get(f"{name}_ids", []))
-        is_answer = name in ("chosen", "rejected", "completion")
-        is_trained = [is_answer] * len(ids)
-        if is_answer and is_reward_row:  # the loss takes the score, read at the last token
+        is_trained = list(values.get(f"{name}_targets", [False] * len(ids)))
+        if is_reward_row and name != "prompt":  # the loss takes the score, read at the last token
             is_trained = [False] * (len(ids) - 1) + [True]
         if ids:
             parts.append(Sequence(name, ids, is_trained))

@@ -695,12 +695,12 @@ def test_transcripts_that_repeat_the_column_prompt_are_learned_without_it():
     assert formats.preference(row) == ("2+2", "2+2=4", "2+2=5")
 
 
-@pytest.mark.parametrize("prompt", [[QUESTION, YES], [QUESTION, YES, QUESTION, YES]])
-def test_a_prompt_that_holds_its_answer(prompt, tokenizer, accelerator, tmp_path):
-    """As with `--columns prompt=messages`: the model would answer after the answer."""
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": prompt}])
-    refuses("row 1", "ends with an answer", call=lambda: load(
-        accelerator, tokenizer, path, prompt_row, columns=["prompt=messages"]))  # fmt: skip
+def test_a_prompt_that_holds_its_answer_is_said(tokenizer, accelerator, tmp_path, capsys):
+    """As with `--columns prompt=messages`: the model goes on with the answer."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}])
+    (row,) = load(accelerator, tokenizer, path, prompt_row, columns=["prompt=messages"])
+    assert tokenizer.decode(row["prompt_ids"]) == "<|user|>Why?<|end|><|assistant|>Because."
+    assert "prompts end with a message of the assistant" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("more", [
@@ -763,7 +763,7 @@ def test_sharegpt(reader, name):
                       preference_row, name, ids="prompt_ids") == [([SYSTEM, QUESTION], None)]  # fmt: skip
     named = [{"dialog": SHAREGPT[:1] + SHAREGPT[3:], "functions": tools}]
     assert reader(named, name=name, columns=["messages=dialog", "tools=functions"]) == [
-        ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], [BARE_TOOL])
+        ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], [TOOL])
     ]
 
 

@@ -864,12 +864,12 @@ def test_calls_get_the_ids_that_mistral_wants(call_id):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("own_alpaca")])
-@pytest.mark.parametrize("after", ["", "\n"])
-def test_an_end_that_a_content_has_is_learned_once(name, after):
+@pytest.mark.parametrize("times, after", [(1, ""), (1, "\n"), (2, "")])
+def test_an_end_that_a_content_has_is_learned_once(name, times, after):
     tokenizer = templates.tokenizer(name)
     turns = [{**turn} for turn in CHAT]
     for turn in (turns[1], turns[3]):
-        turn["content"] += templates.end_of(name) + after
+        turn["content"] += templates.end_of(name) * times + after
     assert sft_row({"messages": turns}, tokenizer, 10_000, "assistant") == sft_row(
         {"messages": CHAT}, tokenizer, 10_000, "assistant"
     )
@@ -939,11 +939,15 @@ def test_one_answer_of_a_pair_thinks():
 def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
     """A shorter context need not be the beginning of the longer one, token by token."""
     answers = iter(
-        [chat.Answer([1, 2, 3], [1, 2, 3], [4], []), chat.Answer([1, 2, 3], [1, 5], [6], [])]
+        [
+            chat.Answer([1, 2, 3], [1, 2, 3], [4, 7], [True, False], []),
+            chat.Answer([1, 2, 3], [1, 5], [6], [True], []),
+        ]
     )
     monkeypatch.setattr(chat, "encode_answer", lambda *args, **kwargs: next(answers))
     pair = chat.encode_preference(templates.tokenizer("qwen3"), CHAT[:1], CHAT[1:2], CHAT[1:2])
-    assert pair == ([1], [2, 3, 4], [5, 6], [])
+    assert pair.prompt == [1] and pair.rejected == ([5, 6], [True, True])
+    assert pair.chosen == ([2, 3, 4, 7], [True, True, True, False])
 
 
 def test_every_token_is_learned_once_though_histories_repeat():

@@ -24,8 +24,7 @@ def tokenizer():
 def said(function, tokenizer, *rows, columns=None, **settings):
     settings = {"max_length": 512, "strings_as_messages": False, **settings}
     converter = conversion.Converter(function, tokenizer, columns or {}, settings)
-    keeps = conversion.KEPT_COLUMNS in converter.convert_row(rows[0], 0)
-    return unread.describe(iter(rows), converter.tokens_of, keeps)
+    return unread.describe(iter(rows), converter.tokens_of)
 
 
 def sft(tokenizer, *rows, **more):
@@ -72,6 +71,22 @@ def test_keys_of_calls_that_a_template_does_not_write(name):
     found = sft(tokenizer, row) or ""
     # Neither template writes the id of a call; what a call says is written.
     assert '"messages.tool_calls.id"' in found and "function" not in found
+
+
+def test_what_changes_the_meaning_elsewhere_is_named(tokenizer):
+    """Calls, tools and thoughts under names that no template of ours reads."""
+    call = {**A, "function_calls": [{"name": "add"}], "reasoning_details": [{"text": "hm"}]}
+    row = {"messages": [{**U, "functions": "[]"}, call], "functions": [{"name": "add"}]}
+    assert sft(tokenizer, row) == (
+        'not read: column "functions" (1 row), key "messages.functions" (1 row), '
+        'key "messages.function_calls" (1 row), key "messages.reasoning_details" (1 row)'
+    )
+
+
+@pytest.mark.parametrize("values", [[True, True, True, True, False], [1, 1, 1, 1, 0]])
+def test_a_key_that_is_read_in_a_late_row_only_is_read(tokenizer, values):
+    rows = [{"messages": [U, {**A, "train": value}]} for value in values]
+    assert sft(tokenizer, *rows) is None
 
 
 def test_of_a_large_set_the_first_rows_are_looked_at(tokenizer, monkeypatch):

@@ -148,7 +148,13 @@ def data() -> Rows:
     return Rows(
         datasets.Dataset.from_list(
             [
-                {**row, "length": length, "row": number}
+                {
+                    **row,
+                    "chosen_targets": [True] * len(row["chosen_ids"]),
+                    "rejected_targets": [True] * len(row["rejected_ids"]),
+                    "length": length,
+                    "row": number,
+                }
                 for number, (row, length) in enumerate(zip(ROWS, lengths), 1)
             ]
         )

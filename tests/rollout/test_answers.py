@@ -36,6 +36,7 @@ TABLE = [
     (r"\fbox{42}", "42", True),
     (r"\mbox{42} \boxed{4}", "42", False),
     (r"\boxed{\tfrac34}", r"\frac{3}{4}", True),
+    (r"\boxed{\cfrac34}", r"\frac{3}{4}", True),
     (r"\dfrac 3 4", "3/4", True),
     ("The answer is 18.", "18", True),
     ("The final answer is $18$. I hope it is correct.", "18", True),

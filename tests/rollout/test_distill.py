@@ -179,8 +179,9 @@ def test_each_teacher_reads_its_own_answers(is_sharded):
     """Where weights are cut, one without an answer reads the last one, which is the shortest: the other processes wait for it."""
     packer = Packer(torch.device("cpu"))
     students_prompts = [[1, 2], [3], [4, 5]]
-    answers = [[11, 12, 13], [21, 22], [31]]
-    batch = packer.make_batch(students_prompts, answers)
+    answers = [[11, 0, 12, 13], [21, 22], [31]]
+    is_target = [[True, False, True, True], [True, True], [True]]  # 0 is the result of a tool
+    batch = packer.make_batch(students_prompts, answers, is_target)
     models = {name: Recorded() for name in "abc"}
 
     def lessons(names, have_own_prompts, of_teachers):
@@ -190,14 +191,19 @@ def test_each_teacher_reads_its_own_answers(is_sharded):
         for model in models.values():
             model.read.clear()
         return read.lessons(
-            batch, prompts=of_teachers, answers=answers, names=list(names), packer=packer
+            batch,
+            prompts=of_teachers,
+            answers=answers,
+            is_target=is_target,
+            names=list(names),
+            packer=packer,
         )
 
     first, second = lessons("bab", False, students_prompts)
     assert first.hidden.flatten().tolist() == [11, 12, 13, 31]
     assert first.places.tolist() == [0, 1, 2, 5] and second.places.tolist() == [3, 4]
     assert models["a"].read == [[[3, 21, 22]]]
-    assert models["b"].read == [[[1, 2, 11, 12, 13], [4, 5, 31, 0, 0]]]
+    assert models["b"].read == [[[1, 2, 11, 0, 12, 13], [4, 5, 31, 0, 0, 0]]]
     assert models["c"].read == ([[[4, 5, 31]]] if is_sharded else [])
 
     (only,) = lessons("ccc", False, students_prompts)
@@ -206,7 +212,8 @@ def test_each_teacher_reads_its_own_answers(is_sharded):
     # The same answers after other prompts: the targets are in the same order.
     (only,) = lessons("ccc", True, [[7], [8, 8, 8], [9]])
     assert only.places is None and only.hidden.flatten().tolist() == [11, 12, 13, 21, 22, 31]
-    assert sorted(models["c"].read[0]) == [[7, 11, 12, 13, 0], [8, 8, 8, 21, 22], [9, 31, 0, 0, 0]]
+    read = [[7, 11, 0, 12, 13], [8, 8, 8, 21, 22], [9, 31, 0, 0, 0]]
+    assert sorted(models["c"].read[0]) == read
 
 
 def test_tokens_that_have_no_probability_are_never_sampled(accelerator, tokenizer):

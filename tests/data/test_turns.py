@@ -1,0 +1,287 @@
+"""Of an answer of several messages only what the model writes counts; prompts that end with the assistant; a row's own variables."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+import templates
+from preference_recipes.data import conversion, labels, pairs, prompts
+from preference_recipes.data.messages import BadRow
+from preference_recipes.models.packing import Packer
+from recipes import load
+
+LONG = 4000
+sft_row = load("sft").sft_row
+reward_row = load("reward").reward_row
+
+
+def say(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+ASK = say("user", "What time is it?")
+NO = say("assistant", "No.")
+CLOCK = {
+    "type": "function",
+    "function": {
+        "name": "clock",
+        "description": "The time.",
+        "parameters": {
+            "type": "object",
+            "properties": {"zone": {"type": "string", "description": "where"}},
+            "required": ["zone"],
+        },
+    },
+}
+CALL = say("assistant", "", tool_calls=[{"type": "function", "id": "abcdefghi", "function": {"name": "clock", "arguments": {"zone": "CET"}}}])  # fmt: skip
+RESULT = say("tool", "12:00", name="clock", tool_call_id="abcdefghi")
+NOON = say("assistant", "Noon.")
+ANSWERS = {
+    "a result": [CALL, RESULT, NOON],
+    "a user": [say("assistant", "One."), say("user", "And then?"), NOON],
+    "not learned": [say("assistant", "BAD", train=False), say("user", "And then?"), NOON],
+    "not learned, alone": [say("assistant", "BAD", loss_mask=0), say("assistant", "Noon.")],
+}
+# They write a conversation alike whatever follows, so that SFT learns it in one sequence.
+APPENDING = ["qwen2_5", "deepseekv3", "gemma4", "nemotron_3_nano"]
+
+
+def of_targets(ids, targets):
+    return list(itertools.compress(ids, targets))
+
+
+def in_sft(tokenizer, answer):
+    row = sft_row({"prompt": [ASK], "completion": answer, "tools": [CLOCK]}, tokenizer, LONG, "assistant")  # fmt: skip
+    return of_targets(row["input_ids"], row["targets"])
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("name", [*APPENDING, "llama3_1", "gptoss"])
+def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
+    tokenizer = templates.tokenizer(name)
+    answer = ANSWERS[kind]
+    learned = in_sft(tokenizer, answer)
+    if name == "gptoss" and kind == "a user":  # it ends an earlier answer in another way
+        end = tokenizer.convert_tokens_to_ids(["<|return|>", "<|end|>"])
+        learned[learned.index(end[0])] = end[1]
+    given = {"prompt": [ASK], "tools": [CLOCK]}
+    pair = {**given, "chosen": answer, "rejected": [NO]}
+    read = [
+        pairs.preference_row(pair, tokenizer, LONG),
+        labels.labelled_row(pair, tokenizer, LONG),
+        labels.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
+    ]
+    for row in read:
+        assert row["reason"] == "" and len(row["chosen_ids"]) == len(row["chosen_targets"])
+        assert of_targets(row["chosen_ids"], row["chosen_targets"]) == learned
+        whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
+        assert all(part["content"] in whole for part in answer)
+        assert row["rejected_targets"] == [True] * len(row["rejected_ids"])
+    taught = prompts.taught_row({**given, "completion": answer}, tokenizer, LONG, 1000, [], None, True)  # fmt: skip
+    assert of_targets(taught["completion_ids"], taught["completion_targets"]) == learned
+    assert 0 < len(learned) < len(taught["completion_ids"])
+
+
+def test_in_a_template_that_rewrites_turns_each_is_learned_as_it_is_written_at_last():
+    tokenizer = templates.tokenizer("qwen3")
+    thinks = [say("assistant", "One.", reasoning_content="hm"), *ANSWERS["a user"][1:]]
+    for answer, parts, said in (
+        (ANSWERS["a user"], ["One.", "<think>\n\n</think>\n\nNoon."], False),
+        (thinks, ["One.", "<think>\n\n</think>\n\nNoon."], True),
+        (ANSWERS["a result"], ['<tool_call>\n{"name": "clock", "arguments": {"zone": "CET"}}\n</tool_call>', "<think>\n\n</think>\n\nNoon."], False),
+    ):  # fmt: skip
+        row = pairs.preference_row({"prompt": [ASK], "chosen": answer, "rejected": [NO], "tools": [CLOCK]}, tokenizer, LONG)  # fmt: skip
+        learned = of_targets(row["chosen_ids"], row["chosen_targets"])
+        assert tokenizer.decode(learned) == "".join(part + "<|im_end|>" for part in parts)
+        bare = [{**part, "reasoning_content": ""} for part in answer]
+        text = tokenizer.apply_chat_template([ASK, *bare], [CLOCK], tokenize=False)
+        assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == text.removesuffix("\n")
+        assert any("earlier messages" in note for note in row.get("notes", [])) == said
+
+
+def test_answers_with_nothing_to_learn_are_left_out():
+    tokenizer = templates.tokenizer("qwen2_5")
+    bad = ANSWERS["not learned"]
+    row = {"prompt": [ASK], "chosen": bad[:1], "rejected": [NO]}
+    found = pairs.preference_row(row, tokenizer, LONG)
+    assert found["reason"] == "no answer that is to be learned"
+    row["chosen"] = bad
+    whole = pairs.preference_row(row, tokenizer, LONG)
+    first = len(whole["prompt_ids"]) + whole["chosen_targets"].index(True)
+    cut = pairs.preference_row(row, tokenizer, first)
+    assert cut["reason"] == "nothing to learn within max_length"
+    assert pairs.preference_row(row, tokenizer, first + 1)["reason"] == ""
+    for column in ("chosen", "rejected"):  # more than yes or no
+        unclear = {**row, column: [say("assistant", "a", weight=0.5)]}
+        with pytest.raises(BadRow, match=r"message 1, weight 0\.5"):
+            pairs.preference_row(unclear, tokenizer, LONG)
+
+
+def test_a_reward_model_reads_the_whole_answer():
+    tokenizer = templates.tokenizer("qwen2_5")
+    row = {"prompt": [ASK], "chosen": [say("assistant", "BAD", train=False)], "rejected": [NO]}
+    found = reward_row(row, tokenizer, LONG)
+    assert tokenizer.decode(found["chosen_ids"]) == "BAD<|im_end|>" and not found["reason"]
+
+
+# ============================================================ the numbers
+class Uniform(torch.nn.Module):
+    """Its log-prob of a token is minus its id / 1000, and so is what else it returns."""
+
+    def forward(self, batch, extras=()):
+        cells = torch.zeros(batch["mask"].numel())
+        cells[batch["cells"]] = -batch["targets"] / 1000
+        values = cells.view_as(batch["mask"])
+        return {"logps": values, **{name: values for name in extras}}
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_numbers_of_pairs_are_those_of_the_learned_tokens(share):
+    """In padded rows and in packed ones with a shared prompt, whatever the loss averages over."""
+    dpo = load("dpo")
+    columns = {
+        "prompt_ids": [[1, 2], [3]],
+        "chosen_ids": [[10, 20, 30, 40], [50]],
+        "rejected_ids": [[60, 70], [80, 90, 100]],
+        "chosen_targets": [[True, False, False, True], [True]],
+        "rejected_targets": [[False, True], [True, True, False]],
+    }
+    batch = dpo.collate(columns, Packer(torch.device("cpu"), share=share))
+    kept = [[10, 40], [50]], [[70], [80, 90]]
+    sums = [torch.tensor([-sum(ids) / 1000 for ids in answers]) for answers in kept]
+    counts = [torch.tensor([len(ids) for ids in answers]) for answers in kept]
+    averages = [total / count for total, count in zip(sums, counts)]
+    for kind in ("sigmoid", "ipo", "simpo", "orpo"):
+        args = dpo.Args(loss_type=kind, beta=0.5)
+        batch["ref_logps"] = torch.zeros(4)
+        reference = None if kind in dpo.REFERENCE_FREE else object()
+        losses, values = dpo.pair_losses(Uniform(), reference, batch, args)
+        if reference is None:
+            expected = dpo.reference_free_loss(*averages, beta=0.5, loss_type=kind, gamma=1.0)
+        else:
+            expected = dpo.preference_loss(*sums, *counts, beta=0.5, loss_type=kind)
+        torch.testing.assert_close(losses, expected)
+        torch.testing.assert_close(values["logps/chosen"], sums[0])
+        logits, mask = values["logits/rejected"]
+        torch.testing.assert_close((logits * mask).sum(1) / mask.sum(1), averages[1])
+
+
+def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
+    kto = load("kto")
+    columns = {
+        "row": [1, 2],
+        "prompt_ids": [[1, 2], [3]],
+        "chosen_ids": [[10, 20, 30], []],
+        "rejected_ids": [[40, 50], [60, 70]],
+        "chosen_targets": [[True, False, True], []],
+        "rejected_targets": [[True, True], [False, True]],
+    }
+    batch = kto.collate(columns, Packer(torch.device("cpu"), share=True))
+    logps = Uniform()(batch)["logps"].sum(1) * -1000
+    assert logps.round().tolist() == [40, 90, 70]
+    other = kto.labels.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
+    assert other["chosen_targets"] == [[True, False], []]
+
+
+# ============================================================ a prompt that ends with the assistant
+BEGUN = say("assistant", "It is ")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gemma4", "phi3_5", "smolvlm"])
+def test_the_model_goes_on_with_a_message_that_ends_the_prompt(name):
+    tokenizer = templates.tokenizer(name)
+    prompt = [ASK, BEGUN]
+    parts = [{**part, "content": [{"type": "text", "text": part["content"]}]} for part in prompt]
+    text = tokenizer.apply_chat_template(
+        parts if name == "smolvlm" else prompt, tokenize=False, continue_final_message=True
+    )
+    whole = text.rstrip() + " noon." + templates.end_of(name)  # Llama's takes off the space
+    rest = say("assistant", "noon.")
+    pair = pairs.preference_row({"prompt": prompt, "chosen": [rest], "rejected": "late."}, tokenizer, LONG)  # fmt: skip
+    sampled = prompts.prompt_row({"prompt": prompt}, tokenizer, LONG, 8)
+    answered = sft_row({"prompt": prompt, "completion": [rest]}, tokenizer, LONG, "assistant")
+    labelled = labels.labelled_row({"prompt": prompt, "completion": "noon.", "label": 1}, tokenizer, LONG)  # fmt: skip
+    taught = prompts.taught_row({"prompt": prompt, "completion": [rest]}, tokenizer, LONG, 9, [], None, True)  # fmt: skip
+    for row in (pair, sampled, answered, labelled, taught):
+        assert tokenizer.decode(row["prompt_ids"]) == text
+        assert any("prompts end with a message" in note for note in row["notes"])
+    for ids in (
+        pair["chosen_ids"],
+        of_targets(answered["input_ids"], answered["targets"]),
+        labelled["chosen_ids"],
+        taught["completion_ids"],
+    ):
+        assert text + tokenizer.decode(ids) == whole
+    assert text + tokenizer.decode(pair["rejected_ids"]) == whole.replace("noon", "late")
+    assert pair["prompt_ids"] == sampled["prompt_ids"] == taught["context_ids"]
+
+
+def test_a_begun_message_may_be_followed_by_several():
+    tokenizer = templates.tokenizer("qwen2_5")
+    answer = [say("assistant", "noon."), say("user", "And then?"), NOON]
+    row = pairs.preference_row({"prompt": [ASK, BEGUN], "chosen": answer, "rejected": [NO]}, tokenizer, LONG)  # fmt: skip
+    assert tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\nIt is ")
+    learned = of_targets(row["chosen_ids"], row["chosen_targets"])
+    assert tokenizer.decode(learned) == "noon.<|im_end|>Noon.<|im_end|>"
+
+
+def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
+    tokenizer = templates.tokenizer("qwen2_5")
+    both = [ASK, say("assistant", "One."), NOON]
+    row = pairs.preference_row({"chosen": both, "rejected": [*both[:2], NO]}, tokenizer, LONG)
+    text = tokenizer.apply_chat_template(both, tokenize=False)
+    assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == text.removesuffix("\n")
+    assert tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\n")
+
+
+def test_a_call_cannot_be_continued():
+    with pytest.raises(BadRow, match="cannot be continued"):
+        prompts.prompt_row({"prompt": [ASK, CALL]}, templates.tokenizer("qwen2_5"), LONG, 8)
+
+
+# ============================================================ transcripts that differ early
+def test_transcripts_that_differ_before_the_last_turn_become_turns():
+    tokenizer = templates.tokenizer("qwen2_5")
+    row = {
+        "chosen": "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Noon.",
+        "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
+    }
+    found = pairs.preference_row(row, tokenizer, LONG, strings_as_messages=True)
+    learned = of_targets(found["chosen_ids"], found["chosen_targets"])
+    assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
+    assert "<|im_start|>user\nAnd?<|im_end|>" in tokenizer.decode(found["chosen_ids"])
+    assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"
+    plain = pairs.preference_row(row, tokenizer, LONG)
+    assert "transcripts that differ before the last answer" in plain["reason"]
+    begun = {"prompt": "\n\nHuman: Why?\n\nAssistant: Well,", "chosen": " so.", "rejected": " no."}
+    found = pairs.preference_row(begun, tokenizer, LONG, strings_as_messages=True)
+    whole = tokenizer.decode(found["prompt_ids"] + found["chosen_ids"])
+    assert whole.endswith("<|im_start|>assistant\nWell, so.<|im_end|>")
+    row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
+    ends = pairs.preference_row(row, tokenizer, LONG, strings_as_messages=True)
+    assert ends["reason"] == "answer that does not end with a message of the assistant"
+
+
+# ============================================================ a row's own variables
+@pytest.mark.parametrize("as_text", [False, True])
+def test_variables_of_the_template_may_be_a_rows_own(as_text):
+    tokenizer = templates.tokenizer("qwen3")
+    values = {"enable_thinking": False, "unknown": 1, "absent": None}
+    given = {"prompt": [ASK], "completion": [NOON], "chosen": [NOON], "rejected": [NO]}
+    more = {"chat_template_kwargs": json.dumps(values) if as_text else values}
+    text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True, enable_thinking=False)  # fmt: skip
+    other = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
+    assert text != other
+    for function, settings in (
+        (sft_row, dict(loss_on="assistant")),
+        (pairs.preference_row, {}),
+        (prompts.prompt_row, dict(max_new_tokens=8)),
+    ):
+        converter = conversion.Converter(function, tokenizer, {}, dict(max_length=LONG, **settings))
+        rows = [{**given, **more}, given]
+        for row, prompt in zip(rows, (text, other)):
+            assert tokenizer.decode(converter.convert_row(row, 0)["prompt_ids"]) == prompt
+    with pytest.raises(BadRow, match="row 1: column 'chat_template_kwargs': expected an object"):
+        converter.convert_row({**given, "chat_template_kwargs": [1]}, 0)
