@@ -54,8 +54,8 @@ class Args(SharedArgs):
     loss_on: Literal["assistant", "completion", "all"] = arg(
         default="assistant", help="every assistant turn; the last turn; every token"
     )
-    loss_type: Literal["nll", "dft"] = arg(
-        default="nll", help="dft: the likelihood, weighted by the token's probability"
+    loss_type: Literal["nll", "dft", "eaft"] = arg(
+        default="nll", help="dft: weighted by the token's probability; eaft: by the entropy"
     )
     packing: bool = arg(
         default=False, help="put several short rows into one sequence, if the model allows it"
@@ -152,14 +152,19 @@ def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[t
     """Returns the losses of tokens `[rows, length]`, and values to log about them.
 
     nll: `-log p`. dft: `-p log p`, the first p a constant: a token that the model finds unlikely
-    has no huge gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9.
+    has no huge gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9. eaft: `-H / 3 log p`, with H
+    the entropy among the 20 most probable tokens, a constant, and 3 about its maximum: a model that
+    is sure of another token learns little; Entropy-Adaptive Fine-Tuning, arXiv:2601.02151.
 
     A value is `[rows, length]` with the mask of the targets.
     """
-    output = model(batch, extras=("correct",))
+    extras = ("correct", "top_entropy") if loss_type == "eaft" else ("correct",)
+    output = model(batch, extras=extras)
     losses = -output["logps"]
     if loss_type == "dft":
         losses = losses * output["logps"].detach().exp()
+    elif loss_type == "eaft":
+        losses = losses * output["top_entropy"] / 3
     mask = batch["mask"]
     return losses, {
         "loss": (losses, mask),

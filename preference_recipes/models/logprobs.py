@@ -27,9 +27,15 @@ def entropy(logits, all_logps, targets) -> torch.Tensor:
     return -all_logps.exp().mul_(all_logps).sum(-1)
 
 
+def top_entropy(logits, all_logps, targets) -> torch.Tensor:
+    """Returns the entropy among the 20 most probable tokens, as if there were no others, `[n]`."""
+    top_logps = all_logps.topk(min(20, all_logps.shape[1])).values.log_softmax(-1)
+    return entropy(logits, top_logps, targets)
+
+
 # What else a caller may ask of positions. Each is given logits `[n, v]`, their log-softmax, and the
 # targets `[n]`.
-EXTRAS = {"mean_logits": mean_logits, "correct": correct, "entropy": entropy}
+EXTRAS = {extra.__name__: extra for extra in (mean_logits, correct, entropy, top_entropy)}
 
 
 class ChunkedLogProbs(torch.autograd.Function):

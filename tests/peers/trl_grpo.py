@@ -36,11 +36,13 @@ LOSSES = {
     ("clip", "sequence"): "grpo",
     ("clip", "constant"): "dr_grpo",
     ("cispo", "token"): "cispo",
+    ("sapo", "sequence"): "sapo",
 }
 # Loss, average, ratio, and whether there is a KL.
 CASES = [
     (*pair, ratio, with_kl)
     for pair, ratio, with_kl in itertools.product(LOSSES, ("token", "sequence"), (False, True))
+    if pair[0] != "sapo"  # see test_sapo_is_that_of_trl
 ]
 # Which trainer, and its settings.
 ADVANTAGES = {
@@ -104,6 +106,26 @@ def correction_of_trl(mode: str) -> torch.Tensor:
     return names["vllm_importance_sampling_ratio"]
 
 
+def advantages_of_each(rewards: torch.Tensor, weights: list[float], group: int) -> list[float]:
+    """The advantages of `multi_objective_aggregation="normalize_then_sum"`, of `[samples, 2]`."""
+    from trl import GRPOTrainer
+    from trl.trainer.utils import nanstd
+
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    lines = source.partition('== "normalize_then_sum":\n')[2].partition("is_std_zero")[0]
+    names = {
+        "self": types.SimpleNamespace(reward_funcs=weights, reward_weights=torch.tensor(weights)),
+        "rewards_per_func": rewards,
+        "num_generations": group,
+        "unscorable_mask": torch.zeros(len(rewards), dtype=torch.bool),
+        "device": "cpu",
+        "nanstd": nanstd,
+        "torch": torch,
+    }
+    exec(textwrap.dedent(lines), names)
+    return names["advantages"].tolist()
+
+
 def loss_of_trl(
     loss_type: str, average: str, ratio: str, with_kl: bool, correction: str | None = None
 ) -> dict[str, list[float]]:
@@ -120,7 +142,13 @@ def loss_of_trl(
         # TRL bounds CISPO's weights by this number itself, PPO's ratio by 1 plus it.
         epsilon_high=1 + CLIP_HIGH if loss_type == "cispo" else CLIP_HIGH,
         max_completion_length=MAX_NEW_TOKENS,
-        args=types.SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1),
+        args=types.SimpleNamespace(
+            use_bias_correction_kl=True,
+            delta=None,
+            steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+        ),
         accelerator=types.SimpleNamespace(
             num_processes=1,
             gather=lambda tensor: tensor,

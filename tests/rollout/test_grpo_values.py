@@ -259,6 +259,40 @@ def test_advantages_are_those_of_trl(name):
 
 
 @pytest.mark.slow
+def test_gdpo_is_that_of_trl():
+    """Its lines from the rewards of two functions to advantages."""
+    generator = torch.Generator().manual_seed(1)
+    rewards = torch.rand(12, 2, generator=generator) * torch.tensor([10.0, 0.1])
+    weights = {"large": 1.0, "small": 2.0}
+    parts = dict(zip(weights, rewards.unbind(1)))
+    scores = grpo.scale_each(parts, weights, group_size=4)
+    found = grpo.estimate_advantages(scores, 4, "group", "batch")
+    expected = trl_grpo.advantages_of_each(rewards, [*weights.values()], 4)
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_mask_of_responses_that_became_unlikely_is_that_of_trl():
+    trl = pytest.importorskip("trl")
+    given = trl_grpo.tensors()
+    advantages = given["advantages"][:, None]
+    logps, sampler_logps, mask = given["logps"] - 1, given["sampler_logps"], given["mask"].long()
+    for limit in (0.3, 1.0):
+        kept = trl.GRPOTrainer.get_off_policy_mask(advantages, logps, sampler_logps, mask, limit)
+        found = grpo.is_off_policy(logps, sampler_logps, mask, advantages, limit)
+        assert torch.equal(found, kept == 0)
+        assert found.any() or limit == 1.0
+
+
+@pytest.mark.slow
+def test_sapo_is_that_of_trl():
+    expected = trl_grpo.loss_of_trl("sapo", "sequence", "token", False)
+    loss, gradient = ours("sapo", "sequence", "token", False)
+    assert loss == pytest.approx(expected["loss"][0], rel=1e-6)
+    assert gradient.flatten().tolist() == pytest.approx(expected["gradient"], rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.slow
 def test_what_is_stored_is_what_trl_computes():
     found = trl_grpo.values()
     assert found.keys() == STORED.keys()
