@@ -462,7 +462,7 @@ TOKENS = [
         "log-probs are of logits without the architecture's soft cap",
         "preference_recipes/models/architecture.py",
         replace("logits_formula", "result[..., 0].item() > 1000000.0", by="True"),
-        "models/test_logprobs.py::test_architectures[gemma2]",
+        "models/test_architectures.py::test_log_probs_and_gradients_are_those_of_its_own_logits[gemma2]",
     ),
     Fault(
         "tower_trained",

@@ -17,11 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from preference_recipes.data import chat, conversion, dataset, files, formats
+from preference_recipes.data import conversion, dataset, files, formats
 from preference_recipes.data.chat import stop_tokens
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
-from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
 
@@ -292,17 +291,6 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     ] == sorted([9, *ids(*stops)])
 
 
-def test_the_last_of_the_markers_that_end_every_answer_ends_it():
-    """Of those that end the last answer only, the first does: the others belong to what follows."""
-    tokenizer = make_tokenizer()
-    tokenizer.eos_token = "<pad>"
-    first, second = "<|im_start|>", "<|im_end|>"
-    assert chat.end_in(tokenizer, first + second, followed=first + second) == first + second
-    assert chat.end_in(tokenizer, first + second, followed=first + "a") == first
-    assert chat.end_in(tokenizer, first + second, followed="a") == first
-    assert chat.end_in(tokenizer, "ab", followed="ab") == ""
-
-
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
     def load(name, answers):
         rows = [{"prompt": U1, "completion": A1, "answer": answer} for answer in answers]
@@ -313,25 +301,6 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
 
     assert load("some", [None, 4])["answer"][:] == ["", "4"]
     assert "answer" not in load("none", [None, None]).column_names
-
-
-def test_without_a_prompt_there_is_nothing_to_answer(tokenizer, accelerator, tmp_path):
-    """Generation cannot begin from no token at all, which a text without a prompt is to a tokenizer without BOS."""
-    load = lambda name, rows: dataset.load(
-        accelerator,
-        str(write_jsonl(tmp_path / f"{name}.jsonl", rows)),
-        "train",
-        sft_row,
-        tokenizer,
-        {},
-        max_length=100,
-        loss_on="assistant",
-    )
-    rows = [{"text": U1, "answer": "4"}, {"prompt": U1, "completion": A1, "answer": "5"}]
-    assert (
-        load("both", rows)["answer"][:] == ["", "5"]
-        and "answer" not in load("texts", rows[:1]).column_names
-    )
 
 
 def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
@@ -402,31 +371,6 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
         write(tmp_path / kind / f"part-1.{kind}", rows[2:])
         folder = write(tmp_path / kind / f"part-0.{kind}", rows[:2]).rpartition("/")[0]
         assert load(folder) == data, kind
-
-
-def test_message_lists_in_every_file_kind_that_holds_them(tokenizer, accelerator, tmp_path):
-    rows = [
-        {"messages": [user(U1), assistant(A1)]},
-        {"messages": [message("system", "s"), user(U2), assistant(A2)]},
-    ]
-    expected = [sft(tokenizer, row)["input_ids"] for row in rows]
-    for name in ("a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"):
-        path = write(tmp_path / name, rows)
-        data = dataset.load(
-            accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant"
-        )
-        assert data["input_ids"][:] == expected, name
-
-
-def test_a_folders_splits_are_those_of_its_file_names(tokenizer, accelerator, tmp_path):
-    for name in ("train-0", "test-0"):
-        write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
-    for part in ("train", "test"):
-        how = dict(max_length=99, loss_on="assistant")
-        (ids,) = dataset.load(
-            accelerator, str(tmp_path / "set"), part, sft_row, tokenizer, {}, **how
-        )["input_ids"][:]
-        assert tokenizer.decode(ids) == f"{U1}{part}-0<|im_end|>"
 
 
 def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
@@ -501,28 +445,6 @@ def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
     assert trailing["input_ids"] == sft(tokenizer, {"messages": CHAT})["input_ids"]
 
 
-def test_a_tool_call_is_learned_though_it_has_no_text():
-    calls = CHATML.replace(
-        "+ m['content']", "+ m['content'] + (m.tool_calls | string if m.tool_calls else '')"
-    )
-    tokenizer = make_tokenizer(calls)
-    add = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
-    call = {"role": "assistant", "content": "", "tool_calls": [add]}
-    chat = [user("two and two?"), call, {"role": "tool", "content": "4"}, assistant("four")]
-    shown = [chat[0], assistant(str(call["tool_calls"])), *chat[2:]]
-    for loss_on, learned in (("assistant", [1, 3]), ("completion", [3])):
-        row = sft(tokenizer, {"messages": chat}, loss_on=loss_on)
-        assert (row["input_ids"], row["targets"]) == reference_targets(tokenizer, shown, learned)
-    last = sft(tokenizer, {"messages": chat[:2]}, loss_on="completion")
-    assert (last["input_ids"], last["targets"]) == reference_targets(
-        tokenizer, shown[:2], [1]
-    ) and last["reason"] == ""
-    chosen = preference_row(
-        {"prompt": chat[:1], "chosen": [call], "rejected": [assistant("5")]}, tokenizer, 128
-    )
-    assert "add" in tokenizer.decode(chosen["chosen_ids"]) and chosen["reason"] == ""
-
-
 SHOWS_TOOLS = (
     "{% if tools %}{{ '<|im_start|>tools' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"
     + CHATML.replace(
@@ -587,49 +509,8 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
             and "tools[" in text
         )
         assert row["n_targets"] == sum(row["targets"])
-        # The same in the prompt of a preference and of a rollout.
-        before = plain(
-            tokenizer,
-            tokenizer.apply_chat_template(
-                chat[:-1], tools, tokenize=False, add_generation_prompt=True
-            ),
-        )
-        given = {"prompt": chat[:-1], "tools": json.dumps(tools) if as_text else tools}
-        for function in (preference_row, reward_row):
-            assert (
-                function(
-                    {**given, "chosen": chat[-1:], "rejected": [assistant(B2)]}, tokenizer, 1000
-                )["prompt_ids"]
-                == before
-            )
-        assert prompt_row(given, tokenizer, 1000, 8)["prompt_ids"] == before
     with pytest.raises(BadRow, match="refuses the messages or tools: Expecting"):
         sft(tokenizer, {"messages": clean[0][0], "tools": "[{"})
-
-
-def test_a_template_that_rewrites_earlier_turns(tokenizer):
-    rewriting = make_tokenizer(REWRITING)
-    row = sft(rewriting, {"messages": CHAT})
-    parts = [sft(rewriting, {"messages": CHAT[:length]}, loss_on="completion") for length in (3, 5)]
-    assert row["sequence_lengths"] == [part["length"] for part in parts] and row["length"] == sum(
-        row["sequence_lengths"]
-    )
-    for key in ("input_ids", "targets"):
-        assert row[key] == parts[0][key] + parts[1][key]
-    assert (
-        row["n_targets"] == parts[0]["n_targets"] + parts[1]["n_targets"]
-        and row["prompt_ids"] == parts[1]["prompt_ids"]
-    )
-    row = sft(rewriting, {"messages": CHAT}, loss_on="completion")
-    whole = rewriting.apply_chat_template(CHAT, tokenize=True, return_dict=False)
-    assert row["input_ids"] == whole[: len(row["input_ids"])]
-    assert (
-        tokenizer.decode([i for i, target in zip(row["input_ids"], row["targets"]) if target])
-        == f"<t></t>{A2}<|im_end|>"
-    )
-    assert sft(rewriting, {"messages": CHAT[:3]})["n_targets"] == len(
-        plain(rewriting, f"<t></t>{A1}<|im_end|>")
-    )
 
 
 def test_templates_that_refuse(tokenizer):
@@ -637,21 +518,6 @@ def test_templates_that_refuse(tokenizer):
         sft(make_tokenizer(ALTERNATING), {"messages": CHAT})
     with pytest.raises(BadRow, match="no chat template"):
         sft(make_tokenizer(None), {"messages": CHAT})
-
-
-def test_an_answer_that_does_not_continue_the_generation_prompt(tokenizer):
-    """It is learned behind what both share, and that is said with both texts."""
-    thinking = make_tokenizer(
-        CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<t>'")
-    )
-    row = pair(thinking, {"prompt": [user(U1)], "chosen": A1, "rejected": B2})
-    same = pair(tokenizer, {"prompt": [user(U1)], "chosen": A1, "rejected": B2})
-    assert [row[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")] == [
-        same[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")
-    ]
-    kind, _, example = row["notes"][0].partition("\t")
-    assert "do not continue the generation prompt" in kind and "--chat_template" in kind
-    assert "'<t>'" in example and repr(f"{A1}<|im_end|>\n") in example and "notes" not in same
 
 
 @pytest.mark.parametrize("bos, adds, writes_bos", [
@@ -685,19 +551,6 @@ def test_an_eos_that_the_tokenizer_appends_is_no_bos():
     row = sft(tokenizer, {"prompt": PROMPT, "completion": CHOSEN})
     expected = [*plain(tokenizer, PROMPT), *plain(tokenizer, CHOSEN), tokenizer.eos_token_id]
     assert row["input_ids"] == expected
-
-
-def test_chat_pairs_equal_the_template(tokenizer):
-    row = pair(tokenizer, {"prompt": CHAT[:4], "chosen": [assistant(A2)], "rejected": B2})
-    assert row["prompt_ids"] == tokenizer.apply_chat_template(
-        CHAT[:4], tokenize=True, return_dict=False, add_generation_prompt=True
-    )
-    for name, answer in (("chosen_ids", A2), ("rejected_ids", B2)):
-        whole = tokenizer.apply_chat_template(
-            [*CHAT[:4], assistant(answer)], tokenize=True, return_dict=False
-        )
-        assert row["prompt_ids"] + row[name] == whole[: len(row["prompt_ids"] + row[name])]
-        assert row[name] == plain(tokenizer, answer + "<|im_end|>")
 
 
 def test_a_merge_over_the_boundary_loses_no_character():
@@ -756,7 +609,7 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("letters", range(2, 8))
+@pytest.mark.parametrize("letters", [2, 7])
 def test_a_row_is_truncated_when_a_token_is_lost(tokenizer, letters):
     """Not when it just fits: of a pair the prompt with the longer answer, whichever that is."""
     prompt = [user("7+5=")]
@@ -989,9 +842,9 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
         assert rows_of_update(n_rows, n_rows, 6, 0).tolist() != epochs[1]
 
 
-@pytest.mark.parametrize("n_rows", [1, 5, 12, 24])
-@pytest.mark.parametrize("micro, processes", [(1, 1), (2, 3), (4, 2), (3, 4), (24, 1)])
-@pytest.mark.parametrize("tokens", [0, 8, 20, 1000])
+@pytest.mark.parametrize("n_rows", [1, 5, 24])
+@pytest.mark.parametrize("micro, processes", [(1, 1), (2, 3), (3, 4)])
+@pytest.mark.parametrize("tokens", [0, 8, 20])
 def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
     lengths = np.random.default_rng(n_rows).integers(1, 10, 100)
     window = rows_of_update(100, n_rows, 0, 1)
@@ -1028,30 +881,3 @@ def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
     while ordered:
         least, ordered = least + 1, ordered[max(tokens // ordered[0], 1) :]
     assert len(shares[0]) == -(-least // processes)
-
-
-def test_micro_batches_by_tokens_hold_about_as_many():
-    """Rows of 1 to 600 tokens, at most 2048 a micro-batch, 3 processes: no process waits long for another."""
-    lengths, tokens = np.random.default_rng(0).integers(1, 601, 300), 2048
-    worlds = [types.SimpleNamespace(num_processes=3, process_index=index) for index in range(3)]
-    shares = [
-        [
-            len(rows) * lengths[rows].max()
-            for rows, _ in split(world, range(300), lengths, 8, tokens)
-        ]
-        for world in worlds
-    ]
-    full = [size for step in list(zip(*shares))[:-1] for size in step]
-    assert max(full) <= tokens and min(full) > 0.7 * tokens
-    assert max(map(sum, shares)) < 1.06 * min(map(sum, shares))
-
-
-def test_a_column_is_that_of_the_chosen_rows_in_their_order():
-    rows = datasets.Dataset.from_dict(
-        {"number": range(25_000), "word": [str(n % 7) for n in range(25_000)]}
-    )
-    order = np.random.default_rng(0).permutation(25_000)[:21_000]
-    chosen = rows.select(order)
-    assert dataset.column(chosen, "number").tolist() == order.tolist() and dataset.column(
-        chosen, "word"
-    ).tolist() == [str(n % 7) for n in order]

@@ -4,8 +4,6 @@ import copy
 import gzip
 import json
 import runpy
-import subprocess
-import sys
 
 import datasets
 import pytest
@@ -16,7 +14,7 @@ from preference_recipes.data.conversion import Converter
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
-from runs import REPOSITORY, recipe, refuses, write_jsonl
+from runs import recipe, refuses, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 
@@ -51,15 +49,7 @@ def rows_of(path, split="train") -> list[dict]:
 # ---------------------------------------------------------------------------------------------- names
 
 
-NAMES = [
-    "run[1].jsonl",
-    "a*.jsonl",
-    "what?.jsonl",
-    "run[1].json",
-    "run[1].jsonl.gz",
-    "run[1].csv",
-    "run[1].parquet",
-]
+NAMES = ["run[1].jsonl", "a*.jsonl", "run[1].csv", "run[1].parquet"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,7 +72,7 @@ def test_a_name_is_a_name_and_no_pattern(tmp_path, name):
     assert rows_of(tmp_path / name) == [{"text": "mine"}]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize("suffix", [".csv"])
 def test_the_name_of_a_folder_is_no_pattern_either(tmp_path, suffix):
     for folder in ("set[1]", "set1"):
         (tmp_path / folder).mkdir()
@@ -93,20 +83,6 @@ def test_the_name_of_a_folder_is_no_pattern_either(tmp_path, suffix):
     assert rows_of(tmp_path / "set[1]") == [{"text": "set[1] train"}]
     assert rows_of(tmp_path / "set[1]", "test") == [{"text": "set[1] test"}]
     assert rows_of(tmp_path / "set1") == [{"text": "set1 train"}]
-
-
-def test_held_out_sets_are_named_by_all_but_their_suffix(tmp_path, accelerator, tokenizer):
-    names = ["a.v1.jsonl", "a.v2.jsonl", "b.json.gz"]
-    for name in names:
-        content = json.dumps([{"text": name}] if "json." in name else {"text": name}).encode()
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    how = dict(
-        function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant"
-    )
-    sets = dataset.load_evaluation_sets(
-        accelerator, [str(tmp_path / name) for name in names], "train", **how
-    )
-    assert list(sets) == ["eval/a.v1/", "eval/a.v2/", "eval/b/"]
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -172,10 +148,7 @@ def test_a_column_that_appears_late_is_read(tmp_path, accelerator, tokenizer):
     ("a.jsonl", '{"text": "a"}\n{"text": \n', ["row 2", "malformed JSON", "Expecting value"]),
     ("a.jsonl", '{"text": "a"}\n["text"]\n', ["row 2", "a JSON object", '["text"]']),
     ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', ["row 2", "column 'text'", "a string", "found 5"]),
-    ("a.json", '[{"text": "a"},\n {"text": "b"}\n {"text": "c"}]', ["malformed JSON", "',' delimiter", "line 3 column 2"]),
-    ("a.json", '[{"text": "a"},\n {"text": "b"},\n]', ["malformed JSON", "line "]),
     ("a.json", '[{"text": "a"},\n {"text": "b"}', ["malformed JSON", "',' delimiter", "line 2 column 15"]),
-    ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', ["malformed JSON", "Extra data", "line 2 column 1"]),
     ("a.json", '[{"text": "a"},\n 2]', ["row 2", "a JSON object", "found 2"]),
 ])  # fmt: skip
 def test_an_error_names_the_row_at_fault(tmp_path, accelerator, tokenizer, name, text, parts):
@@ -193,39 +166,6 @@ def test_every_row_of_a_file_comes_as_it_is(tmp_path):
             "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
         )
         assert list(files.checked_rows(tmp_path / "b.jsonl")) == rows
-
-
-# In a process of its own, since what is measured is the memory of a whole process.
-MOST_MEMORY = """
-import sys, tracemalloc
-from pathlib import Path
-from preference_recipes.data import files
-
-tracemalloc.start()
-for name in sys.argv[1:]:
-    tracemalloc.reset_peak()
-    count = sum(1 for _ in files.checked_rows(Path(name)))
-    print(count, tracemalloc.get_traced_memory()[1])
-"""
-
-
-def test_a_large_file_of_lines_is_never_in_memory_as_a_whole(tmp_path):
-    rows = [{"text": f"{number} " + "x" * 5000} for number in range(8000)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "a.jsonl").write_text(text)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode(), 1))
-    names = [str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl.gz")]
-    measured = subprocess.run(
-        [sys.executable, "-c", MOST_MEMORY, *names],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for line in measured.stdout.splitlines():
-        count, most = map(int, line.split())
-        assert count == 8000 and most < len(text) / 4
-    assert len(measured.stdout.splitlines()) == 2
 
 
 # ---------------------------------------------------------------------------------------------- preferences
@@ -251,11 +191,6 @@ def test_nothing_of_a_prompt_is_lost_beside_conversations(prompt, inside, whole)
     assert formats.preference(row) == (whole, [YES], [NO])
 
 
-def test_a_prompt_that_is_one_message_is_a_prompt_of_messages():
-    row = {"prompt": QUESTION, "chosen": "Because.", "rejected": "No."}
-    assert formats.preference(row) == ([QUESTION], [YES], [NO])
-
-
 PAIR_OF_STRINGS = {"chosen": "Because.", "rejected": "No."}
 PAIR_OF_LISTS = {"chosen": [YES], "rejected": [NO]}
 TRANSCRIPTS = {
@@ -270,18 +205,11 @@ TRANSCRIPTS = {
         ({"prompt": "Why?", **PAIR_OF_STRINGS}, True),
         (TRANSCRIPTS, True),
         ({"prompt": "Why?", **PAIR_OF_LISTS}, False),
-        ({"prompt": "Why?", **PAIR_OF_LISTS}, True),
-        ({"prompt": "Why?", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"prompt": [QUESTION], **PAIR_OF_LISTS}, False),
-        ({"prompt": QUESTION, **PAIR_OF_LISTS}, False),
         ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
-        ({"prompt": "Why?", "chosen": YES, "rejected": NO}, False),
         ({"prompt": "\n\nHuman: Why?\n\nAssistant:", **TRANSCRIPTS}, True),
-        ({"prompt": "", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
-        ({"prompt": "", **TRANSCRIPTS}, True),
-        ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO], "completion": [YES]}, False),
     ],
 )
 def test_a_column_system_begins_the_chat(row, as_messages):
@@ -293,15 +221,6 @@ def test_a_column_system_begins_the_chat(row, as_messages):
     assert (prompt, *answers) == ([SYSTEM, QUESTION], [YES], [NO])
     plain = other_formats.standard(row, as_messages)
     assert other_formats.standard({**row, "system": ""}, as_messages) == {**plain, "system": ""}
-
-
-@pytest.mark.parametrize("row", [
-    {"chosen": 1, "rejected": 2}, {"prompt": "Why?", "chosen": 1, "rejected": "No."}, {"prompt": "Why?", "completion": 1},
-])  # fmt: skip
-def test_numbers_beside_a_system_message_are_refused(row):
-    read = formats.conversation if "completion" in row else formats.preference
-    with pytest.raises(BadRow, match="expected a string or a list of messages"):
-        read(other_formats.standard({**row, "system": "Be brief."}, True))
 
 
 @pytest.mark.parametrize("chosen", [{"role": 1, "content": "x"}, {"from": ["x"], "value": "x"}])
@@ -347,17 +266,6 @@ def test_a_column_system_beside_plain_strings_is_refused(row):
     assert other_formats.standard(text) == text
 
 
-def test_a_completion_next_to_a_pair_does_not_hide_its_system_message():
-    row = {**TRANSCRIPTS, "completion": [YES], "system": "Be brief."}
-    assert formats.preference(other_formats.standard(row, True)) == (
-        [SYSTEM, QUESTION],
-        [YES],
-        [NO],
-    )
-    with pytest.raises(BadRow, match="column 'system' is next to strings"):
-        other_formats.standard(row)
-
-
 @pytest.mark.parametrize("prompt", ["", []])
 def test_an_empty_prompt_next_to_messages_asks_nothing(prompt):
     """It was learned as an empty turn of the user."""
@@ -367,19 +275,12 @@ def test_an_empty_prompt_next_to_messages_asks_nothing(prompt):
     assert formats.preference(pair) == ([], [YES], [NO])
 
 
-@pytest.mark.parametrize("calls", ["[]", "null", "", []])
+@pytest.mark.parametrize("calls", ["[]", []])
 def test_a_message_without_a_content_must_call_something(calls):
     """Data that hold calls as JSON say "[]" where there are none."""
     empty = {"role": "assistant", "content": None, "tool_calls": calls}
     with pytest.raises(BadRow, match="expected a list of messages"):
         formats.conversation({"messages": [QUESTION, empty]})
-
-
-@pytest.mark.parametrize("calls", ["[]", "null", "", {"name": None}])
-def test_parts_beside_no_calls_are_read_as_a_text_is(calls):
-    parts = [{"type": "text", "text": "Because."}]
-    (found,) = messages.as_messages([{**YES, "content": parts, "tool_calls": calls}], "user")
-    assert found == {**YES, "tool_calls": []}
 
 
 @pytest.mark.parametrize("prompt", ["", []])
@@ -515,8 +416,7 @@ def test_a_column_text_beside_another_format_is_learned_only_on_request(
 
 
 @pytest.mark.parametrize("more, is_read", [
-    ({"images": ["a.png"]}, False), ({"image": {"path": "a.png"}}, False), ({"image": "python:3.12"}, True),
-    ({"image": 3}, True), ({"video": True}, True), ({"image": "", "about": "the tag <image>"}, True),
+    ({"image": {"path": "a.png"}}, False), ({"image": "python:3.12"}, True),
 ])  # fmt: skip
 def test_a_prompt_with_an_image(more, is_read, tokenizer, accelerator, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [QUESTION], **more}])
@@ -564,35 +464,28 @@ def calls_written(name: str, content, calls) -> str:
     return tokenizer.decode(row["input_ids"])
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gptoss", "deepseekv3", "gemma4"])
-@pytest.mark.parametrize("content", ["", []])
+@pytest.mark.parametrize("name", ["qwen2_5", "gptoss", "deepseekv3"])
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 @pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}])
-def test_a_call_may_have_its_name_outside_of_function(name, content, key, given):
+def test_a_call_may_have_its_name_outside_of_function(name, key, given):
     """Most templates refused it, or wrote a call without arguments."""
     function = {"name": "add", "arguments": {"x": 1}}
-    expected = calls_written(
-        name, content, [{"id": "c1", "type": "function", "function": function}]
-    )
+    expected = calls_written(name, "", [{"id": "c1", "type": "function", "function": function}])
     call = {"id": "c1", "name": "add", key: given}
-    assert calls_written(name, content, [call]) == expected
+    assert calls_written(name, [], [call]) == expected
     assert calls_written(name, "", call) == calls_written(name, "", json.dumps([call])) == expected
 
 
 ABSENT = object()
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gptoss", "deepseekv3", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3"])
 @pytest.mark.parametrize("form", ["nested", "flat", "json"])
 @pytest.mark.parametrize(
     "given, meant",
     [
         (json.dumps('{"x": 1}'), {"x": 1}),
-        (json.dumps(json.dumps('{"x": 1}')), {"x": 1}),
         ("", {}),
-        (" ", {}),
-        ('""', {}),
-        ("null", {}),
         (None, {}),
         (ABSENT, {}),
     ],
@@ -609,20 +502,14 @@ def test_what_else_arguments_may_be(name, form, given, meant):
 
 
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
-@pytest.mark.parametrize("given", ["x", "[1]", [1], '"x"', 3, "3", "{", True, [{"x": 1}]])
+@pytest.mark.parametrize("given", ["x", "[1]", [1], 3])
 def test_arguments_that_are_no_object_are_refused(key, given):
     """They were learned as a quoted text, or whatever the template made of them."""
     for call in ({"name": "add", key: given}, {"function": {"name": "add", key: given}}):
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        rows = [{"messages": [QUESTION, YES]}, {"messages": [QUESTION, answer]}]
-        expected = "row 2: the arguments of a call of 'add': expected an object or its JSON, found"
+        row = {"messages": [QUESTION, answer]}
         with pytest.raises(BadRow, match="the arguments of a call of 'add'"):
-            sft_row(rows[1], templates.tokenizer("qwen2_5"), 1000, "assistant")
-        convert = Converter(
-            sft_row, templates.tokenizer("qwen2_5"), {}, dict(max_length=99, loss_on="assistant")
-        )
-        with pytest.raises(BadRow, match=expected):
-            convert.convert_row(rows[1], 1)
+            sft_row(row, templates.tokenizer("qwen2_5"), 1000, "assistant")
 
 
 def test_arguments_of_a_nested_call_under_another_name_are_not_lost():
@@ -714,20 +601,6 @@ def test_a_text_beside_columns_that_fit_no_format_is_learned(
     assert tokenizer.decode(found["input_ids"]).removesuffix("<|end|>") == "a b"
 
 
-def test_a_prompt_of_alpaca_does_without_its_text(reader):
-    assert reader([ALPACA_TEXT], prompt_row, ids="prompt_ids") == [(QUESTIONS[1], None)]
-
-
-def test_a_column_text_does_not_hide_a_system_message_from_a_string(
-    tokenizer, accelerator, tmp_path
-):
-    row = {"prompt": "Why?", "system": "Be brief.", "text": "Why? So."}
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    refuses(
-        "'system' is next to strings", call=lambda: load(accelerator, tokenizer, path, prompt_row)
-    )
-
-
 SHAREGPT = [
     said("human", "A film?"),
     said("function_call", '{"name": "search", "arguments": {"title": "Inception", "year": null}}'),
@@ -813,17 +686,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
 @pytest.mark.parametrize("row, words", [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1, part 2", "'image_url'", "only text"]),
     ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
-    ({"messages": [message("user", "<image>\nWhy?"), YES], "image": "a.png"}, ["column 'image'", "only text"]),
-    ({"messages": [QUESTION, YES], "image": {"path": "a.png"}}, ["column 'image'", "only text"]),
     ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py", "good answers", "pairs"]),
-    ({"prompt": "a", "completion": "b", "label": False}, ["column 'label'", "KTO"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5", "--loss_on"]),
-    ({"prompt": "a", "completion": [{**YES, "weight": 2}]}, ["message 1", "weight 2"]),
     ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
-    ({"messages": [QUESTION, {**YES, "skip_loss": True}]}, ["message 2", "skip_loss True"]),
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
     ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
-    ({"conversations": "a"}, ["column 'conversations'", "found 'a'"]),
     ({"instruction": "a", "output": 5}, ["column 'output'", "a string", "found 5"]),
 ])  # fmt: skip
 def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
@@ -833,23 +700,11 @@ def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_
 
 def test_labels_of_other_data_are_no_format(tokenizer, accelerator, tmp_path):
     """A class beside a text, and a label beside a pair, are columns like any other."""
-    assert (
-        len(
-            load(
-                accelerator,
-                tokenizer,
-                write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": True}]),
-            )
-        )
-        == 1
-    )
+    classes = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": True}])
+    assert len(load(accelerator, tokenizer, classes)) == 1
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
-    assert (
-        len(load(accelerator, tokenizer, write_jsonl(tmp_path / "b.jsonl", [pair]), preference_row))
-        == 1
-    )
-    refuses("row 1", "KTO", call=lambda: load(
-        accelerator, tokenizer, write_jsonl(tmp_path / "c.jsonl", [{"messages": [QUESTION, YES], "label": 0 == 1}]), preference_row))  # fmt: skip
+    pairs = write_jsonl(tmp_path / "b.jsonl", [pair])
+    assert len(load(accelerator, tokenizer, pairs, preference_row)) == 1
 
 
 def test_a_link_to_a_file_whose_name_says_no_format(tokenizer, accelerator, tmp_path):
@@ -870,18 +725,6 @@ def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):
         data = load(accelerator, tokenizer, tmp_path / path, split=split)
         assert tokenizer.decode(data[0]["input_ids"]) == f"{split}<|end|>"
         assert sorted((tmp_path / path).rglob("*")) == before  # nothing is written beside the data
-    refuses(
-        "both",
-        "'validation'",
-        "['train', 'test']",
-        call=lambda: load(accelerator, tokenizer, tmp_path / "both", split="validation"),
-    )
-    (tmp_path / "a.parquet.gz").write_bytes(b"")
-    refuses(
-        "a.parquet.gz",
-        "gunzip",
-        call=lambda: load(accelerator, tokenizer, tmp_path / "a.parquet.gz"),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- roles
@@ -915,10 +758,3 @@ def test_one_answer_that_repeats_the_prompt_and_one_that_does_not_are_refused(ba
         formats.preference(row)
     answers = {**row, whole: [NO]}
     assert formats.preference(answers)[0] == [QUESTION]
-
-
-@pytest.mark.parametrize("column", ["chosen", "rejected"])
-def test_a_conversation_without_messages_is_a_bad_row(column):
-    row = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO], column: []}
-    with pytest.raises(BadRow, match="do not begin with the same prompt"):
-        formats.preference(row)

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from common import arguments
 from common.batches import rows_of_update
 from common.mixture import Mixture
 from preference_recipes.data import dataset
 from preference_recipes.rollouts import reward_calls
 from preference_recipes.rollouts.samples import Samples
-from runs import ASSETS, recipe, refuses, write_jsonl
+from runs import recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))
 
@@ -132,17 +131,6 @@ def test_a_mixture_of_files(accelerator, tokenizer, tmp_path, capsys):
             "2 numbers above 0",
             call=lambda weights=weights: load([one, two], weights),
         )
-
-
-def test_one_name_stays_a_string():
-    def parse(*argv):
-        return arguments.parse(
-            sft["Args"], ASSETS / "sft.yaml", ["--model_name_or_path", "m", *argv]
-        )
-
-    assert parse("--dataset_name", "a").dataset_name == "a"
-    several = parse("--dataset_name", "a", "b", "--dataset_weights", "2", "0.5")
-    assert several.dataset_name == ["a", "b"] and several.dataset_weights == [2.0, 0.5]
 
 
 def test_a_reward_function_gets_the_columns_of_all_sets():

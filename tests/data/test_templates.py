@@ -287,7 +287,7 @@ def own_template(answer: str):
     return tokenizer
 
 
-@pytest.mark.parametrize("content", ["i", "final:", "yes", " yes", "zqzplace"])
+@pytest.mark.parametrize("content", ["i", " yes"])
 @pytest.mark.parametrize(
     "answer, lead",
     [
@@ -345,13 +345,6 @@ def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(argume
     assert tokenizer.decode(ids) == 'add{"x": true}<|im_end|>'
 
 
-def test_thinking_that_recurs_in_a_call_is_noticed_as_dropped():
-    tokenizer = templates.tokenizer("qwen2_5")
-    answer = {**CALL, "reasoning_content": "add"}
-    ids = chat.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
-    assert tokenizer.decode(ids) == "<think>\nadd\n</think>\n\n" + CALLS["qwen2_5"]
-
-
 def test_thinking_that_is_dropped_within_an_answer_is_named():
     """As at inference the template does not show it to the model, so it is not learned."""
     tokenizer = templates.tokenizer("qwen2_5")
@@ -362,7 +355,7 @@ def test_thinking_that_is_dropped_within_an_answer_is_named():
     assert "one two" not in tokenizer.decode(answer.ids)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3", "llama3"])
+@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3"])
 def test_all_messages_of_an_answer_are_learned_where_the_last_ones_thinking_is_dropped(name):
     tokenizer = templates.tokenizer(name)
     history = [message("user", "five")]
@@ -408,9 +401,7 @@ def test_a_tool_call_is_learned_up_to_its_end(name):
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", "phi3", "llama3", "lfm2", "cohere2", "own_alpaca", "idefics3"]
-)
+@pytest.mark.parametrize("name", ["gemma3", "own_alpaca", "idefics3"])
 def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     name, accelerator, tmp_path, capsys
 ):
@@ -491,35 +482,6 @@ def test_system_messages_and_tools_are_read(name):
     assert tokenizer.decode(ids) == plain_answer(name, CHAT[1]["content"])
 
 
-def test_what_is_said_of_a_data_set_is_said_once(accelerator, tmp_path, capsys):
-    for name, part in (("glm4moe", "the chat template writes no end of a turn, so the EOS is appended to what is learned: 3 rows"),
-                       ("deepseekv3", "so they are learned after what both share (--chat_template or --chat_template_kwargs may align them): 3 rows "
-                                      "(row 1: the prompt ends '<think>\\n', the answer begins 'three four." + templates.end_of("deepseekv3") + "')"),
-                       ("qwen3_5_nothink", "so they are learned after what both share (--chat_template or --chat_template_kwargs may align them): 3 rows (row 1: ")):  # fmt: skip
-        answer = THOUGHT if "nothink" in name else "three four."
-        rows = [
-            {"messages": [message("user", text), message("assistant", answer)]}
-            for text in ("one", "two", "five")
-        ]
-        path = str(write_jsonl(tmp_path / f"{name}.jsonl", rows))
-        dataset.load(
-            accelerator,
-            path,
-            "train",
-            sft_row,
-            templates.tokenizer(name),
-            {},
-            max_length=10_000,
-            loss_on="assistant",
-        )
-        said = capsys.readouterr().out
-        assert (
-            said.startswith(f"reading {path} ...\ndata {path}: 3 usable rows; ")
-            and part in said
-            and said.count("\n") == 2
-        )
-
-
 # ---------------------------------------------------------------------------------------------- strings
 
 
@@ -562,27 +524,6 @@ def test_strings_become_turns_where_asked():
     )
 
 
-def test_strings_with_a_chat_model_are_said(accelerator, tmp_path, capsys):
-    path = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "five", "completion": "six"}] * 2))
-    how = dict(columns={}, max_length=100, loss_on="assistant")
-    for strings, template, is_said in (
-        (False, "qwen2_5", True),
-        (True, "qwen2_5", False),
-        (False, None, False),
-    ):
-        tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
-        if template is None:
-            tokenizer.chat_template = None
-        dataset.load(
-            accelerator, path, "train", sft_row, tokenizer, strings_as_messages=strings, **how
-        )
-        said = capsys.readouterr().out
-        assert (
-            said.startswith(f"reading {path} ...\ndata {path}: 2 usable rows")
-            and ("\nWARNING: strings are read as plain text" in said) == is_said
-        )
-
-
 # ---------------------------------------------------------------------------------------------- the user's own template
 
 
@@ -621,18 +562,6 @@ def test_variables_of_the_template_are_saved_with_it(tmp_path):
     assert chat.fingerprint(tokenizer) != chat.fingerprint(plain)
 
 
-def test_values_of_every_kind_reach_the_template(tmp_path):
-    values = {"a": None, "b": "x'\"\\\n%} é", "c": [1, {"d": True, "e": None}], "f": -1.5}
-    file = tmp_path / "t.jinja"
-    file.write_text(
-        "  {{ a is none }}|{{ b }}|{{ c | tojson }}|{{ f }}|{{ messages[0].content }}{{ d }}",
-        encoding="utf-8",
-    )
-    tokenizer = load.tokenizer_of(saved(tmp_path / "model"), str(file), json.dumps(values))
-    text = tokenizer.apply_chat_template([message("user", "one")], tokenize=False)
-    assert text == f"  True|{values['b']}|{json.dumps(values['c'])}|-1.5|one"
-
-
 def test_a_file_replaces_the_template(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text(templates.ALPACA, encoding="utf-8")
@@ -644,29 +573,6 @@ def test_a_file_replaces_the_template(tmp_path):
     )
     tokenizer.save_pretrained(tmp_path / "actor")
     assert AutoTokenizer.from_pretrained(tmp_path / "actor").chat_template == templates.ALPACA
-
-
-def test_bad_templates_and_variables_are_refused(tmp_path):
-    folder = saved(tmp_path / "model")
-    broken = tmp_path / "broken.jinja"
-    broken.write_text("{% for %}")
-    for file in (tmp_path / "none.jinja", tmp_path, broken):
-        refuses(
-            f"--chat_template {file}",
-            "Jinja template",
-            call=lambda file=file: load.tokenizer_of(folder, str(file)),
-        )
-    for text, part in (
-        ("{", "JSON object"),
-        ("[1]", "JSON object"),
-        ('{"thinkin": 1}', "no variable 'thinkin'"),
-        ('{"messages": 1}', "'messages'"),
-    ):
-        refuses(
-            f"--chat_template_kwargs {text}",
-            part,
-            call=lambda text=text: load.tokenizer_of(folder, None, text),
-        )
 
 
 def test_only_what_a_template_reads_as_a_variable_can_be_set():
@@ -696,27 +602,6 @@ def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
     rendered = tokenizer.apply_chat_template([message("user", "a")], tokenize=False)
     assert rendered.endswith("True")
     assert json.loads(rendered.removesuffix("True")) == list(values.values())
-
-
-# What a template may write, and what the run says of it.
-PROGRAMS = {
-    "an error of several lines": ("{{ raise_exception('no\\n  such\\nrole') }}", "refuses the messages: no such role (roles: user)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_template_that_errs_is_said_in_one_line(accelerator, tmp_path, kind):
-    template, said = PROGRAMS[kind]
-    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
-    tokenizer.chat_template = template
-    say = lambda text: {"prompt": [message("user", text)], "completion": [message("assistant", "a")]}  # fmt: skip
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [say("one"), say("two")]))
-    settings = {"max_length": 64, "loss_on": "assistant"}
-    refuses(
-        f"data set {path!r}, row 1: ",
-        said,
-        call=lambda: dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, **settings),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- the date
@@ -799,17 +684,6 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
 def test_a_thought_gets_markers_once(content, expected):
     given = {"content": content, "reasoning_content": "why"}
     assert thoughts.written(given, "... </think> ... [/THINK] ...") == expected
-
-
-@pytest.mark.parametrize("text, expected", [
-    ("<think></think>", True), ("\n<think>\n\n</think>\n\n", True), ("[THINK]\n[/THINK]", True),
-    ("<|channel>thought\n<channel|>", True), ("◁think▷◁/think▷", True),
-    ("<|START_THINKING|><|END_THINKING|>", True), ("<think>So.</think>", True),
-    ("<think>\n", False), ("<think>\n</think>\n<think>\n", False), ("final <think></think>", False),
-    ("<|channel|>analysis<|message|>", False), ("<|im_start|><|im_end|>", False), ("", False),
-])  # fmt: skip
-def test_a_whole_thought_is_one_that_is_closed(text, expected):
-    assert thoughts.is_closed(text) == expected
 
 
 MISTRAL = (  # its v3: the system message stands in the last message of the user, calls need ids
@@ -1008,7 +882,7 @@ def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
     assert following and chat.text_since(tokenizer, messages, 1) == following
 
 
-@pytest.mark.parametrize("empty", ["<think></think>", "<think>\n\n</think>\n\n", "</think>"])
+@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "</think>"])
 def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty):
     """As DeepSeek-V3.1 writes one, without thinking: prompt and answer begin alike, and both were learned."""
     tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
@@ -1042,16 +916,6 @@ def test_a_thought_that_only_the_prompt_has_gives_way_whatever_its_markers(thoug
     found = chat.encode_answer(tokenizer, history, [answer])
     assert tokenizer.decode(found.context).endswith("<|im_start|>assistant\n")
     assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
-
-
-@pytest.mark.parametrize("prompt, expected", [
-    ("<bot><think>\n</think>\n", "<bot>"), ("<bot></think>", "<bot>"), ("<bot>", "<bot>"),
-    ("<think>a</think>b<bot></think>", "<think>a</think>b<bot>"),
-    ("<user>what does <think> mean<bot></think>", "<user>what does <think> mean<bot>"),
-    ("<bot></think>Sure", "<bot></think>Sure"), ("<bot><think>", "<bot>"),
-])  # fmt: skip
-def test_a_prompt_without_the_open_or_empty_thought_at_its_end(prompt, expected):
-    assert thoughts.AT_END.sub("", prompt) == expected
 
 
 def test_a_thought_that_the_prompt_opens_is_opened_once_where_the_template_writes_one_in_front_of_answers():

@@ -1,7 +1,6 @@
 """What a user gave and nothing reads is named: columns, keys of messages, of calls and of tools."""
 
 import itertools
-import json
 
 import pytest
 from transformers import AutoTokenizer
@@ -94,14 +93,3 @@ def test_of_a_large_set_the_first_rows_are_looked_at(tokenizer, monkeypatch):
     rows = itertools.repeat({"id": 1, "prompt": "a", "completion": "b"}, 10)
     found = sft(tokenizer, {"prompt": "a", "completion": "b"}, *rows)
     assert found == 'not read of the first 3: column "id" (2 rows)'
-
-
-def test_a_run_says_it(tmp_path, capsys):
-    from runs import launch, recipe
-
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"id": n, "messages": [U, A]}) + "\n" for n in range(4)))
-    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data, "--preview", 1]
-    for _ in range(2):  # also where the ids come from the cache
-        result = launch([], recipe("sft"), *flags)
-        assert f'data {data}: 4 usable rows; not read: column "id" (4 rows)' in result.stdout

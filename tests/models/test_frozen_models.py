@@ -1,7 +1,6 @@
 """Reference and reward models: a change is noticed at a resume, and cached log-probs are those of this engine."""
 
 import json
-import math
 import os
 import shutil
 import types
@@ -10,17 +9,15 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
 
-from architectures import build, config_of
-from common import checkpoint, engine
+from architectures import build
+from common import engine
 from common.shared_args import SharedArgs
 from preference_recipes.models import load, lora, prepare
-from preference_recipes.models.logprobs import LogProbModel, ScoreModel
+from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from runs import (
     LAUNCHERS,
-    config_launcher,
     launch,
     recipe,
     timeless,
@@ -40,13 +37,6 @@ def change(model, by=0.1):
     state = load_file(model / "model.safetensors")
     state[max(state)].view(-1)[0] += by
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_a_frozen_model_drops_nothing_out_and_learns_nothing(accelerator):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).train()
-    frozen = prepare.frozen(accelerator, model)
-    assert not any(module.training for module in frozen.modules())
-    assert not any(parameter.requires_grad for parameter in frozen.parameters())
 
 
 LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {
@@ -72,37 +62,6 @@ def in_half(model) -> set[str]:
 
 def linear_weights(prefix="", suffix=".weight") -> set[str]:
     return {f"{prefix}layers.{layer}.{name}{suffix}" for layer in range(2) for name in LINEAR}
-
-
-def test_a_frozen_model_holds_half_weights_where_autocast_rounds_them_anyway():
-    """Two bytes less for each weight of a linear layer; on a GPU for the output layer's, too, if it is not the embeddings'."""
-
-    def rounded(name, accelerator):
-        model = LogProbModel(build(name)).requires_grad_(False)
-        prepare.round_frozen(accelerator, model)
-        return in_half(model)
-
-    linear = linear_weights("model.model.")
-    assert rounded("llama", bf16()) == linear
-    assert rounded("llama", bf16("cuda")) == linear | {"model.lm_head.weight"}
-    assert rounded("llama tied", bf16("cuda")) == linear
-    assert rounded("llama", bf16(precision="no")) == set()
-    assert rounded("llama", bf16(stage=2)) == set()  # `prepare.frozen` rounds the whole model
-    everything = {name for name, _ in LogProbModel(build("llama")).named_parameters()}
-    assert rounded("llama", bf16(is_fsdp2=True)) == everything
-
-
-def test_a_reward_model_keeps_its_score_head_in_fp32():
-    config = config_of("llama", num_labels=1)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    scorer = ScoreModel(model).eval().requires_grad_(False)
-    batch = Packer(torch.device("cpu")).make_batch([[5, 6]], [[7, 8, 9]])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        before = scorer(batch)
-        prepare.round_frozen(bf16("cuda"), scorer)
-        assert torch.equal(scorer(batch), before)
-    assert in_half(scorer) == linear_weights("model.model.")
 
 
 def test_the_base_below_adapters_is_held_in_half():
@@ -189,9 +148,7 @@ PPO = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, part", [("dpo", "reference"), ("ppo", "reference"), ("ppo", "reward")]
-)
+@pytest.mark.parametrize("name, part", [("dpo", "reference"), ("ppo", "reward")])
 def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     for folder in ("reference", "reward"):
         shutil.copytree(inputs / "model", tmp_path / folder)
@@ -219,23 +176,6 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     ] == [1, 2]
 
 
-def test_a_checkpoint_that_knows_no_fingerprint_is_resumed(tmp_path):
-    accelerator = types.SimpleNamespace(
-        distributed_type=DistributedType.NO, num_processes=1, mixed_precision="no"
-    )
-    now = checkpoint.Checkpoint.__new__(checkpoint.Checkpoint)
-    now.accelerator = accelerator
-    now.run = types.SimpleNamespace(args=types.SimpleNamespace(beta=1, may_change=set()))
-    now.actor = types.SimpleNamespace(tokenizer=None)
-    now.identity = {"data": "d", "reference model": "weights 1"}
-    before = {"beta": 1, "data": "d", "world": "no"}
-    now.refuse_another_run(tmp_path, before)
-    with pytest.raises(
-        SystemExit, match="reference model: 'weights 2' in the checkpoint, 'weights 1' now"
-    ):
-        now.refuse_another_run(tmp_path, {**before, "reference model": "weights 2"})
-
-
 def dpo(inputs, output, launcher, *more):
     flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl", "--output_dir", output, "--train_batch_size", 8,
              "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--max_steps", 4, "--report_to", "none", *more]  # fmt: skip
@@ -260,13 +200,3 @@ def test_log_probs_precomputed_under_zero3(inputs, tmp_path):
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
     one, other = weights(tmp_path / "each"), weights(tmp_path / "once")
     assert (one - other).norm() <= 1e-5 * one.norm()
-
-
-@pytest.mark.slow
-def test_half_weights_do_not_take_the_log_probs_of_autocast(inputs, tmp_path):
-    """bf16 by autocast, then as ZeRO-2's weights: before the first update policy and reference are the same, so the loss is log 2."""
-    autocast = [*config_launcher("cpu"), "--mixed_precision", "bf16"]
-    for name, launcher in {"autocast": autocast, "weights": config_launcher("ds_zero2")}.items():
-        dpo(inputs, tmp_path / name, launcher, "--precompute_ref_log_probs", "--max_steps", 1)
-        (line,) = training_lines(tmp_path / name)
-        assert line["loss"] == pytest.approx(math.log(2), abs=3e-5), name

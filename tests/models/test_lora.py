@@ -12,7 +12,6 @@ import types
 import peft
 import pytest
 import torch
-import transformers
 import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
@@ -21,13 +20,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
 )
 
 import architectures
 from common import adapters, arguments, folders
-from common.shared_args import SharedArgs
+from common.shared_args import RolloutArgs, SharedArgs
 from preference_recipes.models import architecture, load, lora, merge, prepare
 from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from preference_recipes.models.packing import Packer
@@ -87,19 +84,6 @@ def adapted(model, **given):
     return wrapper
 
 
-# ============================================================ settings
-@pytest.mark.parametrize("given, parts", [
-    (dict(lora_r=0, lora_alpha=16.0), ["--lora_alpha would be ignored", "--lora_r"]),
-    (dict(lora_r=0, lora_dropout=0.1), ["--lora_dropout would be ignored", "--lora_r"]),
-    (dict(lora_r=0, lora_target_modules=["q_proj"]), ["--lora_target_modules would be ignored", "--lora_r"]),
-    (dict(lora_r=0, load_in_4bit=True), ["--load_in_4bit", "cannot be trained", "--lora_r"]),
-])  # fmt: skip
-def test_settings_that_mean_nothing_are_refused(given, parts):
-    refuses(
-        *parts, call=lambda: lora.complete_settings(Accelerator(cpu=True), arguments_of(**given))
-    )
-
-
 DEFAULT_RATES = {
     "sft": (2e-5, 2e-4),
     "reward": (1e-5, 1e-4),
@@ -139,81 +123,30 @@ def test_adapters_have_a_learning_rate_of_their_own(tmp_path, name):
     assert rate(tmp_path / "run.yaml", "--learning_rate", 0.125) == 0.125
 
 
-def test_help_names_the_default_with_adapters(capsys):
-    with pytest.raises(SystemExit):
-        arguments.read(load_recipe("dpo").Args, ASSETS / "dpo.yaml", ["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "peak learning rate [at least 0] (default: 5e-07; with --lora_r: 5e-06)" in said
-
-
-@pytest.mark.parametrize("flag, value, expected", [
-    ("--lora_r", "-1", "at least 0"),
-    ("--lora_alpha", "0", "above 0"),
-    ("--lora_dropout", "1", "at least 0 and below 1"),
-])  # fmt: skip
-def test_values_out_of_range_are_refused(capsys, flag, value, expected):
-    given = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--lora_r", "4"]
-    with pytest.raises(SystemExit):
-        arguments.parse(SharedArgs, ASSETS / "dpo.yaml", [*given, flag, value])
-    said = capsys.readouterr().err
-    assert f"{flag} {value}" in said and f"expected {expected}" in said
-
-
 def test_alpha_is_twice_the_rank():
     args = arguments_of(lora_r=8)
     lora.complete_settings(Accelerator(cpu=True), args)
     assert args.lora_alpha == 16
 
 
-def test_a_library_that_is_not_installed_is_named():
-    refuses("--lora_r 4 needs no_such_library", "pip install -e '.[lora]'",
-            call=lambda: lora.import_library("no_such_library", "--lora_r 4", "lora"))  # fmt: skip
-
-
-def test_a_peft_that_transformers_finds_too_old_is_refused(monkeypatch):
-    """In one line before long work: transformers says it only as it adds an adapter to a loaded model."""
-    monkeypatch.setattr(lora, "MIN_PEFT_VERSION", "99.0")
-    refuses("--lora_r 4", f"transformers {transformers.__version__} needs peft 99.0", peft.__version__, "pip install -e '.[lora]'",
-            call=lambda: lora.complete_settings(Accelerator(cpu=True), arguments_of()))  # fmt: skip
-
-
-@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "norm", "query", "all-linear"])
+@pytest.mark.parametrize("target", ["lm_head", "query"])
 def test_targets_that_cannot_have_an_adapter_are_refused(inputs, target):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     refuses(f"--lora_target_modules {target}: no linear layer of LlamaForCausalLM", "There are down_proj, gate_proj, k_proj",
             call=lambda: adapted(model, lora_target_modules=["q_proj", target]))  # fmt: skip
 
 
-def test_a_score_head_as_target_is_refused(inputs):
-    model = LlamaForSequenceClassification(
-        LlamaConfig.from_pretrained(inputs / "model", num_labels=1)
-    )
-    refuses("--lora_target_modules score: no linear layer", "score heads get none", call=lambda: adapted(model, lora_target_modules=["score"]))  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_a_policy_that_samples_has_no_dropout(inputs, tmp_path, name):
-    more = [
-        "--reward_function",
-        "preference_recipes.rollouts.rewards:answer_reward",
-        *LORA,
-        "--lora_dropout",
-        0.1,
-    ]
-    result = launch([], recipe(name), *flags(inputs, name, tmp_path / "out", *more), check=False)
-    assert (
-        result.returncode and "--lora_dropout 0.1: expected 0, since the sampler" in result.stdout
-    )
-    assert "Traceback" not in result.stdout
+def test_a_policy_that_samples_has_no_dropout(inputs):
+    name = str(inputs / "model")
+    args = RolloutArgs(model_name_or_path=name, dataset_name="D", lora_r=4, lora_dropout=0.1)
+    call = lambda: lora.complete_settings(Accelerator(cpu=True), args)
+    refuses("--lora_dropout 0.1: expected 0, since the sampler", call=call)
 
 
 # ============================================================ which layers
 @pytest.mark.parametrize("name, kinds, count", [
     ("llama", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"], 14),
-    ("qwen3", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"], 14),
     ("gpt2", ["c_attn", "c_fc", "c_proj"], 8),  # Conv1D
-    ("phi3", ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"], 8),
-    ("gpt_neox", ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"], 8),
     ("mixtral", ["k_proj", "o_proj", "q_proj", "v_proj"], 8),  # its experts are one tensor, and get none
 ])  # fmt: skip
 def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, count):
@@ -222,9 +155,9 @@ def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, coun
     assert len(layers) == count and sorted({layer.rpartition(".")[2] for layer in layers}) == kinds
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names(layers):
+def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names():
     """Nor where peft finds the layers by the names that are saved, which it shortens if there are many."""
+    layers = 3
     text = architectures.config_of("gemma3").text_config.to_dict()
     text |= dict(num_hidden_layers=layers, layer_types=["full_attention"] * layers)
     wrapper = adapted(architectures.build("gemma3", text_config=text))
@@ -233,18 +166,6 @@ def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names(layers):
     again = architectures.build("gemma3", text_config=text)
     again.add_adapter(wrapper.model.peft_config["default"])
     assert {f"model.{name}" for name in adapters.trained_parameters(again)} == set(trained)
-
-
-def test_names_that_a_tower_has_too_mean_the_text_models_layers(tmp_path):
-    wrapper = adapted(architectures.build("gemma3"), lora_target_modules=["q_proj", "v_proj"])
-    trained = adapters.trained_parameters(wrapper)
-    assert len(trained) == 2 * 4 and all("language_model" in name for name in trained)
-    # Nor does a packed tower get one, of which it is not known what text reaches.
-    architectures.build("gemma3").save_pretrained(tmp_path)
-    settings = in_4bit()
-    packed = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
-    layers = lora.layers_to_adapt(packed, ["all-linear"])
-    assert len(layers) == 14 and all("language_model" in name for name in layers)
 
 
 def test_the_formula_and_what_is_trained(inputs):
@@ -327,8 +248,11 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
     assert torch.equal(wrapper(batch)["logps"], moved) and moved.requires_grad
 
 
-BASE_RUNS = [("dpo", "plain"), ("dpo", "zero3"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-    ("dpo", "fsdp2"), ("dpo", "zero2"), ("ppo", "zero3"), ("grpo", "fsdp2")])]  # fmt: skip
+BASE_RUNS = [
+    ("dpo", "zero3"),
+    pytest.param("ppo", "zero3", marks=pytest.mark.slow),
+    pytest.param("grpo", "fsdp2", marks=pytest.mark.slow),
+]
 MORE = {"dpo": [], "ppo": ["--kl_coef", 0.5], "grpo": [
     "--kl_coef", 0.5, "--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
     "--score_batch_size", 8, "--max_new_tokens", 6]}  # fmt: skip
@@ -403,10 +327,7 @@ def mean_logp(model, tokenizer, rows) -> float:
     "launcher",
     [
         "plain",
-        *(
-            pytest.param(launcher, marks=pytest.mark.slow)
-            for launcher in ("zero2", "zero3", "fsdp2", "ds_fp16")
-        ),
+        *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("zero3", "ds_fp16")),
     ],
 )
 def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, tmp_path, launcher):
@@ -477,10 +398,7 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
     "launcher",
     [
         "plain",
-        *(
-            pytest.param(launcher, marks=pytest.mark.slow)
-            for launcher in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-        ),
+        *(pytest.param(launcher, marks=pytest.mark.slow) for launcher in ("zero3", "fsdp2")),
     ],
 )
 def test_a_checkpoint_holds_the_adapter_and_its_optimizer_only(inputs, tmp_path, launcher):
@@ -563,35 +481,16 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
 
 
 # ============================================================ an adapter as a model
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "plain",
-        pytest.param("zero3", marks=pytest.mark.slow),
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-    ],
-)
-def test_an_adapter_is_refused_with_the_command_that_merges_it(inputs, tmp_path, launcher):
-    """Before data are read; what that command writes is trained further, and is the base of the next adapter."""
+def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
     sft, whole, dpo = tmp_path / "sft", tmp_path / "whole", tmp_path / "dpo"
-    launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, "sft", sft, *LORA))
+    launch([], recipe("sft"), *flags(inputs, "sft", sft, *LORA))
     held_out = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 2, *LORA]
 
     def run(*more, check=True):
         every = [*flags(inputs, "dpo", dpo, *held_out), *more]
-        return launch(LAUNCHERS[launcher], recipe("dpo"), *every, check=check)
+        return launch([], recipe("dpo"), *every, check=check)
 
     actor = sft / "actor"
-    for argument in ("--model_name_or_path", "--ref_model_name_or_path"):
-        refused = run(argument, actor, check=False)
-        assert refused.returncode and "Traceback" not in refused.stdout
-        command = (
-            f"`python -m preference_recipes.tools.export {actor} OUT --merge`, and give OUT instead"
-        )
-        assert f"'{actor}' is an adapter, not a whole model" in refused.stdout
-        assert command in refused.stdout
-        assert "usable rows" not in refused.stdout
-
     export(actor, whole, "--merge")
     run("--model_name_or_path", whole)
     config = json.loads((dpo / "actor/adapter_config.json").read_text())
@@ -652,47 +551,6 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
     assert written == [("org/name", None)] and (tmp_path / "out").is_dir()
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_path, monkeypatch):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    model.save_pretrained(tmp_path / "one")
-    file = tmp_path / "one/adapter_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
-    refuses(
-        f"the adapter '{tmp_path / 'one'}' of '{tmp_path / 'gone'}' cannot be merged",
-        call=lambda: merge.write(str(tmp_path / "one"), tmp_path / "out"),
-    )
-    # A base that is packed already: what it was made of is lost.
-    settings = in_4bit()
-    packed = AutoModelForCausalLM.from_pretrained(inputs / "model", quantization_config=settings)
-    packed.save_pretrained(tmp_path / "packed")
-    AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "packed")
-    file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "packed")}))
-    refuses(
-        "the base holds quantized weights",
-        call=lambda: merge.write(str(tmp_path / "one"), tmp_path / "out"),
-    )
-    tokenizer = load.tokenizer_of(str(tmp_path / "packed"))
-    refuses(
-        "holds quantized weights",
-        "--load_in_4bit",
-        call=lambda: load.causal_lm(str(tmp_path / "packed"), tokenizer, SharedArgs()),
-    )
-    file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "one")}))
-    refuses(
-        "the base is an adapter itself",
-        call=lambda: merge.write(str(tmp_path / "one"), tmp_path / "out"),
-    )
-    # As a user sees it.
-    monkeypatch.setattr(
-        sys, "argv", ["export", str(tmp_path / "one"), str(tmp_path / "out"), "--merge"]
-    )
-    refuses("the base is an adapter itself: merge that one first", call=exporting.main)
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_adapter_with_new_tokens_is_merged(inputs, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     tokenizer.add_tokens([f"<{name}>" for name in "abcdefgh"])
@@ -737,7 +595,7 @@ def test_a_merge_that_makes_another_model_is_refused(inputs, tmp_path, settings)
 
 
 # ============================================================ a base of 4 bits
-@pytest.mark.parametrize("launcher", ["zero2", "fsdp2"])
+@pytest.mark.parametrize("launcher", ["fsdp2"])
 def test_engines_that_cannot_cut_packed_weights_refuse_them(inputs, tmp_path, launcher):
     result = launch(
         LAUNCHERS[launcher],
@@ -753,8 +611,7 @@ def test_engines_that_cannot_cut_packed_weights_refuse_them(inputs, tmp_path, la
     assert "Traceback" not in result.stdout
 
 
-@pytest.mark.parametrize("launcher", ["plain", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path, launcher):
+def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path):
     """The run whose base holds the weights that the packed ones stand for; and it resumes bit for bit."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -771,11 +628,9 @@ def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path, l
 
     more = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 2, *LORA]
     packed, rounded, again = tmp_path / "packed", tmp_path / "out", tmp_path / "again"
+    launch([], recipe("dpo"), *flags(inputs, "dpo", packed, *more, "--load_in_4bit"))
     launch(
-        LAUNCHERS[launcher], recipe("dpo"), *flags(inputs, "dpo", packed, *more, "--load_in_4bit")
-    )
-    launch(
-        LAUNCHERS[launcher],
+        [],
         recipe("dpo"),
         *flags(inputs, "dpo", rounded, *more, "--model_name_or_path", tmp_path / "rounded"),
     )
@@ -794,7 +649,7 @@ def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path, l
         "--save_dtype",
         "bfloat16",
     ]
-    assert "resumed from" in launch(LAUNCHERS[launcher], recipe("dpo"), *resumed).stdout
+    assert "resumed from" in launch([], recipe("dpo"), *resumed).stdout
     saved = load_file(again / "actor/adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     assert torch.equal(weights(again), weights(packed).bfloat16().double())

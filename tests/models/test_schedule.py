@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from common import optim
-from runs import launch, recipe, tiny_inputs, training_lines, weights
 
 KINDS = ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
@@ -30,7 +29,7 @@ def rates_of(kind, warmup_steps, updates):
     return rates, said
 
 
-@pytest.mark.parametrize("warmup_steps", [0.03, 1, 5])
+@pytest.mark.parametrize("warmup_steps", [0.03, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_warm_up_never_takes_the_only_update(kind, warmup_steps):
     rates, said = rates_of(kind, warmup_steps, 1)
@@ -49,26 +48,4 @@ def test_schedules_of_two_or_more_updates_are_as_before(warmup_steps, updates):
     assert (
         said
         == f"learning rate actor 0.5, critic 2; linear, {updates} updates, {warmup} of them warm-up"
-    )
-
-
-def test_a_small_data_set_is_learned_with_the_defaults(tmp_path):
-    inputs, output = tiny_inputs(tmp_path), tmp_path / "out"  # 44 rows: a single update
-    model = [
-        "--model_name_or_path",
-        inputs / "model",
-        "--dataset_name",
-        inputs / "sft.jsonl",
-        "--output_dir",
-        output,
-    ]
-    result = launch([], recipe("sft"), *model, "--learning_rate", 0.01)
-    (line,) = training_lines(output)
-    assert line["learning_rate"] == 0.01 and line["samples"] == 44
-    # Adam's first step moves each parameter with a gradient by the learning rate.
-    moved = (weights(output) - weights(inputs, "model")).abs()
-    assert moved.max() == pytest.approx(0.01, rel=0.01) and moved.median() > 0.001
-    assert (
-        "learning rate 0.01; linear, 1 update without warm-up, which would take the only one"
-        in result.stdout
     )
