@@ -230,8 +230,8 @@ def ends_of_log(output_dir: Path, mark: str = "") -> list[dict]:
     if file.is_file():
         with open(file, encoding="utf-8", errors="replace") as log:
             for line in log:
-                values = as_object(line)
-                if mark in line and values and values.get("global_step", 0) > after:
+                values = as_object(line) if mark in line else None
+                if values and values.get("global_step", 0) > after:
                     found = [*found[:1], values]
     return found and [found[0], found[-1]]
 
