@@ -174,20 +174,19 @@ RUNS = [
     if split != REFERENCE
     and split not in of_recipe.splits_left_out
     and (name in ON_FURTHER or split[0] not in FURTHER)
+    and not (name == "sft" and split[0] in ("plain", "ddp", "zero3"))  # test_recipe.py has these
 ]
 
 
 def case(name, launcher, micro):
     fast = [("fsdp2", "sft"), ("zero3", "dpo"), ("zero3", "ppo")]
     further = launcher in FURTHER and (launcher, name) not in fast
-    # What test_recipe.py shows of sft.
-    proved = name == "sft" and launcher in ("plain", "ddp", "zero3")
     return pytest.param(
         name,
         launcher,
         micro,
         id=f"{launcher}-{micro}-{name}",
-        marks=[pytest.mark.slow] * (further or proved),
+        marks=[pytest.mark.slow] * further,
     )
 
 
