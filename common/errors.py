@@ -1,6 +1,7 @@
 """How a run that cannot go on ends: with one message, the last thing on the user's screen."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -13,6 +14,8 @@ from safetensors import SafetensorError
 
 # How long a process that fails after another one of its node lets the launcher see that one first.
 SECONDS = 3
+# What no run can prevent of a disk: full, over its quota, too large a file, read-only, broken.
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 failed = False  # whether `run` is ending this process because of an error
 
 
@@ -39,8 +42,10 @@ def run(main: Callable[[], None]) -> None:
             refuse(error.code)
         close_bars()
         raise
-    except Exception:
+    except Exception as error:
         failed = True
+        if isinstance(error, OSError) and error.errno in OF_DISKS:
+            refuse(f"what the run writes could not be written: {error}")
         close_bars()
         if tell_launcher(traceback.format_exc()):
             sys.exit(1)

@@ -1,5 +1,6 @@
 """A user's mistakes, as the console shows them: one message, the last thing on the screen, and the exit status."""
 
+import errno
 import gc
 import json
 import os
@@ -272,3 +273,14 @@ def test_help_lists_each_flag_once():
     )
     flags = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  --")]
     assert len(flags) == len(set(flags)) > 40 and "--beta" in flags
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EROFS])
+def test_a_line_that_a_disk_does_not_take_is_said_in_one_line(capsys, number):
+    def write():
+        raise OSError(number, os.strerror(number), "out/metrics.jsonl")
+
+    with pytest.raises(SystemExit, match="1"):
+        errors.run(write)
+    reason = f"[Errno {number}] {os.strerror(number)}: 'out/metrics.jsonl'"
+    assert capsys.readouterr().err == f"what the run writes could not be written: {reason}\n"
