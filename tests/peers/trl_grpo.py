@@ -73,7 +73,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "old_logps": old_logps * mask,
         "logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
         "ref_logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
-        "advantages": draw(6),
+        "advantages": draw(6).abs() * torch.tensor([1, -1, 1, -1, -1, 1]),
         "sampler_logps": (old_logps + 0.3 * draw(6, MAX_NEW_TOKENS)) * mask,
     }
 
