@@ -76,7 +76,10 @@ def main(folder: str, output_dir: str) -> None:
     reference = prepare.frozen(accelerator, reference)
     held = {id(parameter) for parameter in model.parameters()}
     steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    sampler = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
+    # It knows whether prompts of unequal length may be read side by side: nothing is tried.
+    sampler = types.SimpleNamespace(
+        accelerator=accelerator, model=model, unwrapped=policy, together="all"
+    )
     in_training = is_cut_after_forward(model)  # as each run checks its log-probs first
     with generation.ready_to_generate(sampler):
         gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}

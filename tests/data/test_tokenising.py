@@ -1,5 +1,6 @@
 """Tokenising takes no longer than it must: a prompt once, a large set in several processes, the same ids in either case."""
 
+import copy
 import datetime
 import os
 from functools import partial
@@ -124,7 +125,7 @@ def test_the_others_wait_for_hours(monkeypatch, on_cpu, engine):
 
 def test_a_backend_that_truncates_and_pads_does_neither(tmp_path):
     """tokenizer.json may hold both; transformers' own call switches them off."""
-    tokenizer = templates.tokenizer("qwen3")
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen3"))
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=9)
     tokenizer.save_pretrained(tmp_path)
