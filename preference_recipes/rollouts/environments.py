@@ -78,30 +78,15 @@ def load(name: str) -> UserClass:
     """Loads the class of `--environment`, makes an instance, and looks at its methods.
 
     Raises:
-        SystemExit: it cannot be loaded or made, has no `reset`, neither `step` nor a tool, or a
-            tool without type hints or a docstring.
+        SystemExit: it cannot be loaded, or has neither `step` nor a tool.
     """
     make = arguments.load_function("environment", name)
     here = os.getcwd()
-    try:
-        probe = make()
-    except Exception as error:
-        sys.exit(f"--environment {name}: making one raised {described(error)}")
-    finally:
-        os.chdir(here)
-    if not callable(getattr(probe, "reset", None)):
-        sys.exit(f"--environment {name} has no method `reset`; see docs/environments.md")
+    probe = make()
+    os.chdir(here)
     has_step = callable(getattr(probe, "step", None))
-    tools = []
-    for method in [] if has_step else tools_of(probe):
-        try:
-            tools.append(get_json_schema(getattr(probe, method)))
-        except Exception as error:
-            message = one_line(str(error))
-            sys.exit(
-                f"--environment {name}: its tool `{method}` needs type hints and a docstring with "
-                f"an entry for each argument: {message}"
-            )
+    names = [] if has_step else tools_of(probe)
+    tools = [get_json_schema(getattr(probe, method)) for method in names]
     if not has_step and not tools:
         sys.exit(f"--environment {name} has neither a method `step` nor a public one as a tool")
     has_reward = callable(getattr(probe, "get_reward", None))
@@ -189,23 +174,11 @@ class Calls:
 
 def run_one(call: Callable[[], Any], results: dict[int, Any], number: int) -> None:
     """Stores what a call returns, or why it failed, as one of `results`."""
-    process = os.getpid()
     try:
         result = awaited_result(call())
     except BaseException as error:  # `sys.exit` as well
         result = Failure(f"raised {described(error)}")
-    end_if_forked_from(process)
     results[number] = result
-
-
-def end_if_forked_from(process: int) -> None:
-    """Ends this process, unless it is the one with this id.
-
-    If the user's code forks, the child returns from the call, too. It must not go on as if it were
-    its parent.
-    """
-    if os.getpid() != process:
-        os._exit(0)
 
 
 def awaited_result(result: Any) -> Any:

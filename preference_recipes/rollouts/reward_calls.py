@@ -231,78 +231,32 @@ def as_plain(value: Any, method: str) -> Any:
 
 
 def check_signature(
-    name: str,
-    function: Callable,
-    data: str,
-    columns: Sequence[str],
-    has_messages: bool,
-    also: Sequence[str] = (),
+    name: str, function: Callable, data: str, columns: Sequence[str], also: Sequence[str] = ()
 ) -> None:
     """Refuses a function that cannot be called with the columns of some data, see `call`.
 
     Args:
         name: for messages, as `data` is.
-        has_messages: whether the prompts are lists of messages.
         also: names of what is passed besides columns and `OWN_KEYWORDS`.
 
     Raises:
         SystemExit: with what the function wants, and what there is.
     """
     signature = signature_of(function)
-    given = [column for column in columns if column not in OWN_NAMES]
-    own = [*OWN_KEYWORDS, *also]
-    passed = [*given, *own]
-    wanted = wanted_columns(signature)
-    keywords = [*wanted, *accepted(signature, dict.fromkeys(passed))]
-    check_places(name, signature, keywords, has_messages)
-    for column in wanted:
-        if column not in passed:
-            sys.exit(
-                f"--reward_function {name} wants `{column}`; the columns of {data} are "
-                f"{', '.join(given) or 'prompt alone'}; {', '.join(own)} are passed, too "
-                f"(`{column}=None` would make it optional)"
-            )
-
-
-def check_places(
-    name: str, signature: inspect.Signature, keywords: Sequence[str], has_messages: bool
-) -> None:
-    """Refuses a function that cannot take the prompts and then the responses by their places.
-
-    Args:
-        keywords: the names of what it is given besides them.
-        has_messages: see `check_signature`.
-
-    Raises:
-        SystemExit: with the function's signature, and how it would be called.
-    """
-    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
-    takes = f"--reward_function {name} takes {inspect.Signature(bare)}"
-    is_called = "it is called with prompts and responses, in this order, and columns by name"
-    if is_of_trl(signature, has_messages):
-        sys.exit(
-            f"{takes}: completions are TRL's; {is_called}. The responses are texts. "
-            "docs/ppo.md shows how to wrap it (Rewards)"
-        )
+    passed = [column for column in columns if column not in OWN_NAMES] + [*OWN_KEYWORDS, *also]
     first, second, *_ = [*signature.parameters, "", ""]
-    if first == "responses" or second == "prompts":
-        sys.exit(f"{takes}: {is_called}")
+    # These would be called, with prompts and responses in each other's place.
+    is_swapped = first in ("responses", "completions") or second == "prompts"
     try:
-        signature.bind([], [], **dict.fromkeys(keywords))
-    except TypeError as error:
-        sys.exit(f"{takes}: {is_called}: {error}")
-
-
-def is_of_trl(signature: inspect.Signature, has_messages: bool) -> bool:
-    """Whether a function wants TRL's `completions`, which are not what it would be given.
-
-    TRL passes them by name, and as messages where prompts are messages. A function that has them in
-    the place of the responses can take those, if the prompts are texts.
-    """
-    parameter = signature.parameters.get("completions")
-    if parameter is None or parameter.default is not parameter.empty:
-        return False
-    return has_messages or list(signature.parameters)[1:2] != ["completions"]
+        signature.bind([], [], **accepted(signature, dict.fromkeys(passed)))
+        error = "prompts and responses come first, in this order" if is_swapped else None
+    except TypeError as reason:
+        error = str(reason)
+    if error:
+        sys.exit(
+            f"--reward_function {name} takes {signature}: {error}. It is called with prompts, "
+            f"responses and, by name, what it takes of {', '.join(passed)} (of {data})"
+        )
 
 
 def signature_of(function: Callable) -> inspect.Signature:

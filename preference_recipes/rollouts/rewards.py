@@ -302,14 +302,12 @@ def check_signatures(args, data: Data) -> None:
         if args.environment:
             columns = reward_calls.columns_of(rows)
             environments.check_columns(args.environment, name_of_data, columns)
-        has_messages = any(not isinstance(row["prompt"], str) for row in rows)
         for name, function in load_functions(args.reward_function).items():
             reward_calls.check_signature(
                 name,
                 function,
                 name_of_data,
                 reward_calls.columns_of(rows),
-                has_messages=has_messages,
                 also=reward_calls.OF_EPISODES if args.environment else (),
             )
 

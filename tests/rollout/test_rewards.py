@@ -460,9 +460,9 @@ def swapped(responses, prompts): ...
 
 
 @pytest.mark.parametrize("function, parts", [
-    (wants_soluton, ["mine wants `soluton`; the columns of the training data are answer, level;", "response_ids, truncated, rendered_prompts, step are passed, too"]),
-    (of_trl, ["mine takes (completions, answer, **kwargs): completions are TRL's", "docs/ppo.md"]),
-    (swapped, ["mine takes (responses, prompts)", "prompts and responses, in this order"]),
+    (wants_soluton, ["mine takes (prompts, responses, soluton): missing a required argument: 'soluton'", "answer, level, response_ids, truncated, rendered_prompts, step (of the training data)"]),
+    (of_trl, ["mine takes (completions, answer, **kwargs): multiple values for argument 'answer'"]),
+    (swapped, ["mine takes (responses, prompts)", "prompts and responses come first, in this order"]),
 ])  # fmt: skip
 def test_a_signature_that_cannot_take_what_there_is(function, parts):
     refuses(f"--reward_function {parts[0]}", *parts, call=lambda: check_signature(function))
@@ -496,7 +496,7 @@ def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokeniz
     assert seen == [(["a", "a", "b", "b", "c", "c"], [None] * 6, "default")]
     # Of a held-out set nothing is filled in: it would be scored as if it had no answers.
     refuses(
-        "mine wants `level`; the columns of eval are answer;", "(`level=None`",
+        "missing a required argument: 'level'", "(of eval)",
         call=lambda: check_signature(function, *sets, held_out={"answer": "1"}),
     )  # fmt: skip
 
