@@ -26,24 +26,13 @@ from transformers.integrations import is_fsdp_enabled
 from transformers.utils import is_sentencepiece_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import cpu, distributed, folders, print_once, record, zero
+from common import cpu, distributed, folders, in_one_line, print_once, record, zero
 from preference_recipes.data import chat
 from preference_recipes.models.architecture import OTHER_SENSES
 
-EXPECTED = "(expected a Hugging Face folder or a hub name)"
-
 
 def tokenizer_of_run(accelerator, args):
-    """Loads the tokenizer of the model that is trained, as the arguments change it.
-
-    All processes must call it.
-
-    Args:
-        args: `SharedArgs`.
-
-    Raises:
-        SystemExit: see `tokenizer_of`.
-    """
+    """Loads the tokenizer of the model that is trained. All processes must call it."""
     date = record.date_of_run(accelerator, args)
     return tokenizer_of(
         args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
@@ -63,12 +52,13 @@ def tokenizer_of(
         chat_template_kwargs: variables of the chat template as a JSON object. They become defaults
             in the template itself, so that they are saved with it and hold at inference.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
-
-    Raises:
-        SystemExit: no tokenizer there, or one without an EOS token; a chat template that cannot be
-            read, or variables that it does not have. The message says what to do.
     """
     tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # Of Qwen, GPT-2 and Gemma transformers makes an empty one where there is no file.
+        sys.exit(
+            f"{name!r} holds no tokenizer, such as tokenizer.json: save the model's into its folder"
+        )
     if tokenizer.eos_token_id is None:
         sys.exit(
             f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: "
@@ -93,9 +83,6 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     Args:
         pad_token: a token of the vocabulary that the user chose. None: an unused special token, or
             the one for unknown text.
-
-    Raises:
-        SystemExit: the token is not in the vocabulary or is the EOS, or none was found.
     """
     eos = tokenizer.eos_token
     if pad_token is not None:
@@ -164,11 +151,6 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
         tokenizer: that of the policy. A reference policy must read the same token ids.
         args: `SharedArgs`.
         frozen: the model is only read: neither checkpointed nor packed into 4 bits.
-
-    Raises:
-        SystemExit: nothing there, an architecture that transformers does not know, a reward model,
-            missing weights, another tokenizer, or one with more tokens than the model has
-            embeddings.
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
@@ -248,10 +230,6 @@ def score_model(
         tokenizer: that of the policy, or of `name` itself.
         args, frozen: see `causal_lm`.
         new_head: gives a model without a score head a new one, see `draw_score_head`.
-
-    Raises:
-        SystemExit: nothing there, another tokenizer, no score head though `new_head` is false, or
-            an architecture whose head is of another kind.
     """
     own_tokenizer = tokenizer_of(name)
     if own_tokenizer.get_vocab() != tokenizer.get_vocab():
@@ -316,8 +294,6 @@ def load(
         # even where there is one.
         device = str(PartialState().device)
         settings |= {"quantization_config": quantization, "device_map": {"": device}}
-    if is_large(name):
-        print_once(f"loading {name}")
     read = read_on_main_process if is_fsdp_enabled() else from_pretrained
     with contextlib.nullcontext() if frozen else zero.unrounded_shards():
         model, info = read(
@@ -387,26 +363,13 @@ def keep_packing(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def is_large(name: str) -> bool:
-    """Whether a model may take long to load: from the hub, or from weights of more than a GiB."""
-    files = Path(name).glob("*.safetensors")
-    return not Path(name).exists() or sum(file.stat().st_size for file in files) > 2**30
-
-
-def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a file that may be a tokenizer's, whatever its kind."""
-    patterns = ("*token*", "*vocab*", "*.model", "*.spm", "merges.txt", "*bpe*", "tekken.json")
-    return any(path for pattern in patterns for path in folder.glob(pattern))
-
-
 def from_pretrained(auto_class, kind: str, name: str, **settings):
-    """Calls `auto_class.from_pretrained`, and exits with the first line of its error.
+    """Calls `auto_class.from_pretrained`, and exits with its error in one line.
 
     Code that a model brings along is never run. By default transformers would ask on standard
     input whether it may, and take the first line of a pipe for the answer.
     """
     refuse_adapter(name)
-    refuse_what_holds_no_model(kind, name)
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
@@ -418,46 +381,14 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
                 "tokenizer.model is read by sentencepiece, which is not installed: "
                 "pip install sentencepiece (or tiktoken, if the file is one of tiktoken's)"
             )
-        first_line = str(error).strip().splitlines()[0]
-        sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {EXPECTED}")
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether a name is that of a repository on the hub: no file or folder, nor like a path."""
-    looks_like_a_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    return not Path(name).exists() and not looks_like_a_path
-
-
-def refuse_what_holds_no_model(kind: str, name: str) -> None:
-    """Refuses files and folders without a model, where transformers' message would not say so.
-
-    It names what it tried, not what is missing.
-    """
-    folder = Path(name)
-    fault = None
-    if folder.is_file():
-        fault = f"it is a file {EXPECTED}"
-    elif not folder.is_dir():
-        if not is_hub_name(name):
-            fault = f"there is no such folder {EXPECTED}"
-    elif not any(folder.glob("*config.json")):
-        holds_actor = (folder / "actor").is_dir()
-        way_on = f"; take {folder / 'actor'}" if holds_actor else f" {EXPECTED}"
-        fault = f"it holds no config.json{way_on}"
-    elif kind == "tokenizer" and not holds_tokenizer(folder):
-        fault = (
-            "it holds none, such as tokenizer.json; save the model's tokenizer into the same folder"
+        sys.exit(
+            f"no {kind} could be loaded from {name!r}: {in_one_line(error)} "
+            "(expected a Hugging Face folder or a hub name)"
         )
-    if fault:
-        sys.exit(f"no {kind} could be loaded from {name!r}: {fault}")
 
 
 def refuse_adapter(name: str) -> None:
-    """Refuses an adapter in the place of a model; `transformers` would load its base with it.
-
-    Raises:
-        SystemExit: with the command that merges it.
-    """
+    """Refuses an adapter in the place of a model; `transformers` would load its base with it."""
     if is_adapter(name):
         sys.exit(
             f"{name!r} is an adapter, not a whole model: merge it into its base with "
@@ -467,10 +398,8 @@ def refuse_adapter(name: str) -> None:
 
 def is_adapter(name: str) -> bool:
     """Whether a folder or a hub name holds an adapter instead of a whole model."""
-    if not is_hub_name(name) and not Path(name).is_dir():
-        return False
     try:
-        return find_adapter_config_file(name) is not None
+        return not Path(name).is_file() and find_adapter_config_file(name) is not None
     except Exception:  # no such name, or no network: whoever loads it says so
         return False
 

@@ -6,16 +6,13 @@ model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14
 """
 
 import importlib
-import importlib.metadata
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 from transformers.pytorch_utils import Conv1D
 
 from common import engine, replaced
@@ -32,28 +29,22 @@ def complete_settings(accelerator, args) -> None:
     """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
 
     Also refuses an adapter as any model of the run, before data are read.
-
-    Args:
-        args: `SharedArgs`.
-
-    Raises:
-        SystemExit: with the argument and its value; also if peft or bitsandbytes is not installed.
     """
     for name, value in vars(args).items():
         if name.endswith("model_name_or_path") and value is not None:
             load.refuse_adapter(value)
     if args.lora_r == 0:
-        refuse_without_adapters(args)
+        given = {
+            "lora_alpha": args.lora_alpha is not None,
+            "lora_dropout": args.lora_dropout != 0,
+            "lora_target_modules": args.lora_target_modules != [ALL_LINEAR],
+            "load_in_4bit": args.load_in_4bit,  # packed weights cannot be trained themselves
+        }
+        for name, is_given in given.items():
+            if is_given:
+                sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
         return
     import_library("peft", needed_by=f"--lora_r {args.lora_r}", extra="lora")
-    try:
-        check_peft_version(min_version=MIN_PEFT_VERSION)
-    except ValueError:
-        sys.exit(
-            f"--lora_r {args.lora_r}: transformers {transformers.__version__} needs peft "
-            f"{MIN_PEFT_VERSION} or newer, and {importlib.metadata.version('peft')} is installed: "
-            "pip install -e '.[lora]' finds versions that fit"
-        )
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
     if args.lora_dropout and isinstance(args, RolloutArgs):
@@ -68,20 +59,6 @@ def complete_settings(accelerator, args) -> None:
                 f"--load_in_4bit does not work under {engine.describe(accelerator)}: it cannot cut "
                 "packed weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
             )
-
-
-def refuse_without_adapters(args) -> None:
-    """Refuses settings that mean nothing at `--lora_r 0`."""
-    given = {
-        "lora_alpha": args.lora_alpha is not None,
-        "lora_dropout": args.lora_dropout != 0,
-        "lora_target_modules": args.lora_target_modules != [ALL_LINEAR],
-    }
-    for name, is_given in given.items():
-        if is_given:
-            sys.exit(f"--{name} would be ignored without adapters: give --lora_r, such as 16")
-    if args.load_in_4bit:
-        sys.exit("--load_in_4bit: weights of 4 bits cannot be trained: give --lora_r, such as 16")
 
 
 def import_library(name: str, needed_by: str, extra: str):
@@ -102,10 +79,6 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     Args:
         wrapper: a `ModelWrapper`, not prepared yet. PPO's has two models.
         args: needs `lora_r lora_alpha lora_dropout lora_target_modules`.
-
-    Raises:
-        SystemExit: a name in `lora_target_modules` is no linear layer of the model, or is one that
-            cannot have an adapter.
     """
     if not args.lora_r:
         return
@@ -160,16 +133,16 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     Args:
         targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
             ends after a dot, such as `q_proj`.
-
-    Raises:
-        SystemExit: see `add_adapters`.
     """
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
     of_other_senses = architecture.parameters_of_other_senses(model)
     layers = []
     for name, module in model.named_modules():
         is_linear = isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
-        if is_linear and is_reached(module) and f"{name}.weight" not in of_other_senses:
+        if not is_linear or f"{name}.weight" in of_other_senses:
+            continue
+        # Of a packed weight it is not known whether text reaches it, so it counts as reached.
+        if module.weight.requires_grad or not module.weight.is_floating_point():
             layers.append(name)
     if not layers:
         sys.exit(f"{type(model).__name__} has no linear layers that could get an adapter")
@@ -184,14 +157,6 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
                 "the output layer and score heads get none)"
             )
     return [layer for layer in layers if any(is_named(layer, target) for target in targets)]
-
-
-def is_reached(layer: nn.Module) -> bool:
-    """Whether `architecture.freeze_unreached` left a layer to be trained.
-
-    Of a packed weight it is not known, so it counts as reached.
-    """
-    return layer.weight.requires_grad or not layer.weight.is_floating_point()
 
 
 def is_named(layer: str, target: str) -> bool:

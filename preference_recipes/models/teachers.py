@@ -38,7 +38,10 @@ def names_and_paths(args) -> dict[str, str | None]:
     if args.teacher_model_name_or_path:
         return {ONLY: args.teacher_model_name_or_path}
     if args.teacher:
-        return by_name(args.teacher)
+        teachers: dict[str, str | None] = dict(pair.partition("=")[::2] for pair in args.teacher)
+        if len(teachers) < len(args.teacher) or not all(map(all, teachers.items())):
+            sys.exit(f"--teacher {' '.join(args.teacher)}: expected NAME=PATH, each name once")
+        return teachers
     if args.lora_r and args.teacher_prompt:
         return {ONLY: None}
     way_on = "give --teacher_model_name_or_path"
@@ -55,20 +58,6 @@ def names(args) -> list[str]:
 def numbers(args) -> dict[str, int]:
     """Returns the number of each teacher by its name: 0, 1 ... in the order of the arguments."""
     return {name: number for number, name in enumerate(names_and_paths(args))}
-
-
-def by_name(pairs: list[str]) -> dict[str, str | None]:
-    """Returns the teachers of `--teacher` by name: `["math=M"]` -> `{"math": "M"}`."""
-    teachers: dict[str, str | None] = {}
-    for pair in pairs:
-        name, _, path = pair.partition("=")
-        if not name or not path or name in teachers:
-            sys.exit(
-                f"--teacher {' '.join(pairs)}: expected NAME=PATH, each name once, such as "
-                "math=my/math-model"
-            )
-        teachers[name] = path
-    return teachers
 
 
 def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:

@@ -32,12 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check(checkpoint: Path, out: Path) -> list[str]:
-    """Returns the files that the checkpoint's manifest names, after checking them.
-
-    Raises:
-        SystemExit: it is no whole checkpoint, its manifest names what is not in it, or `out` is
-            taken.
-    """
+    """Returns the files that the checkpoint's manifest names, after checking them."""
     names = named_in_manifest(checkpoint)
     for name in names:
         if not is_inside(checkpoint, name):
@@ -47,20 +42,9 @@ def check(checkpoint: Path, out: Path) -> list[str]:
             )
     fault = folders.fault_of(checkpoint)
     if fault:
-        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}{hint_of_newest(checkpoint)}")
+        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
     check_free(out)
     return names
-
-
-def hint_of_newest(path: Path) -> str:
-    """Names the newest other checkpoint of the run that a path belongs to; "" if there is none."""
-    # The path may be of a run, of its checkpoints, or of what it no longer has, or not yet.
-    run_folders = (path, path / "checkpoints", path.parent, path.parent / "checkpoints")
-    for folder in run_folders:
-        others = [found for found in folders.by_step(folder) if found != path]
-        if others:
-            return f". Take {others[-1]} instead, the newest of this run"
-    return ""
 
 
 def check_free(out: Path) -> None:
@@ -157,11 +141,7 @@ def merged(checkpoint: Path, out: Path, model: str) -> Path:
 
 
 def files_of_model(checkpoint: Path, out: Path, model: str) -> list[str]:
-    """Returns the files of a model that a checkpoint's manifest names, after checking them.
-
-    Raises:
-        SystemExit: see `export`.
-    """
+    """Returns the files of a model that a checkpoint's manifest names, after checking them."""
     names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
     files = [name.removeprefix(f"{model}/") for name in names]
     if "config.json" not in files and "adapter_config.json" not in files:

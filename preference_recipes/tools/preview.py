@@ -5,32 +5,19 @@ The rows go through the run's own `Converter`, so what is shown is what would be
 
 from __future__ import annotations
 
-import collections
 import json
-import math
-import os
 import sys
 from typing import NamedTuple
 
-import datasets
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from common import as_list, counted, distributed
-from preference_recipes.data import chat, files, thoughts
+from preference_recipes.data import chat, files
 from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data
 
-GREEN = "\033[1;32m"
-DIM = "\033[2m"
-PLAIN = "\033[0m"
 SEPARATOR = "\u2502"  # a line that texts hardly hold
-BARS = 10
-WIDTH = 40  # of the longest bar
-# Columns in which data have a right answer; the first that is there is taken.
-ANSWERS = ("answer", "completion", "solution", "output")
-NO_ANSWER = "I do not know."
 
 
 class Sequence(NamedTuple):
@@ -53,8 +40,7 @@ def show(accelerator, args, data: Data) -> None:
     All processes must call it, before any model is loaded.
 
     Raises:
-        SystemExit: with status 0 after the preview; with a message if a row fits no format, or if a
-            reward function fails.
+        SystemExit: with status 0 after the preview; with a message if a row fits no format.
     """
     if args.preview:
         distributed.on_main_process(accelerator, print_preview, args, data)
@@ -62,24 +48,20 @@ def show(accelerator, args, data: Data) -> None:
 
 
 def print_preview(args, data: Data) -> None:
-    """Prints rows, and how long all rows are."""
+    """Prints the first rows of each training set."""
     for name in as_list(args.dataset_name):
         rows = files.load(name, args.dataset_split)
         for index, row in enumerate(rows.read(0, args.preview)):
             values = data.converter.convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
             print("\n".join(describe_row(row, values, data.converter)))
-            if getattr(args, "reward_function", None):
-                print("\n".join(describe_scores(args, values, data.converter.tokenizer)))
     if getattr(args, "environment", None):
         print(
             f"\nNOTE: {args.environment} is not played here: what its `reset` adds to a prompt, "
             "and all that follows the first answer, is in samples.jsonl of a run"
         )
-    print("\n" + "\n".join(describe_lengths(data.train, args.max_length)))
 
 
-# ============================================================ a row
 def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
     """Returns lines: a row as given, as text, and token by token.
 
@@ -134,88 +116,9 @@ def split(values: dict, column: str) -> list[np.ndarray]:
 
 
 def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the tokens one by one; those trained on green in a terminal, else in brackets ⟦ ⟧."""
-    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    """Returns the tokens one by one, those trained on in brackets ⟦ ⟧."""
     words = []
     for token, is_trained in zip(part.ids, part.is_trained):
         text = json.dumps(chat.decode(tokenizer, [token]), ensure_ascii=False)[1:-1]
-        if in_colour:
-            words.append(f"{GREEN if is_trained else DIM}{text}{PLAIN}")
-        else:
-            words.append(f"⟦{text}⟧" if is_trained else text)
+        words.append(f"⟦{text}⟧" if is_trained else text)
     return SEPARATOR.join(words)
-
-
-# ============================================================ rewards
-def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns lines: what reward functions get of a row, and how they score two responses.
-
-    One is the data's own, if it has one, the other `NO_ANSWER`: do they tell them apart?
-
-    Args:
-        values: what the converter made of the row.
-    """
-    from preference_recipes.rollouts import (  # only recipes with rewards need it
-        reward_calls,
-        rewards,
-    )
-    from preference_recipes.rollouts.samples import Samples
-
-    row = json.loads(values["columns"])
-    of_data = [row[name] for name in ANSWERS if isinstance(row.get(name), str)]
-    responses = [*of_data[:1], NO_ANSWER]
-    _, closer = thoughts.opened_by(chat.decode(tokenizer, values["prompt_ids"]))
-    responses = [closer + response for response in responses]
-    n = len(responses)
-    samples = Samples(
-        prompts=[values["prompt_ids"]] * n,
-        responses=[chat.encode(tokenizer, response) for response in responses],
-        row_texts=[values["columns"]] * n,
-        data_rows=[values["row"]] * n,
-        ended=torch.ones(n, dtype=torch.bool),
-        per_prompt=n,
-    )
-    given = reward_calls.collect(tokenizer, samples, list(range(n)), step=0, columns=list(row))
-    lines = [f"  columns for a reward function: {', '.join(given.keywords)}"]
-    for name, function in rewards.load_functions(args.reward_function).items():
-        if reward_calls.takes_episodes(function):
-            lines.append(f"  {name} is not called: it takes what only an episode gives")
-            continue
-        scores = reward_calls.call(name, function, given)
-        for response, score in zip(given.responses, scores):
-            lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
-    return lines
-
-
-# ============================================================ all rows
-def describe_lengths(train: datasets.Dataset, max_length: int) -> list[str]:
-    """Returns a histogram of how long the usable rows are, as lines."""
-    lengths = lengths_of(train)
-    shortest = min(lengths)
-    longest = max(lengths)
-    width = (longest - shortest) // BARS + 1
-    counts = collections.Counter((length - shortest) // width for length in lengths)
-    n_cut = sum(train["truncated"])
-    lines = [
-        f"lengths of {counted(len(lengths), 'usable row')}, {n_cut} of them "
-        f"({n_cut / len(lengths):.1%}) cut; --max_length {max_length}"
-    ]
-    for place in range(max(counts) + 1):
-        low = shortest + place * width
-        bar = "#" * math.ceil(WIDTH * counts[place] / max(counts.values()))
-        high = min(low + width - 1, longest)
-        lines.append(f"  {low:7,} to {high:<7,} tokens {counts[place]:9,} rows  {bar}")
-    return lines
-
-
-def lengths_of(train: datasets.Dataset) -> list[int]:
-    """Returns the tokens of each row; of a pair, those of the prompt and the longer answer."""
-    if "chosen_ids" not in train.column_names:
-        return train["length"][:]
-    pairs = train.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])
-    return [
-        len(prompt) + max(len(chosen), len(rejected))
-        for prompt, chosen, rejected in zip(
-            pairs["prompt_ids"], pairs["chosen_ids"], pairs["rejected_ids"]
-        )
-    ]

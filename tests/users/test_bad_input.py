@@ -225,6 +225,13 @@ def test_weights_that_would_be_random_and_ids_without_a_row_are_refused(model, t
     refuses("no_eos", "no EOS", call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")))
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "gemma3_text", "gpt_neox"])
+def test_a_folder_without_a_tokenizer_is_refused(model_type, tmp_path):
+    """transformers makes an empty one of these, by which every text has no tokens."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    refuses("holds no tokenizer", call=lambda: load.tokenizer_of(str(tmp_path)))
+
+
 CODE = """
 from pathlib import Path
 

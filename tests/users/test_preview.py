@@ -1,6 +1,5 @@
 """`--preview`: what it marks is what a run trains on, and it needs no model."""
 
-import json
 import shutil
 
 import pytest
@@ -100,14 +99,6 @@ def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
     flags += ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
     flags += ["--max_length", 64, "--max_new_tokens", 8]
     done = launch([], recipe("grpo"), *flags, "--preview", 2, cwd=tmp_path)
-    first, second = (
-        json.loads(line) for line in (ASSETS / "prompts_train.jsonl").open().readlines()[:2]
-    )
     assert f"row 1 of {ASSETS / 'prompts_train.jsonl'}" in done.stdout
     assert done.stdout.count("  as given   ") == 2
-    for row in (first, second):
-        assert f"answer_reward scores the response {row['answer']!r}: 1" in done.stdout
-    assert done.stdout.count("answer_reward scores the response 'I do not know.': 0") == 2
-    assert "columns for a reward function: answer" in done.stdout
-    assert "usable rows, 0 of them (0.0%) cut; --max_length 64" in done.stdout
     assert not (tmp_path / "runs").exists() and "output in" not in done.stdout
