@@ -52,6 +52,10 @@ def tokenizer_of(
         chat_template_kwargs: variables of the chat template as a JSON object. They become defaults
             in the template itself, so that they are saved with it and hold at inference.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
+
+    Raises:
+        SystemExit: no tokenizer there, or one without an EOS token; a chat template that cannot be
+            read, or variables that it does not have.
     """
     tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -151,6 +155,10 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
         tokenizer: that of the policy. A reference policy must read the same token ids.
         args: `SharedArgs`.
         frozen: the model is only read: neither checkpointed nor packed into 4 bits.
+
+    Raises:
+        SystemExit: nothing there, a reward model, missing weights, another tokenizer, or one with
+            more tokens than the model has embeddings.
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
@@ -230,6 +238,9 @@ def score_model(
         tokenizer: that of the policy, or of `name` itself.
         args, frozen: see `causal_lm`.
         new_head: gives a model without a score head a new one, see `draw_score_head`.
+
+    Raises:
+        SystemExit: nothing there, another tokenizer, or no score head though `new_head` is false.
     """
     own_tokenizer = tokenizer_of(name)
     if own_tokenizer.get_vocab() != tokenizer.get_vocab():
