@@ -177,9 +177,6 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
         launcher, *script, *flags(inputs, output), env={"PROBE": str(found)}, fresh=True
     )
     assert f"{description} on cpu" in result.stdout
-    assert result.stdout.count("cpu_adam/lock: remove it") == bool(
-        engine and engine[2] == "DeepSpeedCPUAdam"
-    )
     assert "Warning: " not in result.stdout
     for line, exact in zip(training_lines(output), training_lines(inputs / "fp32"), strict=True):
         assert line["loss"] == pytest.approx(exact["loss"], rel=2e-2)

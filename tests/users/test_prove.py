@@ -335,12 +335,6 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
             by="reference = Reference(accelerator, args, tokenizer, model); reference.model = model",
         ),
     ),
-    "generation reads its padding": Fault(
-        "split",
-        "ppo",
-        "preference_recipes/rollouts/generation.py",
-        replace("mask_of", "padding[:, None]", by="0 * padding[:, None]"),
-    ),
     "a skipped update of a rollout is repeated": Fault(
         "overflow",
         "grpo",
@@ -441,7 +435,7 @@ def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
 
 
 def without_flag(folder: Path, name: str, value: str) -> tuple[Path, Path]:
-    """A copy of the repository that has dropped an argument, and its SFT, which has a fixed value in its place."""
+    """A copy of the repository that has dropped an argument, and its SFT: a fixed value is in its place."""
     repository = folder / "repository"
     copy_repository(repository)
     shared = repository / "common/shared_args.py"
@@ -449,7 +443,8 @@ def without_flag(folder: Path, name: str, value: str) -> tuple[Path, Path]:
     (field,) = re.findall(rf"    {name}: \w+ = arg\(.*?\)\n(?=    \w|\n)", text, re.S)
     shared.write_text(text.replace(field, ""))
     file = repository / "recipes/sft.py"
-    file.write_text(file.read_text().replace(f"args.{name}", value))
+    for reader in (file, repository / "common/optim.py"):
+        reader.write_text(reader.read_text().replace(f"args.{name}", value))
     return repository, file
 
 
