@@ -333,7 +333,7 @@ class Rows:
             max_new_tokens=n_new,
             return_dict_in_generate=True,
             pad_token_id=self.pad_token_id,
-            eos_token_id=sorted(self.stops),
+            eos_token_id=sorted(self.stops) or None,
             suppress_tokens=self.without_probability or None,
         )
         if getattr(self.model.config.get_text_config(), "output_router_logits", False):
@@ -532,7 +532,7 @@ def generates_together(sampler: Sampler) -> str:
             chosen[:, given[len(seen) - 1]] = 0
             return chosen
 
-        rows = Rows(sampler, list(prompts), len(given), {-1}, None)
+        rows = Rows(sampler, list(prompts), len(given), set(), None)
         rows.ids[-1, : rows.padding[-1]] = ids[0]  # the usual one's embedding is often zero
         with sampler.accelerator.autocast():
             rows.run_model(rows.ids, rows.padding, n_new=len(given), logits_processor=[choose])

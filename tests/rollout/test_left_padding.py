@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.generation import utils as generation_utils
 
 import common
 from architectures import ARCHITECTURES, build
@@ -79,3 +80,14 @@ def test_prompts_of_one_length_stay_together(accelerator, tokenizer, monkeypatch
     batches.clear()
     assert respond(sampler, batch_size=2) == first
     assert [{len(row) for row in batch} for batch in batches] == [{16}, {4}, {2}]
+
+
+def test_the_trial_warns_of_nothing(accelerator, tokenizer, monkeypatch):
+    """transformers said of it that a generation would not stop."""
+    said = []
+    for kind in ("warning", "warning_once"):
+        monkeypatch.setattr(generation_utils.logger, kind, lambda text, *_: said.append(text))
+    sampler = bare_sampler(accelerator, tokenizer, made("llama"), together=None)
+    with torch.no_grad():
+        assert generation.generates_together(sampler) == "all"
+    assert said == []
