@@ -183,8 +183,9 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
 def n_common(first, second) -> int:
     """Returns how many elements, or characters, both begin with."""
-    known, most = 0, min(len(first), len(second))
-    while known < most:  # by halves: slices are compared much faster than their elements in Python
+    known = 0
+    most = min(len(first), len(second))
+    while known < most:  # a binary search: Python compares slices faster than their elements
         middle = (known + most + 1) // 2
         if first[known:middle] == second[known:middle]:
             known = middle
@@ -959,8 +960,7 @@ def in_one_sequence(
     """Returns a conversation up to its last turn as one sequence, and notes.
 
     Each turn is as the template writes it at last. As at inference, turns and what is between them
-    are tokenised apart. No sequence if a turn is not found. The arguments are those of
-    `encode_conversation`.
+    are tokenised apart. There is no sequence if a turn is not found.
     """
     history = messages[: turns[-1]]
     last = encode_turn(tokenizer, history, [messages[turns[-1]]], tools)
