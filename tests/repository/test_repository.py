@@ -40,6 +40,7 @@ OURS = {
     "contracts",
     "preference_recipes",
     "peers",
+    "users",
     *(path.stem for path in REPOSITORY.glob("*/*.py")),
     *(path.stem for path in REPOSITORY.glob("tests/*/*.py")),
     *(path.stem for path in REPOSITORY.glob("benchmarks/audit/*.py")),

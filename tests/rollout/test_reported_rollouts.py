@@ -1,6 +1,6 @@
 """Faults of rollouts that were reported of other programs.
 
-No other test here would notice them. docs/counting.md describes them, tests/reported_faults.py plants
+No other test here would notice them. docs/counting.md describes them, tests/mutations.py plants
 them.
 """
 
