@@ -503,7 +503,6 @@ def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     teachers.names_and_paths(args)  # exits if none is named, or one twice
     evaluation.check_settings(args)
-    vllm.check_settings(args)
     schedule.check_settings(args)
     if args.loss_type == "divergence":
         of_correction = ["sampler_correction", "sampler_correction_max"]

@@ -828,7 +828,6 @@ def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored, or that contradict each other."""
     rewards.check_settings(args)
     evaluation.check_settings(args)
-    vllm.check_settings(args)
     loss = f"--loss_type {args.loss_type}"
     unused = [  # where, what is not used there, and what to do
         (

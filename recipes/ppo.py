@@ -608,7 +608,6 @@ def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     rewards.check_settings(args)
     evaluation.check_settings(args)
-    vllm.check_settings(args)
     if args.kl_coef == 0:
         of_kl = ["ref_model_name_or_path", "kl_estimator", "kl_in"]
         refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")

@@ -5,7 +5,6 @@ through a folder, and a probe compares their log-probs with those of training.
 """
 
 import dataclasses
-import shutil
 import sys
 import time
 import uuid
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import actor, adapters, distributed
-from common.shared_args import refuse_changed
+from common import actor, adapters
+from common.distributed import on_main_process
 from preference_recipes.data import chat
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
@@ -27,7 +26,7 @@ from preference_recipes.rollouts.samples import Response
 from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.rollouts.vllm_server import Server
 
-# The folder in which the servers find the weights, in the run's own.
+# Where the servers find the weights, in the run's folder.
 FOLDER = "for_vllm"
 # What servers call the adapter of a run.
 ADAPTER = "actor"
@@ -41,66 +40,30 @@ PROBE_TOKENS = 32
 LARGEST_DIFFERENCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
 # If training's log-probs of a probe have changed by this much, those of the server must have, too.
 VISIBLE_CHANGE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
-# Arguments that mean something with `--vllm_url` alone.
-NEED_SERVERS = (
-    "sampler_correction",
-    "sampler_correction_max",
-    "max_sampler_difference",
-    "rollouts_ahead",
-)
-# What must be equal in the configs of the server's model and of the actor.
-SAME_IN_CONFIGS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-)
-
-
-def check_settings(args) -> None:
-    """Refuses settings of a sampler that would be ignored.
-
-    Args:
-        args: `RolloutArgs`.
-    """
-    if not args.vllm_url:
-        refuse_changed(args, NEED_SERVERS, "only vLLM servers need it; give --vllm_url")
 
 
 def connect(sampler: Sampler) -> None:
     """Lets a run sample from the servers of `--vllm_url`. Does nothing without it.
 
     All processes must call it.
-
-    Raises:
-        SystemExit: a server does not answer, was not started as docs/vllm.md says, has another
-            model, or does not see the run's folder; see also `Servers.synchronise`.
     """
     if not sampler.args.vllm_url:
         return
     sampler.servers = Servers(sampler.args.vllm_url)
-    sampler.servers.dtype = distributed.on_main_process(
-        sampler.accelerator, sampler.servers.check, sampler
-    )
+    sampler.servers.ask_for_models(sampler)
     sampler.servers.synchronise(sampler)
 
 
 def sample_ahead(sampler: Sampler, position: Position) -> None:
     """Lets the servers begin with the responses of the next rollout, with the weights of now.
 
-    They answer while the rollout that was just sampled is trained on. All processes must call it,
-    after `generation.sample` and before an update. Does nothing without `--rollouts_ahead`, nor if
-    the run may end before.
-
-    Args:
-        position: of the run, once the prompts of the current rollout are taken.
+    They answer while the rollout that was just sampled, and whose prompts `position` has taken, is
+    trained on. Does nothing without servers and `--rollouts_ahead`, nor if the run may end before.
+    All processes must call it.
     """
     args = sampler.args
-    if not args.rollouts_ahead:
+    servers = sampler.servers
+    if servers is None or not args.rollouts_ahead:
         return
     position = dataclasses.replace(position)  # the run's own stays where it is
     updates = RolloutSchedule(args, sampler.data.mixture.samples).updates_per_rollout
@@ -111,36 +74,23 @@ def sample_ahead(sampler: Sampler, position: Position) -> None:
     position.end_rollout()  # the number of the rollout is part of its seeds
     prompts = position.take_prompts(sampler, args.rollout_batch_size)
     uniforms = position.draw_uniforms(args, len(prompts["row"]))
-    sampler.servers.begin_ahead(sampler, prompts["prompt_ids"], uniforms)
+    servers.synchronise(sampler)
+    requests = make_requests(sampler, prompts["prompt_ids"], uniforms, args.temperature)
+    answer = None
+    if sampler.accelerator.is_main_process:
+        background = ThreadPoolExecutor(1)
+        answer = background.submit(servers.ask, requests)
+        background.shutdown(wait=False)  # ends the thread once it has the answer
+    servers.ahead = Ahead(requests, sampler.progress.global_step, answer)
 
 
 @dataclasses.dataclass
 class Ahead:
-    """A rollout that is sampled while the one before it is trained on.
+    """A rollout that is sampled while the one before it is trained on."""
 
-    Attributes:
-        requests: one for each prompt.
-        weights_of: `global_step` of the weights that sample it.
-        answer: its responses, when they are there; on the main process alone.
-    """
-
-    requests: list[dict]
-    weights_of: int
-    answer: Future | None
-
-
-@dataclasses.dataclass
-class Probe:
-    """A server's responses to the prompts of a probe.
-
-    Attributes:
-        responses: one to each prompt.
-        ours: training's log-probs of these responses, computed when the server first gave this
-            answer, `[prompts, longest response]`.
-    """
-
-    responses: list[Response]
-    ours: torch.Tensor
+    requests: list[dict]  # one for each prompt
+    weights_of: int  # `global_step` of the weights that sample it
+    answer: Future | None  # its responses, when they are there; on the main process alone
 
 
 class Servers:
@@ -151,8 +101,9 @@ class Servers:
     Attributes:
         version: names the weights that the servers were last given; an empty string: none.
         synced_at: `global_step` of these weights; None before the first.
-        probes: what each server last answered to a probe.
-        dtype: that in which the servers compute.
+        probes: what each server last answered to a probe, and training's log-probs of that,
+            computed when it first gave this answer.
+        dtype: the coarsest of those in which the servers compute.
         ahead: the rollout that they were asked for before it was due, see `sample_ahead`.
     """
 
@@ -160,25 +111,31 @@ class Servers:
         self.servers = [Server(url) for url in urls]
         self.version = ""
         self.synced_at: int | None = None
-        self.probes: dict[str, Probe] = {}
+        self.probes: dict[str, tuple[list[Response], torch.Tensor]] = {}
         self.dtype = "float32"
         self.ahead: Ahead | None = None
+
+    def ask_for_models(self, sampler: Sampler) -> None:
+        """Asks the servers what they call their models, and in which dtype they compute."""
+
+        def ask() -> tuple[list[str], list[str]]:
+            workers = [worker for server in self.servers for worker in server.call("describe")]
+            names = [server.base_model() for server in self.servers]
+            return names, [worker["dtype"] for worker in workers]
+
+        names, dtypes = on_main_process(sampler.accelerator, ask)
+        self.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+        for server, name in zip(self.servers, names):
+            server.model = name
 
     # ======================================================== sampling
 
     def generate(
         self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> list[Response]:
-        """Returns the responses to some prompts, on every process. All processes must call it.
+        """Returns the responses to each prompt in turn, on every process; see `generation.sample`.
 
-        Args:
-            prompts: token ids of each prompt.
-            uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1). The first number of
-                a prompt decides the seed that the server draws its responses from.
-            temperature: 0 is greedy.
-
-        Returns:
-            Those to the first prompt, those to the second one, and so on.
+        All processes must call it.
         """
         requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None and self.ahead.requests == requests:
@@ -187,35 +144,21 @@ class Servers:
             sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
             self.ahead = None
             return responses
-        # Their responses stay in `ahead`. Servers sample with one version of the weights at a time.
+        # It stays in `ahead`. Servers sample with one version of the weights at a time.
         self.wait_for_ahead(sampler)
         self.synchronise(sampler)
-        return self.on_main_process(sampler, self.ask, requests)
-
-    def begin_ahead(self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray) -> None:
-        """Asks for responses that `generate` is going to be asked for, and does not wait for them.
-
-        All processes must call it, with the arguments that `generate` will have.
-        """
-        self.synchronise(sampler)
-        requests = make_requests(sampler, prompts, uniforms, sampler.args.temperature)
-        answer = None
-        if sampler.accelerator.is_main_process:
-            background = ThreadPoolExecutor(1)
-            answer = background.submit(self.ask, requests)
-            background.shutdown(wait=False)  # ends the thread once it has the answer
-        self.ahead = Ahead(requests, sampler.progress.global_step, answer)
+        return on_main_process(sampler.accelerator, self.ask, requests)
 
     def wait_for_ahead(self, sampler: Sampler) -> list[Response]:
         """Waits for the responses that were asked for ahead, and returns them; [] if none were.
 
-        They stay in `ahead` until `generate` is asked for them. All processes must call it.
+        All processes must call it.
         """
         ahead = self.ahead
         if ahead is None:
             return []
         # Only the main process calls the lambda, and has an `answer`.
-        return self.on_main_process(sampler, lambda: ahead.answer.result())
+        return on_main_process(sampler.accelerator, lambda: ahead.answer.result())
 
     def state(self, sampler: Sampler) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
@@ -251,11 +194,7 @@ class Servers:
             yield number, response
 
     def responses_as_they_come(self, requests: list[dict]) -> Iterator[tuple[int, list[Response]]]:
-        """Yields the number of each request and its responses, once a server has answered it.
-
-        Raises:
-            SystemExit: a server got other weights meanwhile; or see `Server.complete`.
-        """
+        """Yields the number of each request and its responses, once a server has answered it."""
 
         def complete(number: int) -> tuple[int, list[Response]]:
             server = self.servers[number % len(self.servers)]
@@ -265,7 +204,7 @@ class Servers:
         if not self.all_have_version():
             sys.exit(
                 "a vLLM server got other weights while it sampled: another run uses it, too, or it "
-                f"was started again. Its responses are not used. Servers: {self.urls()}"
+                "was started again. Its responses are not used"
             )
 
     # ======================================================== weights
@@ -274,21 +213,22 @@ class Servers:
         """Gives the servers the actor's weights, if theirs are others, and proves it by a probe.
 
         All processes must call it.
-
-        Raises:
-            SystemExit: the weights could not be written or loaded; see also `prove`.
         """
         started = time.perf_counter()
+        accelerator = sampler.accelerator
         is_current = self.synced_at == sampler.progress.global_step
-        if is_current and self.on_main_process(sampler, self.all_have_version):
+        if is_current and on_main_process(accelerator, self.all_have_version):
             return
-        folder = sampler.output_dir / FOLDER / "weights"
-        self.write_weights(sampler, folder)
-        self.version, models = self.on_main_process(
-            sampler, self.load_weights, folder, adapters.has_adapter(sampler.unwrapped)
+        folder = sampler.output_dir / FOLDER
+        dtype = None if self.dtype == "float32" else self.dtype
+        actor.save(
+            accelerator, sampler.model, sampler.unwrapped, sampler.tokenizer, folder, dtype=dtype
         )
-        for server, model in zip(self.servers, models):
-            server.model = model
+        is_adapter = adapters.has_adapter(sampler.unwrapped)
+        self.version = on_main_process(accelerator, self.load_weights, folder, is_adapter)
+        if is_adapter:
+            for server in self.servers:
+                server.model = ADAPTER
         difference = self.prove(sampler)
         self.synced_at = sampler.progress.global_step
         seconds = time.perf_counter() - started
@@ -299,160 +239,88 @@ class Servers:
             {"sync/probe_difference": torch.tensor([difference])}, reduce="max"
         )
 
-    def write_weights(self, sampler: Sampler, folder: Path) -> None:
-        """Writes the actor, or its adapter, for the servers."""
-        try:
-            actor.save(
-                sampler.accelerator,
-                sampler.model,
-                sampler.unwrapped,
-                sampler.tokenizer,
-                folder,
-                dtype=None if self.dtype == "float32" else self.dtype,
-            )
-        except OSError as error:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-            sys.exit(f"{folder} could not be written for the vLLM servers: {str(error)[:200]}")
-
-    def load_weights(self, folder: Path, is_adapter: bool) -> tuple[str, list[str]]:
+    def load_weights(self, folder: Path, is_adapter: bool) -> str:
         """Lets all servers load the weights in a folder, and forget what they computed with others.
 
-        For the main process.
-
-        Returns:
-            The new version, and what each server calls its model.
+        For the main process. Returns the new version.
         """
-        self.version = str(uuid.uuid4())
+        version = str(uuid.uuid4())
         path = str(folder.resolve())
 
         def load_into(server: Server) -> None:
             server.send("POST", "/pause?mode=wait")
             if is_adapter:
-                server.load_adapter(ADAPTER, path)
-                server.model = ADAPTER
+                adapter = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
+                server.send("POST", "/v1/load_lora_adapter", adapter)
             else:
                 server.call("load", folder=path)
             # The keys and values of prompts that it still holds come from the old weights.
             server.send("POST", "/reset_prefix_cache")
-            server.call("note_version", version=self.version)
+            server.call("note_version", version=version)
             server.send("POST", "/resume")
 
         list(in_parallel(load_into, self.servers))
-        return self.version, [server.model for server in self.servers]
+        return version
 
     def all_have_version(self) -> bool:
         """Whether all workers of all servers have the weights that they were last given."""
-        versions = [
-            worker["version"] for server in self.servers for worker in server.call("describe")
-        ]
-        return set(versions) == {self.version}
+        workers = [worker for server in self.servers for worker in server.call("describe")]
+        return {worker["version"] for worker in workers} == {self.version}
 
     def prove(self, sampler: Sampler) -> float:
-        """Compares the servers' log-probs of some responses with those of training.
+        """Returns the mean absolute difference of log-probs of some responses, servers to training.
 
-        Returns:
-            The mean absolute difference, the largest of all servers.
-
-        Raises:
-            SystemExit: it is too large; or training's log-probs have changed while those of a
-                server are the same to the last bit.
+        It is that of the worst server. The run ends if it is too large, or if training's log-probs
+        have changed while those of a server are the same to the last bit.
         """
+        args = sampler.args
         prompts = sampler.data.train[:PROBE_PROMPTS]["prompt_ids"]
-        n_tokens = min(PROBE_TOKENS, sampler.args.max_new_tokens)
         # Every probe draws from seed 0, so that unchanged weights give the same answer.
-        same_seed = np.zeros((len(prompts), 1, n_tokens))
-        requests = make_requests(sampler, prompts, same_seed, sampler.args.temperature)
+        same_seed = np.zeros((len(prompts), 1, min(PROBE_TOKENS, args.max_new_tokens)))
+        requests = make_requests(sampler, prompts, same_seed, args.temperature)
+        of_training = {"bf16": "bfloat16", "fp16": "float16"}.get(
+            sampler.accelerator.mixed_precision, "float32"
+        )
+        dtype = max(of_training, self.dtype, key=LARGEST_DIFFERENCE.__getitem__)
+        bound = args.max_sampler_difference
+        if bound is None:
+            bound = LARGEST_DIFFERENCE[dtype]
         largest = 0.0
         for server in self.servers:
-            responses = self.on_main_process(sampler, answers_of, server, requests)
+            responses = on_main_process(sampler.accelerator, answers_of, server, requests)
             ours = logps_in_training(sampler, prompts, responses)
-            self.refuse_lost_weights(sampler, server, Probe(responses, ours))  # and keeps the probe
-            difference = mean_difference(responses, ours)
-            self.refuse_difference(sampler, server, difference)
+            self.refuse_lost_weights(server, responses, ours, VISIBLE_CHANGE[dtype])
+            differences = [
+                (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
+                for response, logps in zip(responses, ours)
+            ]
+            difference = torch.cat(differences).mean().item()
+            if not difference <= bound:  # also where it is not a number
+                sys.exit(
+                    f"{server.url}: its log-probs differ from those of training by "
+                    f"{difference:.3g} on average, more than {bound:g} ({dtype}; "
+                    "--max_sampler_difference): wrong weights, log-probs without the temperature, "
+                    "or another precision; see docs/vllm.md"
+                )
             largest = max(largest, difference)
         return largest
 
-    def refuse_lost_weights(self, sampler: Sampler, server: Server, probe: Probe) -> None:
+    def refuse_lost_weights(
+        self, server: Server, responses: list[Response], ours: torch.Tensor, visible: float
+    ) -> None:
         """Ends the run if a server's log-probs did not change though training's did."""
-        last = self.probes.get(server.url)
+        last_responses, last_ours = self.probes.get(server.url, (None, ours))
         # Responses contain log-probs, so new weights make them differ, if only in the last bit.
-        if last is None or last.responses != probe.responses:
-            self.probes[server.url] = probe
+        if last_responses != responses:
+            self.probes[server.url] = (responses, ours)
             return
         # The old probe is kept: small changes of training's log-probs add up against it.
-        change = (probe.ours - last.ours).abs().max().item()
-        if change > VISIBLE_CHANGE[self.coarser_dtype(sampler)]:
+        change = (ours - last_ours).abs().max().item()
+        if change > visible:
             sys.exit(
                 f"{server.url} does not have the weights that it was given: its log-probs are the "
                 f"old ones to the last bit, while those of training changed by {change:.3g}"
             )
-
-    def refuse_difference(self, sampler: Sampler, server: Server, difference: float) -> None:
-        """Ends the run if a server's log-probs are too far from training's."""
-        bound = sampler.args.max_sampler_difference
-        dtype = self.coarser_dtype(sampler)
-        if bound is None:
-            bound = LARGEST_DIFFERENCE[dtype]
-        if not difference <= bound:  # also where it is not a number
-            sys.exit(
-                f"{server.url}: its log-probs differ from those of training by {difference:.3g} on "
-                f"average, more than {bound:g} ({dtype}; --max_sampler_difference). Such a "
-                "server has stale or damaged weights, or returns log-probs without the "
-                "temperature (--logprobs-mode processed_logprobs), or computes in another "
-                "precision; see docs/vllm.md"
-            )
-
-    def coarser_dtype(self, sampler: Sampler) -> str:
-        """Returns the less precise of the dtypes in which the servers and training compute."""
-        ours = {"bf16": "bfloat16", "fp16": "float16"}.get(sampler.accelerator.mixed_precision)
-        return max(ours or "float32", self.dtype, key=LARGEST_DIFFERENCE.__getitem__)
-
-    # ======================================================== the beginning
-
-    def check(self, sampler: Sampler) -> str:
-        """Refuses servers that cannot serve this run. For the main process.
-
-        Returns:
-            The dtype in which they compute.
-        """
-        dtypes = set()
-        for server in self.servers:
-            model = server.describe_model()
-            server.model = model["id"]
-            longest = model.get("max_model_len")
-            if longest is not None and longest < sampler.args.max_length:
-                sys.exit(
-                    f"{server.url}: --max-model-len {longest} is below --max_length "
-                    f"{sampler.args.max_length}"
-                )
-            for worker in server.call("describe"):
-                refuse_another_model(server, worker["config"], sampler)
-                dtypes.add(worker["dtype"])
-        if len(dtypes) > 1:
-            sys.exit(f"--vllm_url: servers of {' and '.join(sorted(dtypes))}: give all one --dtype")
-        self.check_folder(sampler.output_dir / FOLDER)
-        return dtypes.pop()
-
-    def check_folder(self, folder: Path) -> None:
-        """Refuses servers that do not see the folder through which they get weights."""
-        folder.mkdir(exist_ok=True)
-        file = folder.resolve() / "seen.txt"
-        word = str(uuid.uuid4())
-        file.write_text(word, encoding="utf-8")
-        for server in self.servers:
-            if any(text != [word] for text in server.call("read_text", path=str(file))):
-                sys.exit(
-                    f"{server.url} does not see {file}: give an --output_dir on a disk that it "
-                    "and this machine share, under the same path"
-                )
-        file.unlink()
-
-    def urls(self) -> str:
-        return ", ".join(server.url for server in self.servers)
-
-    def on_main_process(self, sampler: Sampler, function: Callable, *args) -> Any:
-        """Returns what the function returns on the main process, on every process."""
-        return distributed.on_main_process(sampler.accelerator, function, *args)
 
 
 def answers_of(server: Server, requests: list[dict]) -> list[Response]:
@@ -460,21 +328,10 @@ def answers_of(server: Server, requests: list[dict]) -> list[Response]:
     return [response for request in requests for response in server.complete(request)]
 
 
-def refuse_another_model(server: Server, config: dict[str, Any], sampler: Sampler) -> None:
-    """Refuses a server whose model has another architecture: new weights would crash it."""
-    ours = sampler.unwrapped.config.get_text_config().to_dict()
-    for name in SAME_IN_CONFIGS:
-        if name in config and name in ours and config[name] != ours[name]:
-            sys.exit(
-                f"{server.url} serves a model with {name} {config[name]}, "
-                f"{sampler.args.model_name_or_path} has {ours[name]}: start it with that model"
-            )
-
-
 def make_requests(
     sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
 ) -> list[dict]:
-    """Returns a request for each prompt, see `Servers.generate`.
+    """Returns a request for each prompt, with `uniforms` `[prompts, responses to each, tokens]`.
 
     All that a server could add by itself is named: top-p, top-k, penalties, its own end token.
     """
@@ -524,19 +381,7 @@ def in_parallel(function: Callable, jobs: Sequence) -> Iterator:
 def logps_in_training(
     sampler: Sampler, prompts: list[list[int]], responses: list[Response]
 ) -> torch.Tensor:
-    """Returns training's log-probs of responses, fp32 `[prompts, longest response]` on the CPU.
-
-    All processes must call it.
-    """
+    """Returns training's log-probs of responses, fp32 `[prompts, longest response]` on the CPU."""
     batch = Packer(sampler.device).make_batch(prompts, [response.ids for response in responses])
     with checks.evaluation_mode(sampler.model):
         return sampler.model(batch, sampler.args.temperature)["logps"].cpu()
-
-
-def mean_difference(responses: list[Response], ours: torch.Tensor) -> float:
-    """Returns the mean absolute difference of log-probs over all tokens of the responses."""
-    differences = [
-        (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
-        for response, logps in zip(responses, ours)
-    ]
-    return torch.cat(differences).mean().item()

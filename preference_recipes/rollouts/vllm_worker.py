@@ -7,7 +7,6 @@ Nothing else of this repository is imported here: the server's environment has n
 nor DeepSpeed.
 """
 
-from pathlib import Path
 from typing import Any
 
 
@@ -24,23 +23,9 @@ class Weights:
     version: str | None = None
 
     def describe(self) -> dict:
-        """Returns the dtype and the config of the model, and the version of its weights."""
-        config = self.model_runner.model_config
-        text_config = config.hf_text_config
-        return {
-            "dtype": str(config.dtype).removeprefix("torch."),
-            "config": {
-                name: value
-                for name, value in text_config.to_dict().items()
-                if isinstance(value, bool | int | float | str)
-            },
-            "version": self.version,
-        }
-
-    def read_text(self, path: str) -> list:
-        """Returns a file's text in a list; an empty list where this worker cannot see it."""
-        file = Path(path)
-        return [file.read_text(encoding="utf-8")] if file.is_file() else []
+        """Returns the dtype of the model, and the version of its weights."""
+        dtype = str(self.model_runner.model_config.dtype)
+        return {"dtype": dtype.removeprefix("torch."), "version": self.version}
 
     def load(self, folder: str) -> None:
         """Replaces the model's weights by those of a Hugging Face folder."""

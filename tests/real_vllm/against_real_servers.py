@@ -107,7 +107,7 @@ class RealServer:
             assert self.process.poll() is None, log.read_text()[-4000:]
             time.sleep(0.5)
         self.client = Server(self.url)
-        self.client.model = self.client.describe_model()["id"]
+        self.client.model = self.client.base_model()
 
     def answers(self) -> bool:
         try:

@@ -56,7 +56,6 @@ class FakeServer:
         answered: the version of the weights that answered each request for responses.
         fault: called with a path and the content of a request before it is answered. What it
             returns, a status and a text, is answered in its place; None: the right answer.
-        change: called with each right answer, which it may change.
     """
 
     def __init__(self, folder: Path, name: str = "m", dtype: torch.dtype = torch.float32):
@@ -64,7 +63,6 @@ class FakeServer:
         self.requests: list[tuple[str, dict]] = []
         self.answered: list[str | None] = []
         self.fault: Callable = lambda path, content: None
-        self.change: Callable = lambda path, answer: None
         self.worker = Worker(folder, dtype)
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
@@ -97,7 +95,6 @@ class FakeServer:
                     status, text = fake.fault(self.path, content) or (200, None)
                     if text is None:
                         answer = fake.answer(self.path, content)
-                        fake.change(self.path, answer)
                         text = json.dumps(answer) if answer is not None else ""
                 self.send_response(status)
                 self.end_headers()
@@ -110,7 +107,7 @@ class FakeServer:
 
     def answer(self, path: str, content: dict) -> dict | None:
         if path == "/v1/models":
-            return {"data": [{"id": self.name, "max_model_len": 512, "parent": None}]}
+            return {"data": [{"id": self.name, "parent": None}]}
         if path == "/collective_rpc":
             method = getattr(self.worker, content["method"])
             return {"results": [method(**content["kwargs"])]}
