@@ -6,7 +6,6 @@ prompts with a few responses each can be listed, each with its probability.
 
 import itertools
 import math
-import types
 
 import torch
 
@@ -23,12 +22,11 @@ def make_policy() -> torch.Tensor:
     )
 
 
-def make_rewards(binary: bool) -> torch.Tensor:
-    """What each response to each prompt earns, `[prompts, responses]`: between 0 and 1, or one of them."""
-    rewards = torch.rand(
+def make_rewards() -> torch.Tensor:
+    """What each response to each prompt earns, `[prompts, responses]`: between 0 and 1."""
+    return torch.rand(
         PROMPTS, len(RESPONSES), generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
-    return (rewards > 0.5).double() if binary else rewards
 
 
 def token_logps(policy: torch.Tensor) -> torch.Tensor:
@@ -47,7 +45,7 @@ def analytic_gradient() -> torch.Tensor:
     policy = make_policy().requires_grad_()
     probabilities = token_logps(policy).sum(2).exp()
     assert torch.allclose(probabilities.sum(1), torch.ones(PROMPTS, dtype=torch.float64))
-    objective = -(probabilities * make_rewards(binary=False)).sum() / PROMPTS
+    objective = -(probabilities * make_rewards()).sum() / PROMPTS
     return torch.autograd.grad(objective, policy)[0]
 
 
@@ -57,99 +55,32 @@ def expected_gradient(
     baseline: str,
     advantage_std: str,
     average: str,
-    binary: bool = False,
 ) -> torch.Tensor:
-    """The expected gradient of a rollout's loss before its first update.
-
-    Args:
-        grpo: the module `recipes/grpo.py`.
-        binary: rewards of 0 and 1, so that different responses often earn the same.
-    """
+    """The expected gradient of a rollout's loss before its first update; `grpo` is the recipe's module."""
     policy = make_policy().requires_grad_()
     # All rollouts: for each, which response each sample is. [rollouts, prompts * n_samples]
     choices = torch.tensor(
         list(itertools.product(range(len(RESPONSES)), repeat=PROMPTS * n_samples))
     )
     owner = torch.arange(PROMPTS).repeat_interleave(n_samples)
-    scores = make_rewards(binary)[owner, choices]
-    kept = torch.ones(scores.shape, dtype=torch.bool)
-    if advantage_std != "batch":  # groups are independent: all rollouts at once
-        of_all = grpo.estimate_advantages(scores.flatten(), n_samples, baseline, advantage_std)
-        return gradient_of(grpo, policy, choices, of_all.reshape(scores.shape), kept, average)
-    advantages = torch.stack(
-        [grpo.estimate_advantages(row, n_samples, baseline, advantage_std) for row in scores]
+    scores = make_rewards()[owner, choices]
+    # Groups are independent unless their deviation is the rollout's: then all rollouts at once.
+    at_once = [scores.flatten()] if advantage_std != "batch" else scores
+    advantages = torch.cat(
+        [grpo.estimate_advantages(row, n_samples, baseline, advantage_std) for row in at_once]
     )
-    return gradient_of(grpo, policy, choices, advantages, kept, average)
-
-
-def gradient_of(
-    grpo,
-    policy: torch.Tensor,
-    choices: torch.Tensor,
-    advantages: torch.Tensor,
-    kept: torch.Tensor,
-    average: str,
-) -> torch.Tensor:
-    """The expected gradient of rollouts with these responses and advantages, `[rollouts, samples]` each."""
     logps = token_logps(policy)
-    owner = torch.arange(PROMPTS).repeat_interleave(choices.shape[1] // PROMPTS)
     probabilities = logps.detach().sum(2).exp()[owner, choices].prod(1)
     assert math.isclose(probabilities.sum(), 1, rel_tol=1e-9)
     samples = logps[owner, choices].flatten(0, 1)
     mask = MASK[choices].flatten(0, 1)
     ratios = grpo.ratios_to_old(samples, samples.detach(), mask, "token")
-    losses, _, _ = grpo.policy_losses(samples, ratios, advantages.reshape(-1, 1), "clip", 0.2, 0.28)
+    losses, _, _ = grpo.policy_losses(samples, ratios, advantages[:, None], "clip", 0.2, 0.28)
     losses, weights = grpo.average_tokens(losses, mask, average, MAX_NEW_TOKENS)
-    losses = losses.reshape(kept.shape)
-    weights = weights.reshape(kept.shape) * kept
+    losses = losses.reshape(scores.shape)
+    weights = weights.reshape(scores.shape)
     of_rollouts = (losses * weights).sum(1) / weights.sum(1).clamp(min=1)
     return torch.autograd.grad((of_rollouts * probabilities).sum(), policy)[0]
-
-
-def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The expected gradient of the loss of the KL alone, before a rollout's first update, and the exact one.
-
-    Exact is that of KL(policy || reference) of each next token, over what the policy writes before it. All responses
-    to all prompts are samples of one update, weighted by their probabilities.
-    """
-    policy = make_policy().requires_grad_()
-    noise = torch.randn(
-        policy.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    )
-    reference = make_policy() + noise
-    logps = token_logps(policy)
-    probabilities = logps.detach().sum(2).exp()  # [prompts, responses]
-
-    args = types.SimpleNamespace(
-        loss_type="clip",
-        average="constant",
-        ratio=ratio,
-        clip_range=0.2,
-        clip_range_high=0.28,
-        kl_coef=1.0,
-        kl_estimator=estimator,
-        max_new_tokens=MAX_NEW_TOKENS,
-        temperature=1.0,
-        off_policy_limit=0.0,
-        vllm_url=None,
-    )
-    samples = logps.flatten(0, 1)
-    stored = {  # no log-probs of the old policy: it is the one that this pass reads
-        "mask": MASK.repeat(PROMPTS, 1),
-        "advantages": torch.zeros(len(samples), 1, dtype=torch.float64),
-        "sampler_logps": samples.detach(),
-        "ref_logps": token_logps(reference).flatten(0, 1),
-    }
-    model = lambda *_, **__: {"logps": samples, "entropy": torch.zeros_like(samples)}
-    losses, weights, _ = grpo.sample_losses(model, {}, stored, args, has_moved=False)
-    weights = weights * probabilities.flatten()
-    found = torch.autograd.grad((losses * weights).sum(), policy, retain_graph=True)[0]
-
-    new, ref = policy.log_softmax(-1), reference.log_softmax(-1)
-    kl = (new.exp() * (new - ref)).sum(-1)  # [prompts, 4], of the first token and of each second
-    first = new[:, 0, 1:].exp().detach()  # how probable it is that there is this second token
-    exact = (kl[:, 0] + (first * kl[:, 2:]).sum(1)).sum() / MAX_NEW_TOKENS
-    return found, torch.autograd.grad(exact, policy)[0]
 
 
 def bias(expected: torch.Tensor, analytic: torch.Tensor) -> tuple[float, float]:
@@ -174,11 +105,3 @@ def table_rows(grpo) -> list[str]:
         factor, degrees = bias(expected, analytic)
         rows.append(f"| {baseline} | {std} | {average} | {factor:.3f} | {degrees:.1f} |")
     return rows
-
-
-if __name__ == "__main__":
-    import runpy
-    from pathlib import Path
-
-    recipe = Path(__file__).resolve().parents[1] / "recipes/grpo.py"
-    print("\n".join(table_rows(types.SimpleNamespace(**runpy.run_path(str(recipe))))))
