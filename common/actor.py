@@ -3,7 +3,6 @@
 import collections
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, engine, errors, folders, record, zero
+from common import adapters, engine, folders, record, zero
 from common.best import FOLDER, Best
 from common.run import Run
 
@@ -51,12 +50,6 @@ class Actor:
         """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
 
         All processes must call it, after each evaluation. The one before training counts, too.
-
-        Args:
-            line: the evaluation's values, the same on all processes.
-
-        Raises:
-            SystemExit: the evaluation has no such metric.
         """
         if self.run.args.keep_best and self.best.note(line):
             self.save(self.run.output_dir / FOLDER)
@@ -73,47 +66,29 @@ class Actor:
         model with adapters they are those of the adapters alone. All processes must call it.
 
         Args:
-            directory: replaced as a whole if it is there; by default the run's `actor`. If the
-                process is killed while it writes, the previous folder stays (at worst under its
-                name with `.old`).
-            keep: how many `global_step_*` folders stay in the parent folder, the newest; 0 keeps
-                all.
+            directory: replaced as a whole if it is there; by default the run's `actor`.
+            keep: how many `global_step_*` folders stay in the parent folder, the newest; 0: all.
             weights: other weights to save instead of the model's, by their names in `unwrapped`,
                 such as a running average of them.
-
-        Raises:
-            SystemExit: it could not be written, for example because the disk is full. What was
-                written of it is removed; what was in its place is untouched.
         """
         directory = directory or self.run.output_dir / "actor"
         dtype = self.run.args.save_dtype
         accelerator = self.run.accelerator
-        try:
-            with self.run.timed("paused"):
-                written = save(
-                    accelerator,
-                    self.model,
-                    self.unwrapped,
-                    self.tokenizer,
-                    directory,
-                    keep=keep,
-                    dtype=dtype,
-                    weights=weights,
-                )
-        except Exception as error:
-            if not errors.is_of_disk(error):
-                raise
-            shutil.rmtree(being_written(directory), ignore_errors=True)
-            sys.exit(
-                f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run "
-                "wrote one, holds the actor, too: see python -m preference_recipes.tools.export"
+        with self.run.timed("paused"):
+            written = save(
+                accelerator,
+                self.model,
+                self.unwrapped,
+                self.tokenizer,
+                directory,
+                keep=keep,
+                dtype=dtype,
+                weights=weights,
             )
         if accelerator.is_main_process:
-            is_adapter = adapters.has_adapter(self.unwrapped)
-            what = "the actor's adapter" if is_adapter else "the actor"
             how = "as trained" if dtype is None else "by --save_dtype"
             # Above the progress bar, if there is one.
-            tqdm.write(f"saved {what} in {written} ({how}): {directory}")
+            tqdm.write(f"saved the actor in {written} ({how}): {directory}")
 
     def write_into(self, parent: Path) -> None:
         """Writes the actor to `parent/actor`, and the models of `also` next to it.
@@ -152,7 +127,7 @@ def save(
         state_dict = weights_of(model, {**of_model, **(weights or {})}, unwrapped)
         if dtype is not None:
             state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
-        write(model, state_dict, tokenizer, directory, keep=keep, card=True)
+        write(model, state_dict, tokenizer, directory, keep=keep)
         written = dtype_of(state_dict)
     accelerator.wait_for_everyone()
     return written
@@ -165,14 +140,10 @@ def write(
     directory: Path,
     *,
     keep: int = 0,
-    card: bool = False,
+    card: bool = True,
 ) -> None:
-    """Writes a Hugging Face folder with these weights. For the main process.
-
-    Args:
-        card: write a model card, too, see `record.write_card`.
-    """
-    temporary = being_written(directory)
+    """Writes a Hugging Face folder with these weights. For the main process."""
+    temporary = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     is_adapter = adapters.has_adapter(model)
     if is_adapter:
@@ -184,11 +155,6 @@ def write(
     if card:
         record.write_card(temporary, "peft" if is_adapter else "transformers")
     folders.replace(temporary, directory, keep)
-
-
-def being_written(directory: Path) -> Path:
-    """Returns the folder that is written before it takes the place of `directory`."""
-    return directory.with_name(f".{directory.name}.writing")
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:

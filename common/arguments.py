@@ -46,9 +46,7 @@ MAY_CHANGE = {
     "dataset_name",
     "eval_dataset_name",
     "eval_dataset_split",
-    # A resume says so, see `Best.load_state`.
-    "held-out data",
-    "source of the rewards",
+    "source of the rewards",  # a resume says so
 }
 
 # What a micro-batch holds on a GPU, unless the user sets it.

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,41 +15,26 @@ from torch import nn
 
 from common import (
     arguments,
-    best,
     counted,
     distributed,
     engine,
     engine_state,
-    errors,
     folders,
+    log,
     record,
     stopping,
-    transcript,
 )
 from common.actor import Actor
+from common.best import FILE, FOLDER
 from common.metrics import Means
 from common.run import Run
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # The version of a checkpoint's layout. Checkpoints of other versions are refused.
-FORMAT = 4
+FORMAT = 5
 # The files of lines that grow with a run. A checkpoint holds them as they were.
-LOGS = ("metrics.jsonl", transcript.FILE)
-
-
-class Stateful(Protocol):
-    """What a recipe may add to a checkpoint."""
-
-    def state(self) -> Any:
-        """Returns what to save, the same on all processes, which all call it.
-
-        It may consist of None, numbers, strings, tensors, lists and dicts of them, and dataclasses
-        that are `carried`.
-        """
-
-    def load_state(self, state: Any) -> None:
-        """Takes over what `state` returned."""
+LOGS = (log.METRICS, log.SAMPLES)
 
 
 def carried(dataclass: type) -> type:
@@ -72,7 +57,9 @@ class Checkpoint:
         means: of the log line that is not written yet.
         identity: what must be the same in a run and in the checkpoint that it resumes from, besides
             the arguments: of the data, and of models that decide the result but are not trained.
-        others: the recipe's own state, by name, such as `rollout=state`.
+        others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
+            what to save, the same on all processes: None, numbers, strings, tensors, lists and
+            dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
 
     Attributes:
         last_saved: `global_step` of the last checkpoint in the run's folder that is this run's own;
@@ -89,7 +76,7 @@ class Checkpoint:
         scheduler,
         means: Means,
         identity: dict[str, Any],
-        **others: Stateful,
+        **others,
     ):
         self.run = run
         self.accelerator = run.accelerator
@@ -117,6 +104,7 @@ class Checkpoint:
                 run.
         """
         run = self.run
+        best = self.actor.best
         # Only the trained model is saved and loaded. This also frees a reference model that is no
         # longer needed.
         engine_state.choose(self.accelerator, self.model, self.actor.unwrapped)
@@ -125,10 +113,15 @@ class Checkpoint:
         path = distributed.on_main_process(self.accelerator, self.find)
         if path:
             self.load(path)
-        distributed.on_main_process(self.accelerator, self.restore_logs, path)
-        described = (self.accelerator, run.args, self.actor.best.comparable_after)
-        distributed.on_main_process(self.accelerator, record.write, *described)
-        self.actor.best.find_folder()
+        has_best = distributed.on_main_process(self.accelerator, self.restore_folder, path)
+        if best.global_step is not None and not has_best:
+            self.accelerator.print(
+                f"NOTE: the actor of update {best.global_step} is no longer in {run.output_dir}/"
+                f"{FOLDER}: --keep_best begins anew"
+            )
+            best.forget()
+        best.count_patience()  # a run that had stopped early stops again
+        distributed.on_main_process(self.accelerator, record.write, self.accelerator, run.args)
         run.logger.start()
         run.speed.restart()
         if path and path.parent.resolve() == self.folder.resolve():
@@ -146,15 +139,12 @@ class Checkpoint:
             SystemExit: the checkpoint that `--resume` names cannot be used; for `auto` there are
                 some, but none that can, or only the final actor, so the run has ended.
         """
-        folders.put_back(self.folder)  # a whole one that a killed run was replacing
-        for leftover in self.folder.glob(".global_step_*"):
-            shutil.rmtree(leftover)  # what a killed run had begun to write or to delete
+        for leftover in self.folder.glob(".global_step_*.writing"):
+            shutil.rmtree(leftover)  # of a killed run
         resume = self.run.args.resume
         if resume == "never":
             return None
-        candidates = [Path(resume)]
-        if resume == "auto":
-            candidates = folders.by_step(self.folder)[::-1]
+        candidates = folders.by_step(self.folder)[::-1] if resume == "auto" else [Path(resume)]
         for path in candidates:
             fault = folders.fault_of(path)
             if fault is None:
@@ -162,12 +152,10 @@ class Checkpoint:
             self.accelerator.print(f"passed over {path}: {fault}")
         if resume != "auto":
             sys.exit(f"--resume {resume}: it cannot be used, see above")
-        # Renamed copies are no candidates, but they show that the run is not new.
-        found = len(candidates or list(self.folder.glob("global_step_*")))
-        if found:
+        if candidates:
             sys.exit(
-                f"--resume auto: of {counted(found, 'checkpoint')} none is whole "
-                "and named as written; to start from the beginning take another --output_dir"
+                f"--resume auto: of {counted(len(candidates), 'checkpoint')} none is whole; "
+                "to start from the beginning take another --output_dir"
             )
         if (self.run.output_dir / "actor").exists():
             sys.exit(
@@ -176,7 +164,7 @@ class Checkpoint:
         self.accelerator.print(f"no checkpoint in {self.folder}: starting from the beginning")
         return None
 
-    def restore_logs(self, path: Path | None) -> None:
+    def restore_folder(self, path: Path | None) -> bool:
         """Makes the run's folder what it was at the checkpoint; for the main process.
 
         The logs are copied out of the checkpoint. What the folder holds beyond that point, such as
@@ -186,44 +174,44 @@ class Checkpoint:
         Args:
             path: None: the run begins at 0, and the folder may hold what a run killed before its
                 first checkpoint has left.
+
+        Returns:
+            Whether the folder holds the actor of the best evaluation so far.
         """
         output_dir = self.run.output_dir
-        point = self.run.global_step if path else 0
-        aside = []
-        for parent in (self.folder, output_dir / "actors"):
-            for folder in folders.by_step(parent)[::-1]:
-                if folders.step_of(folder) > point:
-                    aside.append(folders.set_aside(folder))
-        replaced = [name for name in LOGS if not same(output_dir / name, log_in(path, name))]
+        point = self.run.global_step
+        beyond = [
+            folder
+            for parent in (self.folder, output_dir / "actors")
+            for folder in folders.by_step(parent)[::-1]
+            if folders.step_of(folder) > point
+        ]
+        copies = {}
+        if path:
+            copies = {copy.name: copy for copy in (path / "logs").iterdir()}
+        replaced = [name for name in LOGS if not same(output_dir / name, copies.get(name))]
         # The final actor has no step in its name. If nothing else lies beyond this point, the run
         # had ended here, and the actor stays.
-        beyond = []
-        if aside or replaced:
-            beyond.append("actor")
-        best_step = best.recorded_step(output_dir)
-        after = self.actor.best.comparable_after
-        if best_step is not None and (path is None or not after < best_step <= point):
-            beyond += [best.FOLDER, best.FILE]
-        if path is None:
-            beyond.append("tensorboard")  # a run that continues adds to it, and hides later values
-        for name in [*beyond, *replaced]:
-            if (output_dir / name).exists():
-                aside.append(folders.set_aside(output_dir / name))
+        if beyond or replaced:
+            beyond.append(output_dir / "actor")
+        best_file = output_dir / FILE
+        has_best = best_file.is_file() and best_file.read_text() == self.actor.best.in_file()
+        if not has_best:
+            beyond += [output_dir / FOLDER, best_file]
+        if path is None:  # a run that continues adds to it, and hides later values
+            beyond.append(output_dir / "tensorboard")
+        beyond += [output_dir / name for name in replaced]
+        aside = [folders.set_aside(each) for each in beyond if each.exists()]
         for name in replaced:
-            copy = log_in(path, name)
-            if copy is not None:
-                shutil.copyfile(copy, output_dir / f".{name}.writing")
-                folders.flush(output_dir / f".{name}.writing")
-                (output_dir / f".{name}.writing").rename(output_dir / name)
+            if name in copies:
+                temporary = output_dir / f".{name}.writing"
+                shutil.copyfile(copies[name], temporary)
+                folders.flush(temporary)
+                temporary.rename(output_dir / name)
         folders.flush(output_dir)
         if aside:
             self.accelerator.print(f"set aside in {output_dir}: {', '.join(aside)}")
-        torn = record.unreadable_lines(output_dir / "metrics.jsonl")
-        if torn:
-            self.accelerator.print(
-                f"NOTE: of {output_dir}/metrics.jsonl {counted(len(torn), 'line')} cannot be read, "
-                f"damaged before the checkpoint was written: line {torn[0]} first"
-            )
+        return has_best
 
     # ============================================================ saving
 
@@ -247,20 +235,11 @@ class Checkpoint:
                 f"saved in {self.folder}: go on with --resume auto"
             )
             sys.exit(128 + number)
-        # A signal had stopped this run, and it was resumed: if that checkpoint stayed the last one,
-        # `--resume auto` would repeat all updates since then.
-        if run.finished and self.last_saved is not None and not run.args.save_steps:
-            self.save()
 
     def save(self) -> None:
         """Writes `checkpoints/global_step_...`, then deletes the oldest ones.
 
-        All processes must call it.
-
-        Raises:
-            SystemExit: it could not be written, for example because the disk is full. What was
-                written of it is removed, at the latest by the next resume. Earlier ones are
-                untouched.
+        If it cannot be written, the run ends and the earlier ones stay. All processes must call it.
         """
         step = self.run.global_step
         if self.last_saved == step:
@@ -269,22 +248,8 @@ class Checkpoint:
             return
         final = self.folder / f"global_step_{step:06d}"
         temporary = self.folder / f".{final.name}.writing"
-        earlier = folders.by_step(self.folder)
-        try:
-            with self.run.timed("paused"):
-                self.write(temporary, final)
-        except Exception as error:
-            if not errors.is_of_disk(error) and not isinstance(error, RuntimeError):  # torch's
-                raise
-            free = shutil.disk_usage(self.run.output_dir).free / 2**20
-            why = f"{str(error)[:200]} ({free:,.0f} MiB of the disk are free)"
-            # Only the main process removes the folder. Another one might do so while it is renamed.
-            if self.accelerator.is_main_process:
-                shutil.rmtree(temporary, ignore_errors=True)
-            way_on = "This folder has none before it."
-            if earlier:
-                way_on = f"--resume auto goes on from {earlier[-1].name}."
-            sys.exit(f"{final} could not be written: {why}. {way_on}")
+        with self.run.timed("paused"):
+            self.write(temporary, final)
         self.last_saved = step
 
     def write(self, temporary: Path, final: Path) -> None:
@@ -363,11 +328,13 @@ class Checkpoint:
         """
         accelerator = self.accelerator
         progress = self.run.progress
-        state = read_state(path)
+        state = folders.read_json(path / "state.json")
+        if state["format"] != FORMAT:
+            sys.exit(f"--resume: {path} was written by another version: resume it with that")
         self.refuse_another_run(path, state["arguments"])
 
         # 1. What the engine holds.
-        engine_state.load(accelerator, self.optimizer, self.actor.unwrapped, path / "engine")
+        engine_state.load(accelerator, self.actor.unwrapped, path / "engine")
         if len(state["open_sums"]) == accelerator.num_processes:
             engine_state.load_random_states(accelerator, path / "engine")
 
@@ -375,7 +342,7 @@ class Checkpoint:
         self.load_schedule(state["scheduler"])
         for name in COUNTERS:
             setattr(progress, name, state["progress"][name])
-        self.actor.best.load_state(state["best"], state["arguments"], self.whole_identity())
+        self.actor.best.load_state(state["best"])
         self.means.last_update = state["last_update"]
         self.load_open_sums(state["open_sums"])
 
@@ -399,6 +366,9 @@ class Checkpoint:
             SystemExit: with all differences.
         """
         now = self.whole_identity()
+        source = "source of the rewards"
+        if before.get(source) != now.get(source):
+            self.accelerator.print(f"NOTE: the {source} has changed since the checkpoint")
         may_change = arguments.MAY_CHANGE | self.run.args.may_change
         # An argument that is newer than the checkpoint is not compared.
         changed = [
@@ -460,19 +430,12 @@ class Checkpoint:
 def world_of(accelerator: Accelerator) -> str:
     """Returns what the engine's state in a checkpoint depends on, besides the model.
 
-    Unsharded, that is the precision alone: `bf16`. Shards fit only the same engine, device and
+    Unsharded, that is precision and device: `bf16 on cuda`. Shards fit only the same engine and
     number of processes, so these are named, too: `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`.
     """
     if not engine.is_sharded(accelerator):
-        return accelerator.mixed_precision
+        return f"{accelerator.mixed_precision} on {accelerator.device.type}"
     return f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
-
-
-def log_in(path: Path | None, name: str) -> Path | None:
-    """Returns a log's copy in a checkpoint; None if it has none, or there is no checkpoint."""
-    if path is None or not (path / "logs" / name).is_file():
-        return None
-    return path / "logs" / name
 
 
 def same(file: Path, copy: Path | None) -> bool:
@@ -480,20 +443,6 @@ def same(file: Path, copy: Path | None) -> bool:
     if copy is None or not file.is_file():
         return copy is None and not file.exists()
     return filecmp.cmp(file, copy, shallow=False)
-
-
-def read_state(path: Path) -> dict:
-    """Returns the content of a checkpoint's `state.json`.
-
-    Raises:
-        SystemExit: another version of `common` wrote it.
-    """
-    state = folders.read_json(path / "state.json")
-    if state.get("format") != FORMAT:
-        sys.exit(
-            f"--resume: {path} was written by another version of `common`: resume it with that"
-        )
-    return state
 
 
 def read_tensors(accelerator: Accelerator, file: Path) -> Any:

@@ -7,10 +7,14 @@ from pathlib import Path
 from torch import nn
 from tqdm import tqdm
 
-from common import best, counted, engine, hub, optim, record, trackers
+from common import best, counted, engine, hub, log, optim, record
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.run import Run
+
+# Where TensorBoard shows the key charts. Without smoothing: it would smooth a few evaluations as it
+# does hundreds of updates, and draw them far from their values.
+KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
 
 
 def begin(checkpoint: Checkpoint, data: str, updates: str = "", exact_match: str = "") -> None:
@@ -42,7 +46,7 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "", exact_match: str
         lines["checkpoints"] = "none but when a signal ends the run; give --save_steps for others"
     if "tensorboard" in args.report_to:
         lines["curves"] = (
-            f"tensorboard --logdir {args.output_dir}; the key ones are at {trackers.KEY_CHARTS}"
+            f"tensorboard --logdir {args.output_dir}; the key ones are at {KEY_CHARTS}"
         )
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
@@ -88,15 +92,15 @@ def end(actor: Actor, is_chat: bool = True) -> None:
         return
     time_taken = tqdm.format_interval(time.monotonic() - run.logger.started)
     folder = run.output_dir / "actor"
-    best_folder = folder.with_name(best.FOLDER)
+    best_folder = run.output_dir / best.FOLDER
+    shown = best_folder if best_folder.is_dir() else folder
     updates = counted(run.global_step, "update")
     if not run.global_step:
         updates += " (the model is as it was)"
-    shown = best_folder if best_folder.is_dir() else folder
     lines = [
         f"done: {updates}, {run.progress.skipped_steps} skipped, took {time_taken}; "
         f"actor in {folder}",
-        *before_and_after(run.output_dir, run.logger.charts),
+        *before_and_after(run),
         *actor.best.describe_end(),
         "load it and try it:",
         *how_to_load(actor.unwrapped, shown, is_chat),
@@ -105,31 +109,15 @@ def end(actor: Actor, is_chat: bool = True) -> None:
     hub.push(run.args, best_folder if run.args.keep_best else folder)
 
 
-def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
-    """Returns the key metrics of the first and the last evaluation; without any, of training.
-
-    Lines of training are not called before and after, because each is about other samples. Empty if
-    the first is the last.
-    """
-    shown = record.ends_of_log(output_dir, record.EVALUATION)
-    titles = ["before", "after"]
-    if record.comparable_after(output_dir) >= 0:
-        titles = [f"update {line['global_step']}" for line in shown]
-    if not shown:
-        shown = record.ends_of_log(output_dir, '"loss"')
-        titles = ["first line", "last line"]
-    if not shown or shown[0] == shown[1]:
-        return []
-    patterns = [trackers.pattern_of(tags) for tags in charts.values()]
-    figures = [
-        (name, before, after)
-        for name, before, after in record.compared(shown)
-        if any(re.match(pattern, name) for pattern in patterns)
-    ]
-    width = max([len(name) for name, _, _ in figures], default=0)
+def before_and_after(run: Run) -> list[str]:
+    """Returns the key metrics of the first and the last evaluation; none without any."""
+    patterns = [log.pattern(tags) for tags in run.logger.charts.values()]
+    table = record.before_and_after(run.output_dir)
+    key_rows = [row for row in table[1:] if any(re.match(each, row[0]) for each in patterns)]
+    width = max([len(name) for name, _, _ in key_rows], default=0)
     return [
         f"  {name:{width}}  {before:>10}  {after:>10}"
-        for name, before, after in [("", *titles), *figures]
+        for name, before, after in [*table[:1], *key_rows]
     ]
 
 

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import numpy as np
@@ -21,14 +22,13 @@ def choose(accelerator: Accelerator, model: nn.Module, unwrapped: nn.Module) -> 
     Names are without DDP's `module.`, so that another number of processes can load them.
     """
     engine.reshard(model)
+    saved = unwrapped
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         saved = model
     elif adapters.has_adapter(unwrapped):
         saved = adapters.trained_part(unwrapped)
     elif engine.is_sharded(accelerator):
         saved = model
-    else:
-        saved = unwrapped
     accelerator._models = [saved]
 
 
@@ -41,44 +41,22 @@ def save(accelerator: Accelerator, model: nn.Module, unwrapped: nn.Module, folde
     accelerator.save_state(str(folder), **settings)
 
 
-def load(accelerator: Accelerator, optimizer, unwrapped: nn.Module, folder: Path) -> None:
-    """Loads what `save` wrote. The settings of the optimizer's groups stay those of this run."""
-    groups = optimizer.param_groups
-    settings_of_groups = [
-        {name: value for name, value in group.items() if name != "params"} for group in groups
-    ]
+def load(accelerator: Accelerator, unwrapped: nn.Module, folder: Path) -> None:
+    """Loads what `save` wrote."""
+    settings: dict[str, Any] = {}
     if engine.is_sharded(accelerator):
         accelerator.print(
             "NOTE: the state of DeepSpeed and FSDP2 is read as pickles, which can run code: "
             "resume from your own checkpoints only."
         )
-    accelerator.load_state(str(folder), **loading_settings(accelerator, unwrapped))
-
-    # Some depend on the device, such as whether Adam is fused.
-    for group, settings in zip(optimizer.param_groups, settings_of_groups):
-        group.update(settings)
-    place_step_counts(optimizer)
-
-
-def loading_settings(accelerator: Accelerator, unwrapped: nn.Module) -> dict:
-    """Returns the arguments of `accelerator.load_state`, by the engine."""
+    else:
+        # Adam keeps its step counts on the CPU, unless it is fused. accelerate would load them onto
+        # the GPU, and each update would wait to read them back, one for each parameter.
+        settings["map_location"] = "cpu"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # The base below adapters is not in the checkpoint, see `lora.fingerprints`.
-        return {"load_module_strict": not adapters.has_adapter(unwrapped)}
-    if engine.is_sharded(accelerator):
-        return {}
-    # Adam keeps its step counts on the CPU, unless it is fused. accelerate would load them onto the
-    # GPU, and each update would wait to read them back, one for each parameter.
-    return {"map_location": "cpu"}
-
-
-def place_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Moves Adam's step counts to the GPU where it is fused, which reads them there."""
-    if not optimizer.param_groups[0].get("fused"):
-        return
-    for parameter, moments in optimizer.state.items():
-        if torch.is_tensor(moments.get("step")):
-            moments["step"] = moments["step"].to(parameter.device, torch.float32)
+        settings["load_module_strict"] = not adapters.has_adapter(unwrapped)
+    accelerator.load_state(str(folder), **settings)
 
 
 def load_random_states(accelerator: Accelerator, folder: Path) -> None:
@@ -92,7 +70,6 @@ def load_random_states(accelerator: Accelerator, folder: Path) -> None:
     random.setstate(states["random_state"])
     np.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"])
-    # A run that comes from a CPU has none.
-    if accelerator.device.type == "cuda" and "torch_cuda_manual_seed" in states:
+    if accelerator.device.type == "cuda":
         states_of_gpus = states["torch_cuda_manual_seed"]
         torch.cuda.set_rng_state(states_of_gpus[torch.cuda.current_device()])

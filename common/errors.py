@@ -1,7 +1,6 @@
 """How a run that cannot go on ends: with one message, the last thing on the user's screen."""
 
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -10,21 +9,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 # How long a process that fails after another one of its node lets the launcher see that one first.
 SECONDS = 3
-# What no run can prevent of a disk: full, over its quota, too large a file, read-only, broken.
-OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 failed = False  # whether `run` is ending this process because of an error
-
-
-def is_of_disk(error: Exception) -> bool:
-    """Whether an error says that something could not be written.
-
-    Libraries in Rust raise a bare Exception, such as `File too large (os error 27)`.
-    """
-    return isinstance(error, (OSError, SafetensorError)) or "(os error " in str(error)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -42,10 +29,8 @@ def run(main: Callable[[], None]) -> None:
             refuse(error.code)
         close_bars()
         raise
-    except Exception as error:
+    except Exception:
         failed = True
-        if isinstance(error, OSError) and error.errno in OF_DISKS:
-            refuse(f"what the run writes could not be written: {error}")
         close_bars()
         if tell_launcher(traceback.format_exc()):
             sys.exit(1)
@@ -72,13 +57,10 @@ def close_bars() -> None:
 
 
 def tell_launcher(message: str) -> bool:
-    """Writes why this process ends to the file that torch's launcher reads.
+    """Writes why this process ends to the file that torch's launcher reads, if there is one.
 
     Only the first process of a node that fails writes one. What the others would say is a
     consequence, or the same: they wait for the launcher, which ends them once it sees the first.
-
-    Returns:
-        whether there is such a launcher, so that nothing need be printed.
     """
     # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from one
     # that a launcher started.

@@ -16,7 +16,7 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
     """Flushes a written folder to the disk and puts it in the place of another.
 
     Killed at any instant, this leaves the old folder or the new one whole: at worst the old one
-    under its name with `.old`, see `put_back`.
+    under its name with `.old`.
 
     Args:
         temporary: the written folder, in the same parent folder as `directory`.
@@ -52,21 +52,10 @@ def unused(path: Path, separator: str) -> Path:
 
 
 def set_aside(path: Path) -> str:
-    """Renames a file or folder to `...before_resume`, and returns its new name.
-
-    A name that is taken is not used again: then it is `...before_resume.2`, and so on.
-    """
+    """Renames a file or folder to a free `...before_resume`, and returns its new name."""
     aside = unused(path.with_name(f"{path.name}.before_resume"), separator=".")
     path.rename(aside)
     return aside.name
-
-
-def put_back(parent: Path) -> None:
-    """Gives folders their names back that a killed `replace` had just moved aside."""
-    for old in parent.glob(f".{STEP_PREFIX}*.old"):
-        directory = parent / old.name[1 : -len(".old")]
-        if not directory.exists():
-            old.rename(directory)
 
 
 def flush(*paths: Path) -> None:
@@ -86,16 +75,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the content of a JSON file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not JSON, or is nested so deeply that Python cannot read it.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    """Returns the content of a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def step_of(folder: Path) -> int | None:
@@ -147,20 +128,15 @@ def fault_of(path: Path) -> str | None:
     try:
         manifest = read_json(path / "manifest.json")
         for name, (size, crc) in manifest.items():
-            file = path / name
-            found_size = file.stat().st_size
-            found_crc = checksum(file)
+            found_size = (path / name).stat().st_size
+            found_crc = checksum(path / name)
             if (found_size, found_crc) != (size, crc):
                 return (
                     f"{name} has {found_size} bytes with checksum {found_crc}, "
                     f"it was written with {size} and {crc}"
                 )
-    except FileNotFoundError as error:
-        return f"{error.filename} is missing"
     except OSError as error:
-        return f"a file cannot be read: {error}"
-    except (ValueError, TypeError, AttributeError) as error:
+        return f"{error.filename} is missing or cannot be read: {error.strerror}"
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"manifest.json cannot be read: {error}"
-    if "state.json" not in manifest:
-        return "its manifest does not name state.json"
-    return None
+    return None if "state.json" in manifest else "its manifest does not name state.json"

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from common import batches, engine, guards
-from common.logger import Logger
+from common.log import Logger
 from common.mixture import Mixture
 from common.progress import Progress
 from common.speed import Speed
@@ -259,6 +259,6 @@ class Run:
         """Writes an evaluation as a line of its own, and its samples. All processes may call it.
 
         Args:
-            examples: see `common/transcript.py`.
+            examples: see `common/log.py`.
         """
         self.logger.log_evaluation(values, examples)

@@ -302,8 +302,6 @@ class RolloutArgs(SharedArgs):
         "generate_batch_size",
         "score_batch_size",
         "share_prompts",
-        "eval_temperature",
-        "eval_samples",
     }
 
 

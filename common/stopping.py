@@ -1,6 +1,5 @@
 """Signals that end a run after its update, and a launcher that is gone: what a loop asks about."""
 
-import functools
 import os
 import signal
 import time
@@ -31,7 +30,11 @@ class Signals:
         self.first_came_at: float | None = None
         for number in SIGNALS:
             signal.signal(number, self.handle)
-        give_forks_their_own_signals()
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+            after_in_child=become_ordinary,
+        )
 
     def handle(self, number: int, _frame) -> None:
         """Takes note of a signal."""
@@ -55,34 +58,18 @@ class Signals:
         return int(accelerator.reduce(number, "max"))
 
 
-@functools.cache
-def give_forks_their_own_signals() -> None:
-    """Keeps the run's handler from the processes that a reward function forks from now on.
+def become_ordinary() -> None:
+    """Lets SIGTERM end what a reward function forks; with the run's handler, no pool would end.
 
-    SIGTERM and SIGUSR1 end them at once. They ignore Ctrl-C, which reaches them, too: the update
-    still needs them. They must not inherit the run's handler, because Python runs a handler only
-    between two of its instructions: a worker that got SIGTERM just before it waits for a lock would
-    never end, and neither would its pool. A signal that comes during the fork waits until the fork
-    is over.
+    Ctrl-C reaches it, too, and is ignored: the update still needs it. What comes during the fork
+    waits until here.
     """
-
-    def block() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-    def become_ordinary() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        unblock()
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=become_ordinary)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def cause_of(number: int) -> str:
     """Returns in words why a run stops, such as `SIGTERM`."""
-    if number == LAUNCHER_GONE:
-        return "the end of its launcher"
-    return signal.Signals(number).name
+    return "the end of its launcher" if number == LAUNCHER_GONE else signal.Signals(number).name

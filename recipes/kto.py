@@ -72,7 +72,7 @@ class Args(SharedArgs):
     )
 
     # What a resumed run may change, on top of what it may change in all recipes.
-    may_change: ClassVar[set[str]] = {"share_prompts", "max_new_tokens", "exact_match_rows"}
+    may_change: ClassVar[set[str]] = {"share_prompts"}
 
 
 # ============================================================ the algorithm

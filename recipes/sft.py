@@ -68,7 +68,7 @@ class Args(SharedArgs):
     )
 
     # What a resumed run may change, on top of what it may change in all recipes.
-    may_change: ClassVar[set[str]] = {"packing", "max_new_tokens", "exact_match_rows"}
+    may_change: ClassVar[set[str]] = {"packing"}
 
 
 # ============================================================ the algorithm

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from common.logger import Logger
+from common.log import Logger
 
 
 def main(port: str, rank: str) -> None:

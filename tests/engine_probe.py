@@ -9,7 +9,7 @@ import sys
 import deepspeed
 import torch
 
-from common.logger import Logger
+from common.log import Logger
 
 initialize, engines = deepspeed.initialize, []
 

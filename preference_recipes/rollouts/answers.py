@@ -287,7 +287,7 @@ def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, floa
 
     Returns:
         The share of right responses by its tag, nothing if no prompt is answered; all prompts and
-        responses, see `common/transcript.py`.
+        responses, see `common/log.py`.
     """
     args = sampler.args
     if not has_exact_match(args, eval_set):

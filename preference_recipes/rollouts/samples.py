@@ -251,7 +251,7 @@ class Samples:
         return [text_of[prompt] for prompt in prompts]
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
-        """Returns all prompts and responses with their scores, see `common/transcript.py`.
+        """Returns all prompts and responses with their scores, see `common/log.py`.
 
         Args:
             scores: the `rewards.Scores` of the samples; None if nothing scores them.

@@ -11,20 +11,9 @@ import pytest
 
 from common import folders
 from common.checkpoint import Checkpoint
-from runs import launch, recipe, tiny_inputs, weights
 from small_run import small_run, update
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return tiny_inputs(tmp_path_factory.mktemp("before"))
-
-
-def flags(inputs, output, *more):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl", "--output_dir", output, "--train_batch_size", 8,
-            "--micro_train_batch_size", 4, "--max_steps", 4, "--learning_rate", 0.01, *more]  # fmt: skip
 
 
 def text_of(step: int, name: str) -> str:
@@ -94,31 +83,6 @@ def test_going_back_gives_the_logs_and_sets_aside_what_came_after(tmp_path, caps
     (line,) = [line for line in said.splitlines() if line.startswith("set aside")]
     names = line.removeprefix(f"set aside in {tmp_path}: ").split(", ")
     assert sorted(names) == sorted(f"{Path(name).name}.before_resume" for name in [*renamed, *LOGS])
-
-
-@pytest.mark.parametrize(
-    "damaged", [b"\0" * 30, b"", b'{"global_step": 2, "in": ', b"\xff\xfe", b"7", b"[" * 100_000]
-)
-def test_a_line_that_was_damaged_before_the_checkpoint_is_said(tmp_path, capsys, damaged):
-    """The checkpoint holds the log as it was, so no resume gives the line back."""
-    run = small_run(tmp_path, save_total_limit=0)
-    for _ in range(2):
-        update(run)
-    text = text_of(4, "metrics.jsonl").encode()
-    (tmp_path / "metrics.jsonl").write_bytes(text)
-    run.save()
-    resume(tmp_path)
-    assert "cannot be read" not in capsys.readouterr().out
-    lines_before = text.splitlines()
-    content = b"\n".join([lines_before[0], damaged, *lines_before[2:], b""])
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    run.last_saved = None
-    run.save()
-    resume(tmp_path)
-    said = capsys.readouterr().out
-    assert "metrics.jsonl 1 line cannot be read, damaged before the checkpoint" in said
-    assert "was written: line 2 first" in said
-    assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
 def test_a_second_time_takes_the_next_names(tmp_path, capsys):
@@ -218,16 +182,25 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl.before_resume.2").read_text() == "of an evaluation\n"
 
 
-@pytest.mark.parametrize("step, point, is_beyond", [(2, 2, False), (3, 4, False), (3, 2, True)])
-def test_the_best_actor_is_set_aside_only_if_it_came_after(tmp_path, step, point, is_beyond):
-    wrote(tmp_path)
+@pytest.mark.parametrize("comes_after", [False, True])
+def test_the_best_actor_is_set_aside_only_if_it_came_after(tmp_path, capsys, comes_after):
+    """Then the best begins anew: its actor of before the checkpoint is overwritten."""
+    best = {"keep_best": "eval/loss"}
+    run = small_run(tmp_path, save_total_limit=0, **best)
     (tmp_path / "actor_best").mkdir()
-    best = {"metric": "eval/loss", "global_step": step, "value": 1.0}
-    (tmp_path / "best.json").write_text(json.dumps(best))
-    resume(tmp_path, str(tmp_path / f"checkpoints/global_step_{point:06d}"))
+    for loss in [1.0, 2.0, 0.5] if comes_after else [1.0, 2.0]:
+        update(run)
+        run.actor.best.note({"eval/loss": loss})
+        if loss == 2.0:
+            run.save()
+    found = resume(tmp_path, **best).actor.best.state()
+    known = {"global_step": 1, "value": 1.0, "since": 1}
+    nothing = {"global_step": None, "value": None, "since": 0}
+    assert found == (nothing if comes_after else known)
+    assert ("--keep_best begins anew" in capsys.readouterr().out) == comes_after
     for name in ("actor_best", "best.json"):
-        assert (tmp_path / name).exists() != is_beyond
-        assert (tmp_path / f"{name}.before_resume").exists() == is_beyond
+        assert (tmp_path / name).exists() != comes_after
+        assert (tmp_path / f"{name}.before_resume").exists() == comes_after
 
 
 def test_a_run_that_had_ended_at_its_checkpoint_keeps_its_actor(tmp_path):
@@ -262,7 +235,7 @@ def test_killed_at_any_instant_it_resumes_from_the_same_point(tmp_path, monkeypa
             with monkeypatch.context() as short_life:
                 for owner, name in [(Path, "rename"), (shutil, "copyfile"), (folders, "flush")]:
                     short_life.setattr(owner, name, killed_after(getattr(owner, name)))
-                run.restore_logs(point)
+                run.restore_folder(point)
         except KeyboardInterrupt:
             pass
         else:
@@ -303,16 +276,3 @@ def test_a_run_that_goes_on_elsewhere_has_the_logs_there(tmp_path):
     saved = new / "checkpoints/global_step_000002"
     assert folders.fault_of(saved) is None
     assert (saved / "logs/metrics.jsonl").read_text() == text_of(2, "metrics.jsonl")
-
-
-def test_a_finished_run_that_had_a_checkpoint_leaves_one_of_its_end(inputs, tmp_path):
-    """Without --save_steps, such as after a signal: the same command again repeats nothing."""
-    output = tmp_path / "finished"
-    launch([], recipe("dpo"), *flags(inputs, output, "--save_steps", 1, "--max_steps", 2))
-    again = flags(inputs, output, "--save_steps", 0, "--resume", "auto")
-    launch([], recipe("dpo"), *again)
-    assert folders.step_of(folders.by_step(output / "checkpoints")[-1]) == 4
-    actor, metrics = weights(output), (output / "metrics.jsonl").read_bytes()
-    result = launch([], recipe("dpo"), *again)
-    assert "set aside" not in result.stdout
-    assert weights(output).equal(actor) and (output / "metrics.jsonl").read_bytes() == metrics

@@ -91,7 +91,7 @@ def test_a_card_shortens_absolute_paths_alone():
 def test_a_card_names_what_is_on_the_hub(tmp_path):
     args = {"model_name_or_path": "owner/model", "dataset_name": ["owner/data:main", str(tmp_path)]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(args))
-    start = dict(recipe="recipes/sft.py", versions={"torch": "1"}, command="c", engine="DDP", processes=1, device="cpu", python="3")  # fmt: skip
+    start = dict(recipe="recipes/sft.py", versions={"torch": "1"}, working_directory=str(tmp_path), engine="DDP", processes=1, device="cpu", python="3")  # fmt: skip
     (tmp_path / "environment.json").write_text(json.dumps([start]))
     folder = tmp_path / "actors/global_step_000001"
     folder.mkdir(parents=True)
@@ -105,40 +105,8 @@ def test_a_card_names_what_is_on_the_hub(tmp_path):
     }
     assert header_of(card) == expected
     assert "# model, trained by sft" in card and "held out" not in card
-    # What a user did to the records ends no save: a torn line is passed over, no start is no card.
-    (tmp_path / "metrics.jsonl").write_text('{"global_step": 1, "eval/loss": 0.5}\ntorn {\n')
-    record.write_card(folder, "peft")
-    assert "| `eval/loss` | 0.5 | 0.5 |" in (folder / "README.md").read_text()
-    (folder / "README.md").unlink()
-    for torn in ("[]", "[{"):
-        (tmp_path / "environment.json").write_text(torn)
-        record.write_card(folder, "peft")
-        assert not [*folder.iterdir()]
     # Outside of a run there is none.
     elsewhere = Path(tmp_path.parent / "elsewhere")
     elsewhere.mkdir()
     record.write_card(elsewhere, "peft")
     assert not [*elsewhere.iterdir()]
-
-
-def test_the_ends_of_a_log(tmp_path):
-    """What is torn, or no line of ours, does not count."""
-    file = tmp_path / "metrics.jsonl"
-    steps = lambda: [
-        [line["global_step"] for line in record.ends_of_log(tmp_path, mark)]
-        for mark in ("", '"eval/')
-    ]
-    assert steps() == [[], []]
-    first = '{"global_step": 0, "eval/loss": 3}\n'
-    file.write_text(first)
-    assert steps() == [[0, 0], [0, 0]]
-    middle = "".join(f'{{"global_step": {step}, "loss": 2}}\n' for step in (1, 2))
-    evaluation = '{"global_step": 2, "eval/loss": 2}\n'
-    file.write_text(first + middle)
-    assert steps() == [[0, 2], [0, 0]]
-    last = '{"global_step": 3, "loss": 1}\n'
-    for end in (last[:-9], "no JSON\n", '"eval/loss"\n', "[" * 100_000, "7"):
-        file.write_text(end.strip() + "\n" + first + middle + evaluation + end)
-        assert steps() == [[0, 2], [0, 2]], end[:20]
-    file.write_text(first + middle + evaluation + last)
-    assert steps() == [[0, 3], [0, 2]]

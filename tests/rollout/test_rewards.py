@@ -522,7 +522,7 @@ def test_a_function_that_changed_is_said_and_one_that_goes_elsewhere_is_harmless
         *("--n_samples_per_prompt", 4, "--train_batch_size", 8, "--max_new_tokens", 6),
         *("--resume", "auto", "--report_to", "none", "--max_steps"),
     ]
-    note = "NOTE: changed since the checkpoint: source of the rewards."
+    note = "NOTE: the source of the rewards has changed since the checkpoint"
     run = lambda *more: launch([], recipe("grpo"), *command, *more, cwd=tmp_path).stdout
     assert note not in run(2) + run(3)
     card = (tmp_path / "out/actor/README.md").read_text()

@@ -13,7 +13,7 @@ from tensorboard import default, program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from common import transcript
+from common import log
 from recipes import RECIPES
 from runs import (
     evaluation_lines,
@@ -121,12 +121,6 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     shown = {tag for tag in logged for pattern in patterns if re.match(pattern, tag)}
     assert key_metric in shown and shown & held_out
 
-    # The hyper-parameters.
-    request = {"experimentName": "", "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
-               "colParams": [], "startIndex": 0, "sliceSize": 10}  # fmt: skip
-    (group,) = answer("hparams/session_groups", body=request)["sessionGroups"]
-    assert group["hparams"]["train_batch_size"] == 4 and "output_dir" not in group["hparams"]
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_are_those_that_the_metrics_count(finished, name):
@@ -158,7 +152,7 @@ def test_samples_are_those_that_the_metrics_count(finished, name):
             assert statistics.fmean(made) == pytest.approx(score, rel=1e-6)
         assert written[0]["rewards"].keys() == {"ties"}
     first = written[0]
-    verdict = transcript.verdict(first)
+    verdict = log.verdict(first)
     assert f"  {verdict}: {first['prompt'][-80:]!r} -> {first['response'][-80:]!r}\n" in said
 
 
@@ -167,7 +161,7 @@ def test_samples_are_shown_as_they_are():
     prompt = "<|im_start|>user\nWhat is 2*3*4 | a_b_c? &lt; \\boxed{é} <!-- x --> 漢 😀"
     response = "1. **b**\n- `c` ![i](http://x/y.png) <img src='z'> <think>h</think>\n\n# end\n[i]: http://x\n<img src='z'>"
     example = {"source": "eval", "row": 1, "prompt": prompt, "response": response, "right": True}
-    page = markdown_to_safe_html(transcript.as_markdown([example]))
+    page = markdown_to_safe_html(log.as_markdown([example]))
     assert "<img" not in page and "<a" not in page
     texts = re.findall("<p>(.*?)</p>|<pre><code>(.*?)\n</code></pre>", page, re.DOTALL)
     read = [html.unescape("".join(text)) for text in texts]
@@ -175,7 +169,7 @@ def test_samples_are_shown_as_they_are():
 
     # Python takes U+2028 for the end of a line, Markdown does not.
     example["response"] = "\u2028![i](http://x/y.png)\r\v<img src='z'>"
-    page = markdown_to_safe_html(transcript.as_markdown([example]))
+    page = markdown_to_safe_html(log.as_markdown([example]))
     assert "<img" not in page and "<a" not in page
 
 
@@ -216,4 +210,4 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
     found = [(event.step, event.value) for event in board.Scalars("loss")]
     assert found == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6)]
     assert len([*(tmp_path / "tensorboard").iterdir()]) == 2
-    assert board.PluginTagToContent("custom_scalars") and board.PluginTagToContent("hparams")
+    assert board.PluginTagToContent("custom_scalars")

@@ -194,9 +194,9 @@ with torch.no_grad():
         "ppo",
         "common/checkpoint.py",
         replace(
-            "Checkpoint.restore_logs",
-            "not same(output_dir / name, log_in(path, name))",
-            by="name == 'metrics.jsonl' and not same(output_dir / name, log_in(path, name))",
+            "Checkpoint.restore_folder",
+            "not same(output_dir / name, copies.get(name))",
+            by="name == 'metrics.jsonl' and not same(output_dir / name, copies.get(name))",
         ),
     ),
     "packed_rows_lose_their_last_target": Fault(
