@@ -48,8 +48,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         rows: row numbers in the data set, or in the rollout.
-        weights: float32 `[rows]`: 1, or 0 for a padding row. On the CPU as it is cut, on the device
-            in `run.Update`.
+        weights: float32 `[rows]`: 1, or 0 for a padding row. In `run.Update` on the device.
     """
 
     rows: list[int]
@@ -61,9 +60,8 @@ def rows_of_update(
 ) -> np.ndarray:
     """Returns the rows of update `index`, counted from 0 over the whole run.
 
-    Each epoch is a permutation of its rows, cut into updates; the last one may be short. The
-    permutation depends on the seed and the epoch alone: not on processes, micro-batches or a
-    resume. An update that the engine skips has used its rows, too.
+    Each epoch is a permutation of its rows, cut into updates; the last one may be short. An update
+    that the engine skips has used its rows, too.
 
     Args:
         data: the number of rows, each taken once an epoch, or the mixture of several sets.
@@ -76,13 +74,9 @@ def rows_of_update(
 
 
 def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
-    """Returns the rows of the data order from place `start` on, at most to the end of its epoch.
+    """Returns at most `most` rows of the data order, from place `start` on, within an epoch.
 
-    The order is that of `rows_of_update`. Here the rows used so far are counted, not the updates.
-
-    Args:
-        start: rows used so far, over the whole run.
-        most: how many rows, at most.
+    The order is that of `rows_of_update`; `start` counts the rows used so far, over the whole run.
     """
     epoch, place = divmod(start, mixture.samples)
     return epoch_order(mixture, seed, epoch)[place : place + most]
@@ -92,11 +86,7 @@ def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
 # samples.
 @functools.lru_cache(maxsize=2)
 def epoch_order(data: int | Mixture, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
-    """Returns the seeded permutation of the rows of one epoch.
-
-    Args:
-        data: see `rows_of_update`.
-    """
+    """Returns the permutation of the rows of one epoch. Only seed and epoch decide it."""
     mixture = mixture_of(data)
     order = np.random.default_rng(np.append(seed, epoch)).permutation(mixture.samples)
     if all(weight == 1 for weight in mixture.weights):
@@ -105,17 +95,9 @@ def epoch_order(data: int | Mixture, seed: int | tuple[int, ...], epoch: int) ->
 
 
 def split_update(accelerator, args, rows: Sequence[int], lengths: np.ndarray) -> list[MicroBatch]:
-    """Splits the rows of an update into micro-batches and returns those of this process.
-
-    They have the size of `--micro_train_tokens` or `--micro_train_batch_size`, see `split`.
-    """
-    return split(
-        accelerator,
-        rows,
-        lengths,
-        micro_batch_size=args.micro_train_batch_size,
-        max_tokens=args.micro_train_tokens,
-    )
+    """Splits rows into micro-batches of the size that the arguments say; see `split`."""
+    sizes = (args.micro_train_batch_size, args.micro_train_tokens)
+    return split(accelerator, rows, lengths, *sizes)
 
 
 def split(
@@ -127,9 +109,8 @@ def split(
 ) -> list[MicroBatch]:
     """Splits rows into micro-batches of like length and returns those of this process.
 
-    The number of micro-batches is the same on every process, and as small as possible. The order of
-    the samples cannot change their update, so the longest rows come first. This saves padding, and
-    a micro-batch that is too large for the memory fails at once.
+    There are as few as possible, equally many on every process. The order of the samples cannot
+    change their update, so the longest come first: what does not fit into the memory fails at once.
 
     Args:
         rows: row numbers, the same on every process.
@@ -147,8 +128,7 @@ def split(
         steps = math.ceil(len(rows) / (micro_batch_size * processes))
         parts = np.array_split(longest_first, steps * processes)
 
-    # Neighbouring parts are about equally long. They run at the same time, each on another process,
-    # so no process waits long for the others.
+    # Neighbouring parts are about equally long: no process waits long for the others.
     mine = parts[accelerator.process_index :: processes]
     return [micro_batch_of(part, padding_row=longest_first[-1:]) for part in mine]
 
@@ -156,8 +136,7 @@ def split(
 def micro_batch_of(part: np.ndarray, padding_row: np.ndarray) -> MicroBatch:
     """Returns a part as a micro-batch; an empty part becomes one padding row of weight zero.
 
-    A process without rows must run something, since the others wait for its part of each
-    collective. The shortest row costs least.
+    A process without rows must run something: the others wait for it in each collective.
     """
     if len(part) == 0:
         return MicroBatch(padding_row.tolist(), torch.zeros(1))
@@ -174,42 +153,25 @@ def split_by_tokens(
         last parts may be empty.
     """
     lengths_of_rows = lengths[rows].tolist()
-    fewest = len(starts_by_tokens(lengths_of_rows, max_tokens))
-    wanted = math.ceil(fewest / processes) * processes
 
+    def parts_within(limit: int) -> int:
+        return len(starts_by_tokens(lengths_of_rows, limit))
+
+    wanted = math.ceil(parts_within(max_tokens) / processes) * processes
     # At `max_tokens` the first parts are full and the last nearly empty. The smallest limit that
-    # needs no more parts fills all about equally.
-    limit = smallest_limit(lengths_of_rows, wanted, most=max_tokens)
+    # needs no more parts fills all about equally. A higher limit never needs more parts, so it is
+    # found by halving the range.
+    limit = bisect.bisect_left(range(max_tokens), -wanted, key=lambda limit: -parts_within(limit))
     starts = starts_by_tokens(lengths_of_rows, limit)
     parts = np.split(rows, starts[1:])
     missing = wanted - len(parts)
     return parts + [rows[:0]] * missing
 
 
-def smallest_limit(lengths: list[int], micro_batches_wanted: int, most: int) -> int:
-    """Returns the smallest limit that needs at most `micro_batches_wanted` micro-batches.
-
-    A limit is the most tokens that a micro-batch may hold, unless its one row is longer.
-
-    Args:
-        lengths: tokens of the rows, the longest first.
-        most: a limit that needs no more than so many.
-    """
-
-    def is_enough(limit: int) -> bool:
-        return len(starts_by_tokens(lengths, limit)) <= micro_batches_wanted
-
-    # A higher limit never needs more micro-batches, so `is_enough` is false up to some limit and
-    # true from there on: that one is found by halving the range.
-    return bisect.bisect_left(range(most), True, key=is_enough)
-
-
 def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
     """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`.
 
-    Args:
-        lengths: tokens of the rows, the longest first: the first row of a micro-batch decides how
-            far the others are padded.
+    The longest row is the first, and decides how far the others of its micro-batch are padded.
     """
     starts = [0]
     for index in range(1, len(lengths)):
@@ -221,11 +183,7 @@ def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = False) -> torch.Tensor:
-    """Returns sequences of ids as int64 `[sequences, longest sequence]`, padded with `value`.
-
-    Args:
-        left: pads on the left, as generation needs it, instead of on the right.
-    """
+    """Returns sequences of ids as int64 `[sequences, longest]`, padded with `value`."""
     padded = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(sequence, dtype=torch.long) for sequence in sequences],
         batch_first=True,
@@ -238,9 +196,8 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
 def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
     """Returns an array, a list or a tensor of the host on the device, without waiting for it.
 
-    On a CPU an array or a tensor is not copied. To a GPU it is copied from pinned memory: only such
-    copies are asynchronous. For others the host would wait until all work that was queued before is
-    done.
+    To a GPU it is copied from pinned memory: for other copies the host would wait until all work
+    that was queued before is done. On a CPU an array or a tensor is not copied.
     """
     tensor = torch.as_tensor(array)
     if torch.device(device).type != "cpu":

@@ -16,10 +16,9 @@ NORM_AT_ONCE = 2**20
 
 
 class HalfProductsInFp32(TorchFunctionMode):
-    """Computes half-precision matrix products and attention in fp32 and rounds the result.
+    """Computes half-precision products and attention in fp32 and rounds them, as tensor cores do.
 
-    This is what tensor cores do. A CPU without half kernels does it many times faster than torch's
-    own half products.
+    A CPU without half kernels does it many times faster than torch's own half products.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -50,9 +49,8 @@ def to_fp32(value):
 class NormsInFp64(TorchFunctionMode):
     """Computes the norms of tensors on a CPU in fp64.
 
-    There torch adds up the squares of a tensor in fp32, one after the other. The norm of a gradient
-    is too small by 1e-5 of it for a million numbers, and by 1e-2 for a hundred million. A GPU takes
-    many short sums side by side, and stays as it is.
+    There torch adds up squares in fp32, one after the other: the norm of a hundred million numbers
+    is too small by 1e-2 of it. A GPU takes many short sums side by side, and stays as it is.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -66,11 +64,8 @@ class NormsInFp64(TorchFunctionMode):
 
 
 def norm_in_fp64(tensor: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-    """Returns the norm of all numbers of a tensor, as if they were one vector, in fp64.
-
-    That of a DTensor joins the norms of all processes' shards, so it is taken at once.
-    """
-    if isinstance(tensor, DTensor):
+    """Returns the norm of all numbers of a tensor, as if they were one vector, in fp64."""
+    if isinstance(tensor, DTensor):  # a collective: at once
         return torch.linalg.vector_norm(tensor, order, dtype=torch.float64)
     parts = tensor.flatten().split(NORM_AT_ONCE)
     norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64) for part in parts]
@@ -92,10 +87,7 @@ def clip_by_exact_norm(accelerator) -> None:
 
 
 def use_onednn() -> None:
-    """Takes fp32 products on a CPU from oneDNN instead of MKL.
-
-    oneDNN uses AVX-512 on every CPU that has it, MKL on Intel's only. On AMD's, products take half
-    the time. oneDNN compiles itself for each new shape, which does not pay for small models.
+    """Takes fp32 products on a CPU from oneDNN instead of MKL: on AMD's, half the time.
 
     Despite its name, the setting "bf16" only permits rounding to bf16, where a CPU has matrix units
     for it (AMX). On such a CPU everything stays as it was.
@@ -112,13 +104,10 @@ def use_onednn() -> None:
 def sdpa_of_short_rows(module: nn.Module, query: torch.Tensor, *args, **kwargs):
     """Computes transformers' attention, without the flash kernel where rows are short.
 
-    The flash kernel's products are too small for oneDNN there.
-
-    Args:
-        query: `[batch, heads, length, head dimension]`.
+    Its products are too small for oneDNN there. `query`: `[batch, heads, length, head dimension]`.
     """
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    if query.shape[2] < 256:
-        backends = [SDPBackend.MATH]
+    backends = [SDPBackend.MATH]
+    if query.shape[2] >= 256:
+        backends.append(SDPBackend.FLASH_ATTENTION)
     with sdpa_kernel(backends):
         return sdpa_attention_forward(module, query, *args, **kwargs)

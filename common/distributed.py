@@ -55,9 +55,6 @@ def gather_by_key(mine: dict[int, Any]) -> dict[int, Any]:
 
 
 def gather_rows(mine: dict[int, Any]) -> list:
-    """Returns the values that the processes have by row as one list, on every process.
-
-    The rows are 0, 1, 2 ... without a gap. All processes must call it.
-    """
+    """Returns the values of the rows 0, 1, 2 ... that the processes have, as a list on each."""
     by_row = gather_by_key(mine)
     return [by_row[row] for row in range(len(by_row))]

@@ -40,17 +40,12 @@ def decides_values(accelerator: Accelerator, model: nn.Module) -> list:
     """Returns what decides a model's outputs to the last digit, besides weights and inputs.
 
     bf16 weights under DeepSpeed give other log-probs than bf16 autocast does, and each kernel of
-    the attention gives others again. Versions are part of it, since they mend models.
-
-    Args:
-        model: has the `config` of its Hugging Face model.
+    the attention gives others again.
     """
-    hardware = "cpu"
-    if accelerator.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(accelerator.device)
+    is_gpu = accelerator.device.type == "cuda"
     return [
         describe(accelerator),
-        hardware,
+        torch.cuda.get_device_name(accelerator.device) if is_gpu else "cpu",
         model.config._attn_implementation,
         getattr(model.config, "quantization_config", None) is not None,
         accelerator.state.dynamo_plugin.backend.value,
@@ -73,8 +68,7 @@ def deepspeed_engine(accelerator: Accelerator):
 def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
     """Tells the engine that the next update consists of these micro-batches of each process.
 
-    Returns:
-        The number by which the engine divides the summed losses: micro-batches times processes.
+    Returns by what it divides the summed losses: the number of micro-batches times processes.
     """
     accelerator.step = 0  # so that it syncs at the last micro-batch of this update
     accelerator.gradient_accumulation_steps = len(micro_batches)
@@ -95,20 +89,14 @@ def loss_scale(accelerator: Accelerator) -> float | None:
 
 
 def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer that really steps.
-
-    accelerate and DeepSpeed wrap it. Where it is offloaded to the CPU they replace it by another.
-    """
+    """Returns the optimizer that really steps, which accelerate and DeepSpeed wrap."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def reshard(prepared: nn.Module) -> None:
-    """Shards again what FSDP2 leaves whole after a forward pass without a backward pass.
-
-    Without this its state could not be saved or loaded.
-    """
+    """Shards again what FSDP2 leaves whole after a forward pass alone, and so could not save."""
     for module in prepared.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -128,5 +116,5 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def count_trained_parameters(model: nn.Module) -> int:
-    """Counts the parameters that are not frozen, as `count_parameters` counts all of them."""
+    """Counts the parameters that are not frozen."""
     return sum(size_of(parameter) for parameter in model.parameters() if parameter.requires_grad)

@@ -36,42 +36,29 @@ class Launcher(NamedTuple):
 
 
 def make_accelerator(args, recipe: str) -> Accelerator:
-    """Builds the `Accelerator` that the launcher's environment asks for, and checks the result.
+    """Builds the `Accelerator` that the launcher's environment asks for.
 
     Fills in what the arguments leave open: the size of micro-batches, and `args.output_dir`, the
     same on all processes. Seeds Python, NumPy and torch with `args.seed`.
 
     Args:
-        args: a recipe's arguments.
-        recipe: the recipe's name, for the default of `output_dir`.
+        recipe: its name, for the default of `output_dir`.
 
     Raises:
-        SystemExit: batch sizes that do not divide, a missing DeepSpeed JSON, settings that would be
-            silently ignored, another number of processes than the launcher's, an `output_dir` that
-            another run uses, or with `--resume never` one that holds another run.
+        SystemExit: batch sizes that do not divide, another number of processes than the launcher's,
+            an `output_dir` that another run uses, or with `--resume never` one that holds another
+            run.
     """
     launcher = read_environment()
-    note = arguments.fill_in_micro_batches(args, not launcher.on_cpu, launcher.processes)
-    accumulation = arguments.accumulation_steps(
-        args.train_batch_size,
-        args.micro_train_batch_size,
-        launcher.processes,
-        args.micro_train_tokens,
-    )
+    accumulation = arguments.accumulation_steps(args, not launcher.on_cpu, launcher.processes)
     quiet()
-    refuse_what_would_be_ignored(launcher)
     stay_on_this_machine()
     accelerator = build(args, launcher, accumulation)
-    check_built(accelerator, launcher, accumulation)
     mend_rounding(accelerator, launcher)
     distributed.on_main_process(accelerator, hub.check_push, args)
-    is_preview = getattr(args, "preview", 0)  # which writes nothing
-    if not is_preview:
-        run_folder.make(accelerator, args, recipe)
     set_seed(args.seed)
-    if note:
-        accelerator.print(note)
-    if not is_preview:
+    if not getattr(args, "preview", 0):  # which writes nothing
+        run_folder.make(accelerator, args, recipe)
         what = f"{engine.describe(accelerator)}; output in {args.output_dir}"
         accelerator.print(what, flush=True)
     return accelerator
@@ -89,36 +76,12 @@ def read_environment() -> Launcher:
 
 
 def launcher_is_gone() -> bool:
-    """Whether the launcher that started this process has ended before it.
+    """Whether a launcher started this process and has ended before it, so it was killed.
 
-    Launchers wait for what they start, so a launcher that is gone was killed. Whoever starts a
-    recipe without one, such as a shell with `&`, may go.
+    Whoever starts a recipe without a launcher, such as a shell with `&`, may go.
     """
-    return was_launched() and os.getppid() != PARENT
-
-
-def was_launched() -> bool:
-    """Whether a launcher started this process."""
-    return any(name in os.environ for name in SET_BY_LAUNCHERS)
-
-
-def refuse_what_would_be_ignored(launcher: Launcher) -> None:
-    """Refuses settings that accelerate would drop in silence."""
-    # When asked for several processes, `accelerate launch` sets MASTER_ADDR; but without a
-    # multi-process distributed_type in the YAML it starts only one.
-    started_by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
-    asked_for_several = os.environ.get("MASTER_ADDR") == "127.0.0.1"
-    if started_by_accelerate and asked_for_several and "WORLD_SIZE" not in os.environ:
-        sys.exit(
-            "accelerate launch was asked for several processes and started one: "
-            "use accelerate_configs/ddp.yaml or the like"
-        )
-    wants_fp16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
-    if wants_fp16 and launcher.on_cpu and not launcher.deepspeed:
-        sys.exit(
-            "fp16 without DeepSpeed needs a GPU (accelerate would run fp32 in silence): "
-            "use ds_fp16.yaml or cpu.yaml"
-        )
+    was_launched = any(name in os.environ for name in SET_BY_LAUNCHERS)
+    return was_launched and os.getppid() != PARENT
 
 
 def stay_on_this_machine() -> None:
@@ -135,23 +98,27 @@ def stay_on_this_machine() -> None:
 
 def build(args, launcher: Launcher, accumulation: int) -> Accelerator:
     """Builds the Accelerator itself, with the plugins of its engine."""
-    deepspeed_plugin = None
-    if launcher.deepspeed:
-        deepspeed_plugin = zero.make_plugin(accumulation, args)
     if launcher.on_cpu and launcher.fsdp:
         # accelerate applies FSDP only to what it believes is MULTI_GPU, and on a CPU silently uses
         # DDP. So we tell it that this is MULTI_GPU.
         PartialState(cpu=True, backend="gloo", timeout=PATIENCE)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Accelerator(
+    accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation, sync_with_dataloader=False
         ),
-        deepspeed_plugin=deepspeed_plugin,
+        deepspeed_plugin=zero.make_plugin(accumulation, args) if launcher.deepspeed else None,
         kwargs_handlers=process_group_settings(launcher),
         # If accelerate is told to use the CPU it ignores DeepSpeed and silently uses DDP.
         cpu=launcher.on_cpu and not launcher.deepspeed,
     )
+    asked = f"{launcher.processes} processes, FSDP2 {launcher.fsdp}"
+    got = f"{accelerator.num_processes} processes, FSDP2 {accelerator.is_fsdp2}"
+    if asked != got:
+        sys.exit(f"the launcher's settings were not honoured: asked for {asked}, got {got}")
+    if launcher.on_cpu and accelerator.mixed_precision == "fp16" and not launcher.deepspeed:
+        sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 in silence")
+    return accelerator
 
 
 def process_group_settings(launcher: Launcher) -> list[InitProcessGroupKwargs] | None:
@@ -164,56 +131,22 @@ def process_group_settings(launcher: Launcher) -> list[InitProcessGroupKwargs] |
     return [InitProcessGroupKwargs(timeout=PATIENCE)]
 
 
-def check_built(accelerator: Accelerator, launcher: Launcher, accumulation: int) -> None:
-    """Refuses an Accelerator that is not what the launcher and the arguments asked for."""
-    asked = {
-        "processes": launcher.processes,
-        "gradient accumulation steps": accumulation,
-        "FSDP2 (fsdp_version 2)": launcher.fsdp,
-    }
-    got = {
-        "processes": accelerator.num_processes,
-        "gradient accumulation steps": accelerator.gradient_accumulation_steps,
-        "FSDP2 (fsdp_version 2)": accelerator.is_fsdp2,
-    }
-    if got != asked:
-        sys.exit(f"the launcher's settings were not honoured: asked for {asked}, got {got}")
-
-
 def mend_rounding(accelerator: Accelerator, launcher: Launcher) -> None:
     """Keeps what accelerate and torch would round, and makes half precision work on a CPU."""
-    if launcher.fsdp:
-        keep_sums_in_fp32(accelerator)
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy if launcher.fsdp else None
+    if policy:
+        # accelerate would let FSDP2 round the sums of gradients, and outputs such as log-probs.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            policy.param_dtype, reduce_dtype=torch.float32
+        )
     if launcher.on_cpu:
         cpu.clip_by_exact_norm(accelerator)
     if launcher.on_cpu and accelerator.mixed_precision != "no":
-        emulate_half_precision(accelerator)
-
-
-def keep_sums_in_fp32(accelerator: Accelerator) -> None:
-    """Lets FSDP2 add up gradients, and return outputs such as log-probs, in fp32.
-
-    accelerate would round both to half precision.
-    """
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.mixed_precision_policy:
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            plugin.mixed_precision_policy.param_dtype, reduce_dtype=torch.float32
+        cpu.HalfProductsInFp32().__enter__()  # for the life of the process
+        accelerator.print(
+            f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only "
+            "(half weights, fp32 products)"
         )
-
-
-def emulate_half_precision(accelerator: Accelerator) -> None:
-    """Computes the products of half-precision weights in fp32, for the life of the process."""
-    cpu.HalfProductsInFp32().__enter__()
-    accelerator.print(
-        f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only "
-        "(half weights, fp32 products)"
-    )
-
-
-def is_no_load_report(record: logging.LogRecord) -> bool:
-    """Whether a message of `transformers` is not its table of a model's weights."""
-    return "LOAD REPORT" not in record.getMessage()
 
 
 def quiet() -> None:
@@ -222,7 +155,9 @@ def quiet() -> None:
     datasets.logging.set_verbosity(logging.CRITICAL)  # it also logs the errors that it raises
     transformers.logging.disable_progress_bar()
     # `preference_recipes.models.load` itself reports what a model lacks, or has too much of.
-    logging.getLogger("transformers.modeling_utils").addFilter(is_no_load_report)
+    logging.getLogger("transformers.modeling_utils").addFilter(
+        lambda record: "LOAD REPORT" not in record.getMessage()
+    )
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # It warns of tied weights, which are saved once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)

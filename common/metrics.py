@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-
-class Logged(NamedTuple):
-    """Values to log.
-
-    Attributes:
-        values: by tag, tensors of the shape of `weights`.
-        weights: how much each value counts in a mean, such as 1 or a number of tokens; 0 for what
-            counts nowhere: padding rows, masked tokens.
-        reduce: whether a log line shows their weighted mean, their minimum or their maximum.
-    """
-
-    values: dict[str, torch.Tensor]
-    weights: torch.Tensor
-    reduce: Literal["mean", "min", "max"] = "mean"
+Reduce = Literal["mean", "min", "max"]
 
 
 class Sum(NamedTuple):
     """What this process has added under one tag.
 
     Attributes:
-        reduce: see `Logged`.
+        reduce: whether a log line shows the weighted mean, the minimum or the maximum.
         numbers: float64 `[2]` on the device: the weighted sum of the values, or their minimum, or
             their maximum; and the sum of their weights.
     """
 
-    reduce: str
+    reduce: Reduce
     numbers: torch.Tensor
 
 
-# How two sums of values, two minima or two maxima become one.
+# How two sums of values, two minima or two maxima become one, and the neutral element of each.
 JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
-# The neutral element of each.
 NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 
 
@@ -56,19 +41,18 @@ class Sums:
         self.sums: dict[str, Sum] = {}
 
     @torch.no_grad()
-    def add(self, logged: Iterable[Logged]) -> None:
-        """Adds values of samples or of tokens."""
-        for values, weights, reduce in logged:
-            weights = weights.double()
-            counts = weights > 0
-            for name, value in values.items():
-                # The value of a padding row may be inf, and inf times its weight of 0 is NaN.
-                counted = torch.where(counts, value.double(), NOTHING[reduce])
-                if reduce == "mean":
-                    number = (counted * weights).sum()
-                else:
-                    number = counted.amin() if reduce == "min" else counted.amax()
-                self.join(name, Sum(reduce, torch.stack([number, weights.sum()])))
+    def add(
+        self, name: str, value: torch.Tensor, weights: torch.Tensor, reduce: Reduce = "mean"
+    ) -> None:
+        """Adds values of samples or of tokens, with how much each counts, of the same shape."""
+        weights = weights.double()
+        # The value of a padding row may be inf, and inf times its weight of 0 is NaN.
+        counted = torch.where(weights > 0, value.double(), NOTHING[reduce])
+        if reduce == "mean":
+            number = (counted * weights).sum()
+        else:
+            number = counted.amin() if reduce == "min" else counted.amax()
+        self.join(name, Sum(reduce, torch.stack([number, weights.sum()])))
 
     def join(self, name: str, new: Sum) -> None:
         """Merges a sum into that of the same tag."""
@@ -97,8 +81,7 @@ class Sums:
         everyone = self.accelerator.gather(mine[None])  # [processes, tags, 2]
         numbers, weights = everyone.unbind(-1)
         weight = weights.sum(0)
-        # All three are computed for each tag, and read at once, because a GPU waits at each
-        # reading. Then the one that the tag asks for is taken.
+        # All three are computed for each tag, and read at once: a GPU waits at each reading.
         table = torch.stack([weight, numbers.sum(0) / weight, numbers.amin(0), numbers.amax(0)], 1)
 
         values = {}
@@ -116,8 +99,7 @@ class Sums:
         """Restores the sums that one process wrote to a checkpoint.
 
         Args:
-            mine: whether this process takes over their values. All others take over the tags only,
-                since all processes must hold the same tags.
+            mine: whether this process takes over their values; all others take over the tags only.
         """
         for name, (reduce, number, count) in state.items():
             numbers = [number, count] if mine else [NOTHING[reduce], 0.0]
@@ -143,12 +125,22 @@ class Means:
         self.last_update: dict[str, float] = {}
 
     def add(self, values: dict[str, Any], weights: torch.Tensor) -> None:
-        """Adds values of a micro-batch; see `logged`."""
-        self.pending.add(logged(values, weights))
+        """Adds values of the samples of a micro-batch.
 
-    def add_rollout(
-        self, values: dict[str, torch.Tensor], reduce: Literal["mean", "min", "max"] = "mean"
-    ) -> None:
+        Args:
+            values: by tag `[samples]`; or a tuple: values of any shape, how much each counts (of
+                the same shape, such as a mask), and "min" or "max" if not their mean is logged.
+            weights: `[samples]`, 0 for a padding row.
+        """
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                value, counts, *reduce = value
+                of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
+                self.pending.add(name, value, counts * of_rows, *reduce)
+            else:
+                self.pending.add(name, value, weights)
+
+    def add_rollout(self, values: dict[str, torch.Tensor], reduce: Reduce = "mean") -> None:
         """Adds values of a rollout to the next log line. NaN counts nowhere.
 
         They count even if the engine skips the rollout's first update, because the rollout was made
@@ -161,7 +153,7 @@ class Means:
             value = value.to(self.accelerator.device)
             # Every process holds the whole rollout: one of them counts it.
             counts = ~value.isnan() & self.accelerator.is_main_process
-            self.open.add([Logged({name: value}, counts, reduce)])
+            self.open.add(name, value, counts, reduce)
 
     def close_update(self, applied: bool, **of_update: float | torch.Tensor | None) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one.
@@ -187,22 +179,3 @@ class Means:
         if "loss" not in means:
             return means
         return {"loss": means.pop("loss"), **self.last_update, **means}
-
-
-def logged(values: dict[str, Any], weights: torch.Tensor) -> list[Logged]:
-    """Returns values of samples with how much each counts.
-
-    Args:
-        values: by tag `[samples]`; or a tuple: values of any shape, how much each counts (of the
-            same shape, such as a mask), and "min" or "max" if not their mean is logged.
-        weights: `[samples]`, 0 for a padding row.
-    """
-    found = []
-    for name, value in values.items():
-        if isinstance(value, tuple):
-            value, counts, *reduce = value
-            of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
-            found.append(Logged({name: value}, counts * of_rows, *reduce))
-        else:
-            found.append(Logged({name: value}, weights))
-    return found

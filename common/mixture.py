@@ -40,10 +40,6 @@ class Mixture(NamedTuple):
 
         Each set is passed through in one seeded permutation after another, and each epoch goes on
         where the one before it stopped. So no row comes twice before every other came once.
-        Example: a set of 4 rows with weight 0.75, whose first two passes are 2 0 3 1 and 1 3 0 2:
-
-            epoch 0    2 0 3
-            epoch 1    1 1 3
         """
         taken = []
         first_row = 0

@@ -18,7 +18,6 @@ def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
     told by their type: output layers and score heads have types of their own.
 
     Args:
-        args: needs `weight_decay optimizer`.
         settings: further settings of all groups, such as `lr`.
     """
     hidden = []
@@ -49,11 +48,8 @@ def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
 def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
     """Whether a parameter is one that weight decay holds small.
 
-    The biases of experts and the norms of heads have two dimensions, too: those of the experts or
-    heads, and their own. So has the logarithm of the decay rates of a state-space model.
-
-    Args:
-        name: its name in `owner`, the module that it belongs to.
+    The biases of experts and the norms of heads have two dimensions, too, and so has the logarithm
+    of the decay rates of a state-space model. `name` is its name in its module, `owner`.
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
     if not isinstance(owner, nn.Linear):
@@ -80,19 +76,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
-    """Returns the optimizer. AdamW is fused on a GPU: one kernel reads and writes all at once.
+    """Returns the optimizer of the groups. AdamW is fused on a GPU, which is faster.
 
-    Not with torch's own loss scaler for fp16. It would call a fused optimizer in each update and
-    let the kernel skip, and accelerate would not notice that an update was skipped. And not on a
-    CPU, where runs keep the rounding that they had, so that stored values and resumed runs agree.
-
-    Args:
-        groups: of `parameter_groups`.
-        args: needs `optimizer learning_rate adam_epsilon`.
+    Not with torch's own loss scaler for fp16: it would let the kernel skip, and accelerate would
+    not notice that an update was skipped.
     """
-    fused = None  # torch's default, which is not fused
-    if accelerator.device.type != "cpu" and accelerator.scaler is None:
-        fused = True
+    is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
+    fused = True if is_fused else None  # None: torch's default
     for_muon = [group for group in groups if "adjust_lr_fn" in group]
     others = [group for group in groups if "adjust_lr_fn" not in group]
     adamw = torch.optim.AdamW(others, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
@@ -103,16 +93,13 @@ def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
             "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
             "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
         )
-    if not for_muon:
-        sys.exit("--optimizer muon: no hidden layer is trained; AdamW steps adapters and heads")
     return MuonAndAdamW(torch.optim.Muon(for_muon, lr=args.learning_rate), adamw)
 
 
 def warmup_updates(warmup_steps: float, total_updates: int) -> int:
     """The updates of warm-up: `warmup_steps`, or, below 1, that share of all, rounded up.
 
-    The first update of a warm-up has a learning rate of 0. So a run of a single update has none, or
-    it would learn nothing.
+    The first has a learning rate of 0, so a run of a single update has none, or learned nothing.
     """
     if total_updates <= 1:
         return 0
@@ -125,9 +112,6 @@ def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int):
     """Returns the schedule of the learning rates, a `LambdaLR`.
 
     It is not prepared: accelerate would step it `num_processes` times per update.
-
-    Args:
-        args: needs `lr_scheduler_type warmup_steps`.
     """
     from transformers import get_scheduler  # slow to import
 
@@ -140,26 +124,17 @@ def describe_schedule(args, total_updates: int, scheduler) -> str:
     groups = scheduler.optimizer.param_groups
     rates = {group.get("name", ""): rate for group, rate in zip(groups, scheduler.base_lrs)}
     rates_by_name = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
-    updates = counted(total_updates, "update")
-    line = f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"
-    if args.lr_scheduler_type == "constant":
-        return f"{line} without warm-up"
-    if total_updates == 1 and args.warmup_steps > 0:
-        return f"{line} without warm-up, which would take the only one"
-    return f"{line}, {warmup_updates(args.warmup_steps, total_updates)} of them warm-up"
+    warmup = 0
+    if args.lr_scheduler_type != "constant":
+        warmup = warmup_updates(args.warmup_steps, total_updates)
+    updates = f"{counted(total_updates, 'update')}, {warmup} of them warm-up"
+    return f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"
 
 
 def set_learning_rates(optimizer, scheduler, held: Collection[str]) -> dict[str, float]:
-    """Gives each parameter group its scheduled learning rate, or zero if it is held still.
+    """Gives each named group its scheduled learning rate, or zero if it does not learn (`held`).
 
-    For recipes whose groups have names. `prepare.for_training` sees to it that the step counts of
-    such groups can be held, too.
-
-    Args:
-        held: the names of the groups that do not learn in this update.
-
-    Returns:
-        The learning rate of each group by its name.
+    Returns the rates by name. `prepare.for_training` holds the step counts of such groups, too.
     """
     for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
         group["learns"] = group["name"] not in held
@@ -171,9 +146,8 @@ def set_learning_rates(optimizer, scheduler, held: Collection[str]) -> dict[str,
 def hold_step_counts(optimizer: torch.optim.Optimizer, *_) -> None:
     """Keeps Adam's step count at zero in parameter groups whose `learns` is false.
 
-    A hook after the optimizer's step, see `set_learning_rates`. The gradients of such a group are
-    zero, and so are its moments. If its count went on, Adam would not correct the bias of the
-    moments when the group begins to learn.
+    A hook after the optimizer's step, see `set_learning_rates`. Otherwise Adam would not correct
+    the bias of the moments when the group begins to learn.
     """
     for group in optimizer.param_groups:
         if group.get("learns", True):

@@ -7,8 +7,6 @@ from typing import Any
 
 from common import counted
 
-RECENT_UPDATES = 50
-
 
 @dataclasses.dataclass
 class Progress:
@@ -16,22 +14,18 @@ class Progress:
 
     Attributes:
         n_rows: of the training data; in GRPO, PPO and distillation, prompts.
-        train_batch_size, max_epochs, max_steps: those of the run.
         updates_per_epoch: by default `n_rows / train_batch_size`, rounded up.
         global_step: updates applied; the one x-axis.
         skipped_steps: updates that the engine skipped because of gradients that are not finite.
-        samples: trained on so far, in applied updates.
-        tokens: real tokens of the samples (their `length`; in DPO and reward a pair's prompt counts
-            twice), padding excluded, in applied updates.
+        samples, tokens, sequences: trained on so far, in applied updates. `tokens` are those of
+            `length`, padding excluded; in DPO and reward a pair's prompt counts twice.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
-        sequences: trained on so far, in applied updates.
         position: the run's `rollouts.schedule.Position`, in a recipe whose updates do not tell how
             much of the data is used up. In GRPO a rollout that leaves groups out makes fewer.
         stopped_early: whether the run ends before its data: by `--stop_after`, or in GRPO because
             a whole epoch of prompts led to no update.
         idle: whether rows were used up since the latest update without leading to one.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
-        recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.
     """
 
     n_rows: int
@@ -49,14 +43,10 @@ class Progress:
     stopped_early: bool = False
     idle: bool = False
     consecutive_skips: int = 0
-    recent_skips: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        if self.max_steps < 0 or (self.max_steps == 0 and self.max_epochs < 1):
-            sys.exit(
-                f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: "
-                "give at least one epoch, or a number of updates"
-            )
+        if self.max_steps == 0 and self.max_epochs < 1:
+            sys.exit("--max_epochs 0 and --max_steps 0: give at least one epoch, or some updates")
         if not self.updates_per_epoch:
             self.updates_per_epoch = math.ceil(self.n_rows / self.train_batch_size)
 
@@ -93,18 +83,15 @@ class Progress:
     def update_done(self, applied: bool, samples: int, tokens: int, sequences: int = 0) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
         self.idle = False
-        if applied:
-            self.global_step += 1
-            self.samples += samples
-            self.tokens += tokens
-            self.sequences += sequences
-            self.consecutive_skips = 0
-        else:
+        if not applied:
             self.skipped_steps += 1
             self.consecutive_skips += 1
-            self.recent_skips.append(self.updates_seen)
-        recent = self.updates_seen - RECENT_UPDATES
-        self.recent_skips = [update for update in self.recent_skips if update > recent]
+            return
+        self.global_step += 1
+        self.samples += samples
+        self.tokens += tokens
+        self.sequences += sequences
+        self.consecutive_skips = 0
 
     def counts(self) -> dict[str, int]:
         """Returns the counters as a log line shows them."""
@@ -113,43 +100,23 @@ class Progress:
             counts["sequences"] = self.sequences
         return counts | {"tokens": self.tokens, "skipped_steps": self.skipped_steps}
 
-    @property
-    def was_just_applied(self) -> bool:
-        """Whether an update was applied last: none was skipped and no rollout was idle since."""
-        return self.consecutive_skips == 0 and not self.idle
-
-    def save_due(self, interval: float) -> bool:
-        """Whether to save now: after every `interval` applied updates, and at the end.
+    def due(self, interval: float, first: bool = False) -> bool:
+        """Whether something is due now: after every `interval` applied updates, and at the end.
 
         Args:
-            interval: a number of updates, or below 1 a share of all updates. 0: never.
+            interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.
+            first: whether it is also due after the first update.
         """
-        return interval > 0 and self.evaluation_due(interval)
-
-    def updates_in(self, interval: float) -> int:
-        """Returns an interval in updates: below 1 it is a share of all, rounded up."""
-        return share_of(self.total_steps, interval) if 0 < interval < 1 else int(interval)
-
-    def evaluation_due(self, interval: float) -> bool:
-        """Whether to evaluate now: after every `interval` applied updates, and at the end.
-
-        Args:
-            interval: as in `save_due`, but 0: at the end alone.
-        """
-        every = self.updates_in(interval)
+        every = int(interval)
+        if 0 < interval < 1:
+            every = share_of(self.total_steps, interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        if self.was_just_applied:
-            return at_multiple or self.finished
-        # Nothing was applied, so the model is as it was. Only the end may still need an evaluation:
+        if self.consecutive_skips == 0 and not self.idle:
+            return at_multiple or self.finished or (first and self.global_step == 1)
+        # Nothing was applied, so the model is as it was. Only the end may still need something:
         # not if the last applied update was at a multiple, and not if there was none, since a run
         # evaluates before its first update.
-        is_evaluated = at_multiple or self.global_step == 0
-        return self.finished and not is_evaluated
-
-    def log_due(self, interval: float) -> bool:
-        """Whether to log now: when an evaluation would be due, and after the first update."""
-        first_update = self.global_step == 1 and self.was_just_applied
-        return first_update or self.evaluation_due(interval)
+        return self.finished and not at_multiple and self.global_step > 0
 
     def describe(self) -> str:
         """Returns the arithmetic of the updates in one line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Update:
     n_sequences: int
     n_tokens: int
     loss_scale: float | None
-    losses: list[guards.RowLosses] = dataclasses.field(default_factory=list)
+    losses: list[tuple] = dataclasses.field(default_factory=list)
 
     @property
     def n_samples(self) -> int:
@@ -60,9 +61,9 @@ class Run:
     Attributes:
         progress: the counters.
         logger: what writes lines and samples.
-        timed: called with a name, returns a context that adds its seconds to
-            `perf/<name>_seconds` of the next line. `paused` stands for evaluating and saving:
-            `perf/*` leaves these seconds out.
+        due: see `Progress.due`.
+        timed, count_flop: see `Speed`.
+        log_evaluation: see `Logger`.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class Run:
         )
         self.logger = Logger(accelerator, args, self.progress, bar_metric, charts)
         self.speed = Speed(accelerator, self.progress, flop)
-        self.skip_watch = guards.SkipWatch(accelerator, self.progress)
+        self.due = self.progress.due
         self.timed = self.speed.timed
+        self.count_flop = self.speed.count_flop
+        self.log_evaluation = self.logger.log_evaluation
 
     @property
     def global_step(self) -> int:
@@ -175,30 +178,13 @@ class Run:
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Ends the run if a loss of the update is not finite.
+        """Ends the run if a loss of the update is not finite; see `guards.check_finite`.
 
         It looks once, at its last micro-batch. Call it before `backward`, where DeepSpeed steps.
-
-        Args:
-            rows: the numbers of the rows in the data file.
-            weights: of the shape of the losses, 0 for what counts nowhere.
-            tensors: what the losses come from, by name; see `guards.check_finite`.
-
-        Raises:
-            FloatingPointError: naming the rows.
         """
-        update.losses.append(guards.RowLosses(rows, losses.detach(), weights))
+        update.losses.append((rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
             guards.check_finite(self.progress, update.losses, tensors)
-
-    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
-        """Counts the operations of a micro-batch, for `perf/mfu`; of padding alone none.
-
-        Args:
-            batch: what `Packer.make_batch` returned.
-            weights: of its samples.
-        """
-        self.speed.count_flop(batch, weights)
 
     def count(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
         """Counts an update, and returns whether it was applied; False: gradients overflowed.
@@ -215,30 +201,18 @@ class Run:
             sequences=update.n_sequences,
         )
         self.speed.update_done(applied)
-        if applied:
-            guards.check_gradient(float(grad_norm), self.progress)
-            self.logger.bar.update()
+        if not applied:
+            guards.check_skips(self.accelerator, self.progress, update.loss_scale)
+        elif not math.isfinite(float(grad_norm)):
+            raise FloatingPointError(
+                f"the gradient of update {self.global_step} is not finite though its loss is: "
+                "the weights are lost. Lower --learning_rate, or resume from a checkpoint."
+            )
         else:
-            warning = self.skip_watch.update_skipped(update.loss_scale)
-            if warning:
-                self.logger.bar.write(warning)
+            self.logger.bar.update()
         return applied
 
     # ============================================================ after an update
-
-    def due(self, interval: float, first: bool = False) -> bool:
-        """Whether something is due after this update: every `interval` updates, and at the end.
-
-        At the end it is true also if the last update was skipped, unless it was true after the one
-        applied before. Otherwise a skipped update makes nothing due.
-
-        Args:
-            interval: updates applied; below 1 a share of all; 0: at the end alone.
-            first: whether it is also due after the first update.
-        """
-        if first:
-            return self.progress.log_due(interval)
-        return self.progress.evaluation_due(interval)
 
     def log(self, values: dict[str, float]) -> None:
         """Writes a training line; nothing if there are no values. All processes must call it.
@@ -254,11 +228,3 @@ class Run:
             self.speed.restart()
         self.logger.write({**line, "epoch": self.progress.epoch})
         self.logger.show_in_bar(line)
-
-    def log_evaluation(self, values: dict[str, float], examples: list[dict]) -> None:
-        """Writes an evaluation as a line of its own, and its samples. All processes may call it.
-
-        Args:
-            examples: see `common/log.py`.
-        """
-        self.logger.log_evaluation(values, examples)

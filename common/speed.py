@@ -36,9 +36,8 @@ class Speed:
     Attributes:
         seconds: of the blocks that were timed since the last line, by name.
         peak: operations a second that this GPU can do at most; None: not known, so no MFU.
-        pending_flop: operations of this process in the current update, until it is applied or
-            skipped; float64 on the device, so that no GPU waits for them.
-        flop: operations of this process in the updates applied since the last line, likewise.
+        pending_flop, flop: operations of this process in the current update, and in those applied
+            since the last line; float64 on the device, so that no GPU waits for them.
     """
 
     def __init__(self, accelerator: Accelerator, progress: Progress, flop: tuple[float, float]):
@@ -51,9 +50,7 @@ class Speed:
             self.peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
         self.pending_flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
         self.flop = torch.zeros_like(self.pending_flop)
-        self.since = time.perf_counter()
-        self.samples_before = progress.samples
-        self.tokens_before = progress.tokens
+        self.restart()
 
     def restart(self) -> None:
         """Starts the clock of the next line."""
@@ -66,13 +63,16 @@ class Speed:
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """Adds the seconds of a block to those of its name; see `Run.timed`."""
+        """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
+
+        `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
+        """
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
-        """Counts the operations of a micro-batch; see `Run.count_flop`."""
+        """Counts the operations of a batch of `Packer.make_batch`, for `perf/mfu`."""
         if self.peak is not None:
             of_tokens = self.flop_of_token * batch["tokens"]
             of_targets = self.flop_of_target * len(batch["targets"])
@@ -84,13 +84,9 @@ class Speed:
             self.flop += self.pending_flop
         self.pending_flop.zero_()
 
-    def elapsed(self) -> float:
-        """Returns the seconds of training since the last line: without evaluating and saving."""
-        return time.perf_counter() - self.since - self.seconds.get("paused", 0.0)
-
     def values(self) -> dict[str, float]:
         """Returns `perf/*` of the time since the last line. All processes must call it."""
-        elapsed = self.elapsed()
+        elapsed = time.perf_counter() - self.since - self.seconds.get("paused", 0.0)
         values = {
             "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
             "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,

@@ -1,7 +1,6 @@
 """DeepSpeed's internals: its settings, its loss scale and its shards, with what must be mended."""
 
 import contextlib
-import json
 import os
 import sys
 import warnings
@@ -41,25 +40,30 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     if not torch.cuda.is_available():
         prepare_for_cpu()
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    plugin = DeepSpeedPlugin(read_json(path) if path else None)
+    if path and not Path(path).is_file():
+        path = str(FILES / path)  # a recipe may be started anywhere
+    plugin = DeepSpeedPlugin(path)
     config = plugin.deepspeed_config
 
-    fill_in(config, "gradient_accumulation_steps", accumulation)
-    fill_in(config, "train_micro_batch_size_per_gpu", args.micro_train_batch_size)
-    fill_in(config, "gradient_clipping", float(args.max_grad_norm))
-    # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
-    config.setdefault("timers", {"throughput": {"enabled": False}})
-
-    if sections := " and ".join(
-        f'"{name}"' for name in ("optimizer", "scheduler") if name in config
-    ):
-        sys.exit(
-            f"the DeepSpeed config has {sections}, which the arguments decide (--learning_rate, "
-            "--weight_decay, --lr_scheduler_type, --warmup_steps): remove it from the config"
-        )
+    sizes = {
+        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": args.micro_train_batch_size,
+        "gradient_clipping": float(args.max_grad_norm),
+    }
+    for key, value in sizes.items():
+        if config.get(key, "auto") not in ("auto", value):
+            sys.exit(
+                f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: '
+                'write "auto" there'
+            )
+        config[key] = value
+    if "scheduler" in config:
+        sys.exit('the DeepSpeed config has a "scheduler", which --lr_scheduler_type decides')
     zero = config["zero_optimization"]
     if zero["stage"] not in (1, 2, 3):
         sys.exit(f'the DeepSpeed config has "stage": {zero["stage"]}, expected 1, 2 or 3')
+    # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):
         # Else it would sum micro-batches in half precision, and small ones would vanish.
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
@@ -94,60 +98,17 @@ def prepare_for_cpu() -> None:
     """Lets DeepSpeed run without a GPU: no compilation, and fp16 (see `HalfProductsInFp32`)."""
     import deepspeed  # slow to import: only where it is used
 
-    # The first use of this operation compiles C++ for more than a minute, and fails without a
-    # compiler. gloo does the same work.
+    # Its first use compiles C++ for more than a minute. gloo does the same work.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: True
-
-
-def fill_in(config: dict, key: str, value: int | float) -> None:
-    """Writes a value in the place of "auto", and refuses a config that says something else."""
-    if config.get(key, "auto") not in ("auto", value):
-        sys.exit(
-            f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: '
-            'write "auto" there'
-        )
-    config[key] = value
-
-
-def read_json(path: str) -> dict:
-    """Reads the DeepSpeed JSON that a YAML names.
-
-    Args:
-        path: relative to the current directory or else to this repository.
-
-    Raises:
-        SystemExit: it does not switch on the half precision that was asked for, or it asks for
-            half-precision weights without fp32 masters.
-    """
-    file = Path(path) if Path(path).is_file() else FILES / path
-    config = json.loads(file.read_text(encoding="utf-8"))
-    for half in ("fp16", "bf16", "fp8"):
-        enabled = config.get(half, {}).get("enabled", False)
-        asked_for = os.environ.get("ACCELERATE_MIXED_PRECISION") == half
-        if enabled not in (True, False) or (asked_for and not enabled):
-            sys.exit(
-                f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on '
-                '(without --mixed_precision, "auto" silently means fp32): '
-                "write true or false, and give no --mixed_precision"
-            )
-        without_masters = f"{half}_master_weights_and_grads"
-        if config.get(half, {}).get(without_masters, False):
-            sys.exit(
-                f'{path}: "{without_masters}": true gives the weights no fp32 masters, so that '
-                "steps smaller than the rounding are lost for good: remove it (docs/fp16.md)"
-            )
-    return config
 
 
 def delay_scale_growth() -> None:
     """Lets DeepSpeed's loss scale grow between two updates only.
 
     DeepSpeed 0.19.8 lets it grow within an update, and then divides gradients by twice the scale
-    that they were multiplied by. That update is halved, unless clipping decides its size.
-
-    DeepSpeed also raises an error at the smallest scale. Here it does not: `Run.count`
+    that they were multiplied by. It also raises an error at the smallest scale; here `Run.count`
     ends the run, and says where it was.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -188,13 +149,10 @@ def shard_frozen(accelerator, model: nn.Module) -> nn.Module:
 
 
 def gathered(parameters: list[nn.Parameter], writer: int | None = None):
-    """Returns a context in which every process holds the whole of these parameters.
-
-    ZeRO-3 cuts parameters into shards. Without ZeRO-3 this does nothing.
+    """Returns a context in which every process holds all of parameters that ZeRO-3 has cut.
 
     Args:
-        writer: the process whose changes of the parameters last beyond the block, by its rank; by
-            default none.
+        writer: the rank of the process whose changes last beyond the block; by default none.
     """
     if not hasattr(parameters[0], "ds_id"):
         return contextlib.nullcontext()
@@ -252,38 +210,25 @@ def exact_masters(accelerator, model: nn.Module, half: torch.dtype | None):
             held.data = held.data.to(half)
             parameter.data = parameter.data.to(half)
     yield
-    for parameter, value in before.items():
-        set_master(parameter, value)
-
-
-def set_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets what this process holds of the fp32 master of a parameter.
-
-    Args:
-        value: of the whole parameter or, under ZeRO-3, this process's shard of it.
-    """
     from deepspeed import utils
 
-    if not hasattr(parameter, "ds_tensor"):
-        utils.safe_set_full_fp32_param(parameter, value)
-        return
-    shard_size = parameter.ds_tensor.numel()
-    if value.numel() != shard_size:
-        start = shard_size * torch.distributed.get_rank()
-        value = value.flatten()[start : start + shard_size]
-        value = nn.functional.pad(value, (0, shard_size - len(value)))
-    utils.safe_set_local_fp32_param(parameter, value)
+    for parameter, value in before.items():
+        if not hasattr(parameter, "ds_tensor"):
+            utils.safe_set_full_fp32_param(parameter, value)
+            continue
+        shard_size = parameter.ds_tensor.numel()
+        if value.numel() != shard_size:  # it was not cut yet
+            start = shard_size * torch.distributed.get_rank()
+            value = value.flatten()[start : start + shard_size]
+            value = nn.functional.pad(value, (0, shard_size - len(value)))
+        utils.safe_set_local_fp32_param(parameter, value)
 
 
 @contextlib.contextmanager
 def gathered_for_generation(prepared: nn.Module, model: nn.Module):
     """Gathers the whole `model` on every process inside the block, and removes ZeRO-3's hooks.
 
-    The hooks would gather and release the weights again at every token, and all processes together.
-
-    Args:
-        prepared: the engine.
-        model: the part of it that generates.
+    The hooks would gather and release the weights of `prepared` again at every token.
     """
     offload = prepared.optimizer.parameter_offload
     with gathered(list(model.parameters())):

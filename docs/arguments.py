@@ -8,7 +8,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from common.arguments import Parser, default_with_lora
+from common.arguments import Parser
+from common.shared_args import range_in_words
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = ("sft", "reward", "dpo", "kto", "ppo", "grpo", "distill")
@@ -35,14 +36,17 @@ def actions(recipe: str) -> dict[str, argparse.Action]:
     spec.loader.exec_module(module)
     found = Parser(module.Args)._actions
     named = [action for action in found if not action.option_strings[0].startswith("--no_")]
-    return {action.dest: action for action in named if action.dest != "help"}
+    fields = module.Args.__dataclass_fields__
+    for action in named:
+        action.field = fields.get(action.dest)
+    return {action.dest: action for action in named if action.field}
 
 
 def default_of(action: argparse.Action) -> str:
     """Returns the default, and that with adapters where it is another one."""
     default = as_typed(action.default)
-    with_lora = as_typed(default_with_lora(action))
-    return default if with_lora == default else f"{default} (with `--lora_r`: {with_lora})"
+    with_lora = action.field.metadata["with_lora"]
+    return default if with_lora is None else f"{default} (with `--lora_r`: {as_typed(with_lora)})"
 
 
 def as_typed(value: Any) -> str:
@@ -65,14 +69,14 @@ def values_of(action: argparse.Action) -> str:
     if isinstance(action.default, bool):
         return "true or false"
     kind = {int: "whole number", float: "number", str: "text"}.get(action.type, "text")
-    if action.bounds:
-        kind += f", {action.bounds.describe()}"
+    if limits := action.field.metadata["limits"]:
+        kind += f", {range_in_words(limits)}"
     return f"one or several: {kind}" if action.nargs in ("+", "*") else kind
 
 
 def meaning_of(action: argparse.Action) -> str:
     """Returns the help of an argument."""
-    return action.help
+    return action.field.metadata["help"]
 
 
 def row(name: str, of_recipes: dict[str, argparse.Action]) -> str:

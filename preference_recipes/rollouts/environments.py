@@ -80,7 +80,7 @@ def load(name: str) -> UserClass:
     Raises:
         SystemExit: it cannot be loaded, or has neither `step` nor a tool.
     """
-    make = arguments.load_function("environment", name)
+    make = arguments.load_function(name)
     here = os.getcwd()
     probe = make()
     os.chdir(here)

@@ -257,7 +257,7 @@ def load_functions(names: list[str] | None) -> dict[str, Callable]:
     own_names = [name.partition(":")[2] for name in names]
     functions = {}
     for name, own_name in zip(names, own_names):
-        function = arguments.load_function("reward_function", name)
+        function = arguments.load_function(name)
         if names.count(name) > 1:
             sys.exit(f"--reward_function {name} is given twice; --reward_weights can count it more")
         is_unique = own_names.count(own_name) == 1 and own_name not in (OF_MODEL, OF_ENVIRONMENT)

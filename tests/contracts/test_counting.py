@@ -1,9 +1,10 @@
 """Steps and log lines; accumulation changes nothing, and a skipped update leaves no trace."""
 
+import math
 import types
 
+import numpy as np
 import pytest
-import yaml
 
 from common import arguments, batches, optim
 from common.progress import Progress
@@ -22,7 +23,7 @@ def steps_logged(progress: Progress, interval: float) -> list[int]:
     logged = []
     while not progress.finished:
         progress.update_done(True, 1, 1)
-        if progress.log_due(interval):
+        if progress.due(interval, first=True):
             logged.append(progress.global_step)
     return logged
 
@@ -48,7 +49,7 @@ def test_a_rollout_without_updates_is_not_logged_as_the_first_update_again():
     progress.update_done(True, 10, 1)
     due = []
     for progress.idle in (False, True):
-        due.append((progress.log_due(1), progress.log_due(50)))
+        due.append((progress.due(1, first=True), progress.due(50, first=True)))
     assert due == [(True, True), (False, False)]
 
 
@@ -89,33 +90,32 @@ def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
         progress, due = Progress(5, 1, 1, 0), []
         for index in range(5):
             progress.update_done(index not in skipped, 1, 1)
-            due += [progress.global_step] * progress.evaluation_due(interval)
-            saves = progress.save_due(interval)
-            assert saves == (interval > 0 and progress.evaluation_due(interval))
+            due += [progress.global_step] * progress.due(interval)
         assert due == expected, (skipped, interval)
 
 
+def sizes_of(train: int, size: int | None, tokens: int = 0) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        train_batch_size=train, micro_train_batch_size=size, micro_train_tokens=tokens
+    )
+
+
 @pytest.mark.parametrize(
-    "given, on_gpu, expected, is_said",
+    "given, on_gpu, expected",
     [  # samples and tokens of a micro-batch
-        ((None, 0), False, (4, 0), False),
-        ((None, 0), True, (4, 16_384), True),
-        ((4, 0), True, (4, 0), False),
-        ((1, 0), False, (1, 0), False),
-        ((None, 500), True, (4, 500), False),
-        ((2, 500), True, (2, 500), False),
+        ((None, 0), False, (4, 0)),
+        ((None, 0), True, (4, 16_384)),
+        ((4, 0), True, (4, 0)),
+        ((1, 0), False, (1, 0)),
+        ((None, 500), True, (4, 500)),
+        ((2, 500), True, (2, 500)),
     ],
 )
-def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(
-    given, on_gpu, expected, is_said
-):
-    args = types.SimpleNamespace(
-        train_batch_size=64, micro_train_batch_size=given[0], micro_train_tokens=given[1]
-    )
-    said = arguments.fill_in_micro_batches(args, on_gpu, 2)
+def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(given, on_gpu, expected):
+    args = sizes_of(64, *given)
+    steps = arguments.accumulation_steps(args, on_gpu, 2)
     assert (args.micro_train_batch_size, args.micro_train_tokens) == expected
-    assert bool(said) == is_said
-    assert not said or ("16384 tokens" in said and "--micro_train_tokens" in said)
+    assert steps == (32 if expected[1] else 32 // expected[0])
 
 
 @pytest.mark.parametrize(
@@ -123,53 +123,26 @@ def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(
     [(64, 1, 4), (64, 2, 4), (2, 1, 2), (2, 2, 1), (6, 1, 3), (5, 1, 5), (7, 1, 1), (6, 4, 4)],
 )
 def test_a_micro_size_that_is_not_given_follows_the_update(train, processes, size):
-    """`--train_batch_size 2` alone was refused. Where nothing divides, the refusal stays."""
-    args = types.SimpleNamespace(
-        train_batch_size=train, micro_train_batch_size=None, micro_train_tokens=0
-    )
-    arguments.fill_in_micro_batches(args, False, processes)
-    assert args.micro_train_batch_size == size
+    """Where nothing divides, it is refused."""
+    args = sizes_of(train, None)
     if train % processes:
-        refuses("4 x 4", call=lambda: arguments.accumulation_steps(train, size, processes))
+        refuses("4 x 4", call=lambda: arguments.accumulation_steps(args, False, processes))
     else:
-        assert arguments.accumulation_steps(train, size, processes) == train // size // processes
+        steps = arguments.accumulation_steps(args, False, processes)
+        assert args.micro_train_batch_size == size and steps == train // size // processes
 
 
-def test_a_run_without_sizes_on_a_pretended_gpu(tmp_path):
-    """The launcher is told of a GPU, and all else is as without one. The run records what it took."""
-    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a"}]}]
-    script = tmp_path / "pretend.py"
-    script.write_text(
-        "import runpy, sys\n"
-        "from common import launch\n"
-        "read, on_cpu = launch.read_environment, sys.argv[1] == 'cpu'\n"
-        "launch.read_environment = lambda: read()._replace(on_cpu=on_cpu)\n"
-        f"sys.argv = [{str(recipe('sft'))!r}, *sys.argv[2:]]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    flags = [
-        "--model_name_or_path", tiny_llama(tmp_path / "model"), "--max_steps", 1, "--report_to", "none",
-        "--dataset_name", write_jsonl(tmp_path / "rows.jsonl", rows * 40), "--train_batch_size", 40,
-    ]  # fmt: skip
-    result = launch([], script, "gpu", *flags, "--output_dir", tmp_path / "gpu")
-    assert "micro-batches hold up to 16384 tokens, since this runs on a GPU" in result.stdout
-    assert "train_batch_size 40 in micro-batches of up to 16384 tokens" in result.stdout
-    recorded = yaml.safe_load((tmp_path / "gpu/run.yaml").read_text())
-    assert recorded["micro_train_tokens"] == 16_384
-    result = launch([], script, "cpu", *flags, "--output_dir", tmp_path / "cpu")
-    assert "train_batch_size 40 = micro_train_batch_size 4 x 1 process x 10" in result.stdout
-    (on_gpu,), (on_cpu,) = training_lines(tmp_path / "gpu"), training_lines(tmp_path / "cpu")
-    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-6)
-
-
-def test_the_smallest_limit_is_that_of_a_search_one_by_one():
+@pytest.mark.parametrize("most", [9, 14, 30, 100])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_micro_batches_are_as_few_and_as_even_as_can_be(most, processes):
+    """The limit is that of a search one by one."""
     lengths = [9, 7, 7, 4, 3, 1, 1]
-    for most in (9, 14, 30, 100):
-        fewest = len(batches.starts_by_tokens(lengths, most))
-        for wanted in range(fewest, 9):
-            counts = [len(batches.starts_by_tokens(lengths, limit)) for limit in range(most + 1)]
-            expected = next(limit for limit, count in enumerate(counts) if count <= wanted)
-            assert batches.smallest_limit(lengths, wanted, most) == expected, (most, wanted)
+    starts = [batches.starts_by_tokens(lengths, limit) for limit in range(most + 1)]
+    wanted = math.ceil(len(starts[most]) / processes) * processes
+    expected = next(found for found in starts if len(found) <= wanted)
+    parts = batches.split_by_tokens(np.arange(7), np.array(lengths), most, processes)
+    assert len(parts) == wanted
+    assert [part[0] for part in parts if len(part)] == expected
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +185,12 @@ def test_sixty_thousand_pairs(batch, micro, updates, last):
     while not progress.finished:
         sizes.append(len(batches.rows_of_update(60_000, batch, 0, progress.updates_seen)))
         progress.update_done(True, sizes[-1], 1)
-        assert progress.log_due(1)
+        assert progress.due(1, first=True)
     assert sizes == [batch] * (updates - 1) + [last]
     assert progress.updates_per_epoch == progress.total_steps == progress.global_step == updates
     assert progress.samples == 60_000
-    assert arguments.accumulation_steps(batch, micro, 1) == {192: 32, 200: 40}[batch]
+    steps = arguments.accumulation_steps(sizes_of(batch, micro), False, 1)
+    assert steps == {192: 32, 200: 40}[batch]
 
 
 def test_accumulation_changes_no_number(inputs):

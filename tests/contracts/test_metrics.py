@@ -240,6 +240,7 @@ def run_without_bar(folder, report_to=("none",), **given) -> tuple[Run, Means]:
         gather=lambda table: table,
         reduce=lambda number, reduction: number,
         log=lambda values, step: None,
+        state=types.SimpleNamespace(deepspeed_plugin=None),
     )
     settings = dict(train_batch_size=8, max_epochs=1, max_steps=0)
     args = types.SimpleNamespace(output_dir=folder, report_to=report_to, **settings, **given)
@@ -248,7 +249,6 @@ def run_without_bar(folder, report_to=("none",), **given) -> tuple[Run, Means]:
     run.logger.bar = types.SimpleNamespace(
         update=lambda: None, set_postfix=lambda *args, **kwargs: None
     )
-    run.skip_watch = types.SimpleNamespace(update_skipped=lambda loss_scale: None)
     return run, Means(accelerator)
 
 

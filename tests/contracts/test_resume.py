@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import recipes
 from common import folders
 from common.checkpoint import LOGS
-from common.metrics import Logged
 from recipes import RECIPES
 from runs import (
     LAUNCHERS,
@@ -175,9 +174,8 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path):
     before = small_run(tmp_path, extra=extra)
     for applied in (True, True, False, True):
         update(before, applied)
-    both = {"loss": torch.tensor([2.0, 5.0])}
-    before.means.open.add([Logged(both, torch.ones(2))])
-    before.means.open.add([Logged({"longest": torch.tensor([3.0, 4.0])}, torch.ones(2), "max")])
+    before.means.open.add("loss", torch.tensor([2.0, 5.0]), torch.ones(2))
+    before.means.open.add("longest", torch.tensor([3.0, 4.0]), torch.ones(2), "max")
     before.means.last_update = {"grad_norm": 0.5}
     before.save()
     drawn = torch.rand(3)

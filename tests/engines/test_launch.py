@@ -22,7 +22,6 @@ from runs import (
     CONFIGS,
     LAUNCHERS,
     OFFLINE,
-    PYTHON,
     REPOSITORY,
     config_launcher,
     deepspeed_launcher,
@@ -286,24 +285,18 @@ def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
 
 def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     zero2 = json.loads((CONFIGS / "zero2.json").read_text())
-    cases = {'"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3}, "silently means fp32": {"fp16": {"enabled": "auto"}},
-             '"stage": 0, expected 1, 2 or 3': {"zero_optimization": {"stage": 0}},
-             'has "scheduler", which the arguments decide (--learning_rate, --weight_decay, --lr_s': {"scheduler": {"type": "WarmupLR", "params": {}}},
-             'has "optimizer" and "scheduler", which': {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": {"type": "WarmupLR"}},
-             "gives the weights no fp32 masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}}  # fmt: skip
+    cases = {
+        '"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3},
+        '"stage": 0, expected 1, 2 or 3': {"zero_optimization": {"stage": 0}},
+        'has a "scheduler"': {"scheduler": {"type": "WarmupLR", "params": {}}},
+    }
     for message, change in cases.items():
         (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))
         launcher = deepspeed_launcher(tmp_path / "ds.json", 1)
         result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
         assert result.returncode and message in result.stdout
-    fp16_without_gpu = [
-        *PYTHON,
-        "--config_file",
-        str(REPOSITORY / "accelerate_configs/cpu.yaml"),
-        "--mixed_precision",
-        "fp16",
-    ]
-    result = launch(fp16_without_gpu, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+    launcher = [*config_launcher("cpu"), "--mixed_precision", "fp16"]
+    result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
     assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout
 
 

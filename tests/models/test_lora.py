@@ -112,7 +112,7 @@ def test_adapters_have_a_learning_rate_of_their_own(tmp_path, name):
         rate(*own, "--lora_r", 8, "--learning_rate", DEFAULT_RATES[name][0])
         == DEFAULT_RATES[name][0]
     )
-    assert rate(*own, "--lora_r=8", "--learning-rate=0.5") == 0.5
+    assert rate(*own, "--lora_r=8", "--learning_rate=0.5") == 0.5
     of_run = {
         "model_name_or_path": "m",
         "dataset_name": "d.jsonl",

@@ -196,12 +196,6 @@ def test_with_muon_a_resumed_run_is_one_never_stopped(chats, alone):
     assert timeless(resumed) == timeless(alone)
 
 
-@pytest.mark.parametrize(
-    "launcher, flags, says",
-    [
-        ("zero2", [], "--optimizer muon: DeepSpeed and FSDP2 give"),
-        ("plain", ["--lora_r", 4], "--optimizer muon: no hidden layer is trained"),
-    ],
-)
-def test_muon_is_refused_where_it_has_no_whole_matrix(chats, launcher, flags, says):
-    assert says in train(chats, f"refused-{launcher}", *flags, launcher=launcher, check=False)
+def test_muon_is_refused_where_it_has_no_whole_matrix(chats):
+    said = train(chats, "refused", launcher="zero2", check=False)
+    assert "--optimizer muon: DeepSpeed and FSDP2 give" in said

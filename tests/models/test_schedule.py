@@ -34,7 +34,9 @@ def rates_of(kind, warmup_steps, updates):
 def test_warm_up_never_takes_the_only_update(kind, warmup_steps):
     rates, said = rates_of(kind, warmup_steps, 1)
     assert rates == [0.5]
-    assert said.startswith(f"learning rate actor 0.5, critic 2; {kind}, 1 update without warm-up")
+    assert said.startswith(
+        f"learning rate actor 0.5, critic 2; {kind}, 1 update, 0 of them warm-up"
+    )
 
 
 @pytest.mark.parametrize("warmup_steps, updates", [(0.03, 2), (1, 2), (5, 2), (0.1, 12)])

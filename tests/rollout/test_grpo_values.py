@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import expected_gradients
-from common import metrics
+from common.metrics import Means
 from peers import trl_grpo
 from preference_recipes.rollouts import correction
 from runs import REPOSITORY, recipe
@@ -129,14 +129,10 @@ def test_corrections_of_the_sampler_are_those_of_trl(mode):
 
 
 def means_of(values: dict) -> dict[str, float]:
-    """What is logged of a batch, by tag; without largest and smallest values."""
-    ones = torch.ones(len(trl_grpo.tensors()["mask"]), dtype=torch.float64)
-    return {
-        name: ((of_tag * item.weights).sum() / item.weights.sum()).item()
-        for item in metrics.logged(values, ones)
-        for name, of_tag in item.values.items()
-        if item.reduce == "mean"
-    }
+    """What is logged of a batch, by tag."""
+    means = Means(types.SimpleNamespace(gather=lambda table: table))
+    means.add(values, torch.ones(len(trl_grpo.tensors()["mask"])))
+    return means.reduce()
 
 
 def dppo_of_verl(

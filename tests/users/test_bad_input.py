@@ -16,14 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
-from transformers.hf_argparser import HfArg
 
 import architectures
-from common.arguments import (
-    parse,
-)
+from common.arguments import parse
 from common.launch import quiet
-from common.shared_args import SharedArgs
+from common.shared_args import SharedArgs, arg
 from contracts.proof import plain
 from preference_recipes.data import dataset, files
 from preference_recipes.data.pairs import preference_row
@@ -48,69 +45,43 @@ def model(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("model"))
 
 
-# ---------------------------------------------------------------------------------------------- sizes and intervals
-
-
 # ---------------------------------------------------------------------------------------------- arguments
 
 
 @dataclasses.dataclass
-class Args:
-    model_name_or_path: str | None = HfArg(default=None, help="100% of it")
-    dataset_name: str | None = HfArg(default=None, help="data")
-    eval_dataset_name: list[str] | None = HfArg(default=None, help="sets")
-    beta: float = HfArg(default=0.1, help="strength")
-    weights: list[float] | None = HfArg(default=None, help="of sets")
-    learning_rate: float = HfArg(default=1e-5, help="rate")
-    gradient_checkpointing: bool = HfArg(default=False, help="less memory")
-    logging_steps: float = HfArg(default=1, help="lines")
-    eval_steps: float = HfArg(default=0, help="evaluations")
-    save_steps: float = HfArg(default=0, help="checkpoints")
-    save_actor_steps: float = HfArg(default=0, help="actors")
-    keep_best: str | None = HfArg(default=None, help="best")
-    stop_after: int = HfArg(default=0, help="patience")
+class Args(SharedArgs):
+    center_coef: float = arg(0.1, "weight", above=0)
 
 
 def parsed(*argv) -> Args:
-    return parse(
-        Args,
-        demo=ASSETS / "sft.yaml",
-        argv=["--model_name_or_path", "m", "--dataset_name", "d", *argv],
-    )
-
-
-def parse_yaml(path, text: str, *argv) -> Args:
-    path.write_text(text)
-    return parse(Args, demo=ASSETS / "sft.yaml", argv=[str(path), *argv])
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--model-name-or-path", "m", "--dataset-name", "d"],
-        ["--model_name_or_path=m", "--dataset_name=d"],
-    ],
-)
-def test_no_demo_where_a_model_is_given_in_another_spelling(capsys, argv):
-    """The parser takes dashes, too; the demo's other settings must not slip in."""
-    assert (
-        parse(Args, ASSETS / "sft.yaml", argv) == Args("m", "d")
-        and "demo" not in capsys.readouterr().out
-    )
+    return parse(Args, demo=ASSETS / "reward.yaml", argv=list(map(str, argv)))
 
 
 def test_yaml_of_defaults(tmp_path):
     path = tmp_path / "defaults.yaml"
-    text = "model_name_or_path: m\ndataset_name: '{assets}/sft_eval.jsonl'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
-    expected = Args("m", f"{ASSETS}/sft_eval.jsonl", ["x", "y"], 0.3, None, 1e-4, True)
-    assert parse_yaml(path, text) == expected
-    overridden = parse_yaml(
-        path, text, "--beta", "0.7", "--gradient_checkpointing", "false", "--eval_dataset_name", "z"
+    text = "model_name_or_path: m\ndataset_name: '{assets}/sft_eval.jsonl'\neval_dataset_name: [x, y]\ncenter_coef: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
+    path.write_text(text)
+    expected = Args(
+        "m",
+        f"{ASSETS}/sft_eval.jsonl",
+        eval_dataset_name=["x", "y"],
+        center_coef=0.3,
+        learning_rate=1e-4,
+        gradient_checkpointing=True,
     )
-    assert overridden == dataclasses.replace(
-        expected, beta=0.7, gradient_checkpointing=False, eval_dataset_name=["z"]
-    )
-    assert parse_yaml(path, text + "beta: null\n").beta == 0.1
+    assert parsed(path) == expected
+    flags = ["--center_coef", 0.7, "--gradient_checkpointing", "false", "--eval_dataset_name", "z"]
+    changed = dict(center_coef=0.7, gradient_checkpointing=False, eval_dataset_name=["z"])
+    assert parsed(path, *flags) == dataclasses.replace(expected, **changed)
+    path.write_text(text + "center_coef: null\n")
+    assert parsed(path).center_coef == 0.1
+
+
+def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
+    assert parsed("--model_name_or_path=m", "--dataset_name=d") == Args("m", "d")
+    assert "demo" not in capsys.readouterr().out
+    assert parsed("--center_coef", 2).model_name_or_path == f"{ASSETS}/model"
+    assert "running the demo" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------- data files

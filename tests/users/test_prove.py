@@ -480,7 +480,7 @@ def test_an_interrupted_proof_leaves_no_run_behind(tmp_path):
 def test_a_recipe_that_does_not_start_says_why(tmp_path):
     report, output = prove(recipe("sft"), tmp_path, "--learning_rat", 1, only=["split"])
     assert report == {"split": "red"}
-    assert "unknown argument --learning_rat 1" in output and "Traceback" not in output
+    assert "unrecognized arguments: --learning_rat 1" in output and "Traceback" not in output
 
 
 def test_each_promise_is_a_test_and_explained():
