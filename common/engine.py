@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -34,24 +33,6 @@ def unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 def half_precision(accelerator) -> torch.dtype | None:
     """Returns the precision in which a model computes; None: in fp32."""
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
-
-
-def decides_values(accelerator: Accelerator, model: nn.Module) -> list:
-    """Returns what decides a model's outputs to the last digit, besides weights and inputs.
-
-    bf16 weights under DeepSpeed give other log-probs than bf16 autocast does, and each kernel of
-    the attention gives others again.
-    """
-    is_gpu = accelerator.device.type == "cuda"
-    return [
-        describe(accelerator),
-        torch.cuda.get_device_name(accelerator.device) if is_gpu else "cpu",
-        model.config._attn_implementation,
-        getattr(model.config, "quantization_config", None) is not None,
-        accelerator.state.dynamo_plugin.backend.value,
-        torch.__version__,
-        transformers.__version__,
-    ]
 
 
 def is_sharded(accelerator) -> bool:

@@ -68,7 +68,7 @@ class Args(SharedArgs):
         default=True, help="compute a prompt once for both answers, where the model allows it"
     )
     precompute_ref_log_probs: bool = arg(
-        default=False, help="compute the reference's log-probs once, cache them, and free it"
+        default=False, help="compute the reference's log-probs once, and free it"
     )
     learning_rate: float = arg(default=5e-7, with_lora=5e-6, at_least=0, help="peak learning rate")
     warmup_steps: float = arg(default=0.1, at_least=0, help="updates; below 1: a share of all")
@@ -243,7 +243,6 @@ def main():
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
-    answers.check_room(sampler)  # do held-out prompts leave room for an answer?
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
     identity |= reference.fingerprints if reference else {}

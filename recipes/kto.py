@@ -184,7 +184,6 @@ def main():
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
-    answers.check_room(sampler)  # do held-out prompts leave room for an answer?
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
     identity |= reference.fingerprints

@@ -18,20 +18,13 @@ import torch
 from torch import nn
 
 from common import zero
-from preference_recipes.models import architecture
 from preference_recipes.models.logprobs import (
-    ChunkedLogProbs,
-    LogProbHead,
     LogProbModel,
     by_answer,
-    head_gradients,
     product_dtype,
     scaled_products,
 )
 
-# Logits of each model that are held at once, in elements: 256 MiB in fp32. What is made of them
-# takes about six times as much on a GPU.
-CHUNK_ELEMENTS = 2**26
 # Logits that are compared at once on a CPU. What is made of them stays in its cache.
 BLOCK_ELEMENTS = 2**18
 
@@ -47,17 +40,12 @@ VALUES = (
 )
 
 
-# ============================================================ what both models give
 @dataclass(frozen=True)
 class Head:
     """An output layer: `softcap * tanh(multiplier * (hidden @ weight.T + bias) / softcap)`.
 
-    It is not a tuple, because FSDP2 rounds the tensors in tuples that a forward pass is given.
-
-    Attributes:
-        weight: `[v, h]`.
-        bias: `[v]` or None.
-        softcap: 0 is none.
+    The weight is `[v, h]`, the bias `[v]` or None; a softcap of 0 is none. It is not a tuple,
+    because FSDP2 rounds the tensors in tuples that a forward pass is given.
     """
 
     weight: torch.Tensor
@@ -71,24 +59,16 @@ class Head:
             self, multiplier=self.multiplier / temperature, softcap=self.softcap / temperature
         )
 
-    def cut(self, vocabulary: int) -> "Head":
-        """Returns the layer for the first tokens of its vocabulary alone."""
-        bias = None if self.bias is None else self.bias[:vocabulary]
-        return replace(self, weight=self.weight[:vocabulary], bias=bias)
-
-    def logps(
-        self, hidden: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def logps(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the log-probs of all tokens, and how steep the soft cap is at their logits.
 
         Args:
             hidden: `[n, h]`.
-            dtype: of the product.
 
         Returns:
             fp32 `[n, v]` each; None where there is no soft cap.
         """
-        logits = scaled_products(hidden, self.weight.to(dtype), self.bias, self.multiplier)
+        logits = scaled_products(hidden, self.weight, self.bias, self.multiplier)
         slope = None
         if self.softcap:
             capped = torch.tanh(logits / self.softcap)
@@ -194,182 +174,57 @@ def gradient(
     return gap.sub_(mean).mul_(p_student).mul_(1 if beta == 1 else 1 - beta)
 
 
-class ChunkedDivergence(torch.autograd.Function):
-    """The divergence of a student from its teacher, a chunk of positions at a time.
+@dataclass(frozen=True)
+class Divergence:
+    """The job of `ByChunks` whose values are what `compare` returns: one, then the `VALUES`.
 
-    The logits of all positions are never held together, neither the student's nor the teacher's.
-    The forward pass keeps the gradient of the logits of its last chunk only. The backward pass
-    begins with that chunk and computes the others again. So the memory for logits grows neither
-    with the number of positions nor with the vocabulary.
+    Neither the student's nor the teacher's logits of all positions are ever held together.
+
+    Attributes:
+        targets: `[n]`.
+        multiplier, softcap: of the student's output layer, see `Head`.
+        lesson: at exactly these positions.
+        beta: see `compare`.
     """
 
-    @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight,
-        bias,
-        targets,
-        multiplier: float,
-        softcap: float,
-        lesson: Lesson,
-        beta: float | None,
-    ):
-        """Returns what `compare` does: first what has a gradient, then the `VALUES`.
+    targets: torch.Tensor
+    multiplier: float
+    softcap: float
+    lesson: Lesson
+    beta: float | None
 
-        Args:
-            hidden: the student's, `[n, h]`.
-            weight, bias, multiplier, softcap: of the student's output layer, see `Head`. It is cut
-                to the vocabulary of the teacher's.
-            targets: `[n]`.
-            lesson: at exactly these positions.
-            beta: see `compare`.
+    def read(self, part: slice, hidden, matrix, bias) -> tuple:
+        """Returns both models' log-probs of all tokens, and the steepness of the student's cap."""
+        student, slope = Head(matrix, bias, self.multiplier, self.softcap).logps(hidden)
+        head = self.lesson.head
+        weight = head.weight.to(product_dtype(self.lesson.hidden))
+        teacher, _ = replace(head, weight=weight).logps(self.lesson.hidden[part])
+        return student, teacher, slope
 
-        Returns:
-            fp32 `[n]` each. The first has a gradient, for the student alone.
-        """
-        ctx.vocabulary = len(lesson.head.weight)
-        ctx.formula = dict(multiplier=multiplier, softcap=softcap)
-        ctx.lesson = lesson
-        ctx.beta = beta
-        ctx.dtype = product_dtype(hidden)
-        ctx.teacher_dtype = product_dtype(lesson.hidden)
-        ctx.chunk = max(1, CHUNK_ELEMENTS // ctx.vocabulary)
-        ctx.save_for_backward(hidden, weight, bias, targets)
+    def values(self, part: slice, state: tuple) -> list[torch.Tensor]:
+        student, teacher, _ = state
+        rows = []
+        for s, t, targets in blocks(student, teacher, self.targets[part]):
+            divergence, values = compare(s, t, targets, self.beta)
+            rows.append([divergence, *map(values.get, VALUES)])
+        return list(map(torch.cat, zip(*rows)))
 
-        head = Head(weight, bias, **ctx.formula).cut(ctx.vocabulary)
-        first = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        others = [torch.zeros_like(first) for _ in VALUES]
-        ctx.kept = None
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            student, teacher, slope = logps_of_both(ctx, head, hidden[part], part)
-            results = [tensor[part] for tensor in (first, *others)]
-            for s, t, chosen, *block in blocks(student, teacher, targets[part], *results):
-                divergence, values = compare(s, t, chosen, beta)
-                for result, value in zip(block, [divergence, *map(values.get, VALUES)]):
-                    result.copy_(value)
-            is_last = start + ctx.chunk >= len(hidden)
-            if is_last and any(ctx.needs_input_grad):
-                ctx.kept = gradient_of_logits(ctx, student, teacher, slope, targets[part])
-            del student, teacher, slope
-        ctx.mark_non_differentiable(*others)
-        return first, *others
+    def slopes(self, part: slice, state: tuple) -> torch.Tensor:
+        student, teacher, slope = state
+        slopes = [] if slope is None else [slope]
+        targets = self.targets[part]
+        for s, t, chosen, *slope_of_block in blocks(student, teacher, targets, *slopes):
+            grad = gradient(s, t, chosen, self.beta)
+            for steepness in slope_of_block:
+                grad *= steepness
+            s.copy_(grad.mul_(self.multiplier))
+        return student
 
-    @staticmethod
-    def backward(ctx, grad_first, *_):
-        """Returns the gradients of hidden states, weight and bias."""
-        gradients = head_gradients(ctx, grad_first, gradient_of_divergence)
-        return *gradients, None, None, None, None, None
-
-
-def gradient_of_divergence(
-    ctx, part: slice, matrix: torch.Tensor, kept: torch.Tensor | None, grad_first: torch.Tensor
-) -> torch.Tensor:
-    """Returns the gradient of the products of some positions, see `head_gradients`."""
-    hidden, _, bias, targets = ctx.saved_tensors
-    if kept is None:
-        head = Head(matrix, bias, **ctx.formula).cut(ctx.vocabulary)
-        both = logps_of_both(ctx, head, hidden[part], part)
-        kept = gradient_of_logits(ctx, *both, targets[part])
-    return kept.mul_(grad_first)
-
-
-def logps_of_both(
-    ctx, head: Head, hidden: torch.Tensor, part: slice
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns the log-probs of the student and of the teacher at some positions.
-
-    Returns:
-        fp32 `[n, v]` each, and how steep the student's soft cap is, see `Head.logps`.
-    """
-    student, slope = head.logps(hidden, ctx.dtype)
-    teacher, _ = ctx.lesson.head.logps(ctx.lesson.hidden[part], ctx.teacher_dtype)
-    return student, teacher, slope
-
-
-def gradient_of_logits(
-    ctx, student: torch.Tensor, teacher: torch.Tensor, slope: torch.Tensor | None, targets
-) -> torch.Tensor:
-    """Returns the gradient of what the output layer's product gives, `[n, v]`, in `student`."""
-    slopes = [] if slope is None else [slope]
-    for s, t, chosen, *slope_of_block in blocks(student, teacher, targets, *slopes):
-        grad = gradient(s, t, chosen, ctx.beta)
-        for steepness in slope_of_block:
-            grad *= steepness
-        s.copy_(grad.mul_(ctx.formula["multiplier"]))
-    return student
+    def backward(self, slopes: torch.Tensor, grad_first: torch.Tensor) -> torch.Tensor:
+        return slopes.mul_(grad_first)
 
 
 # ============================================================ the model
-class DivergenceHead(LogProbHead):
-    """An output layer that can also compare itself with those of teachers.
-
-    It is called as the module that it is, once in a forward pass, see `LogProbHead`.
-
-    Attributes:
-        vocabulary: the number of tokens, from the first, that have a probability.
-    """
-
-    vocabulary: int
-
-    @torch.compiler.disable  # see `LogProbHead`
-    def forward(
-        self,
-        hidden,
-        targets=None,
-        multiplier: float = 1.0,
-        softcap: float = 0.0,
-        extras: tuple[str, ...] = (),
-        lessons: list[Lesson] | None = None,
-        beta: float | None = None,
-    ):
-        """Returns what `LogProbHead.forward` does, or, given lessons, values of targets by name.
-
-        Args:
-            lessons: one of each teacher; together they are about every target once.
-            beta: see `compare`.
-
-        Returns:
-            given lessons: `VALUES` and, unless beta is None, `divergence`, fp32 `[targets]` each.
-        """
-        if targets is None:
-            return super().forward(hidden)
-        if lessons is None:
-            head = Head(self.weight, self.bias).cut(self.vocabulary)
-            return ChunkedLogProbs.apply(
-                hidden, head.weight, head.bias, targets, multiplier, softcap, extras
-            )
-        results: dict[str, torch.Tensor] = {}
-        for lesson in lessons:
-            values = self.compare(hidden, targets, multiplier, softcap, lesson, beta)
-            if lesson.places is None:
-                return values
-            for name, value in values.items():
-                whole = results.get(name, value.new_zeros(len(targets)))
-                results[name] = whole.index_copy(0, lesson.places, value)
-        return results
-
-    def compare(
-        self,
-        hidden,
-        targets,
-        multiplier: float,
-        softcap: float,
-        lesson: Lesson,
-        beta: float | None,
-    ) -> dict[str, torch.Tensor]:
-        """Returns values of the targets of one lesson by name, see `forward`."""
-        if lesson.places is not None:
-            hidden = hidden.index_select(0, lesson.places)
-            targets = targets.index_select(0, lesson.places)
-        with_gradient, *others = ChunkedDivergence.apply(
-            hidden, self.weight, self.bias, targets, multiplier, softcap, lesson, beta
-        )
-        name = "logps" if beta is None else "divergence"
-        return {**dict(zip(VALUES, others)), name: with_gradient}
-
-
 class DistillModel(LogProbModel):
     """A causal language model that learns from teachers, or that is one.
 
@@ -382,9 +237,7 @@ class DistillModel(LogProbModel):
 
     def __init__(self, model: nn.Module, vocabulary: int | None = None):
         super().__init__(model)
-        head = model.get_output_embeddings()
-        head.__class__ = DivergenceHead
-        self.vocabulary = head.vocabulary = vocabulary or head.out_features
+        self.vocabulary = vocabulary or self.vocabulary
 
     def forward(
         self,
@@ -405,26 +258,38 @@ class DistillModel(LogProbModel):
 
         Args:
             as_teacher: returns what the output layer reads before each target, `[targets, h]`.
-            lessons: returns how the targets' distributions differ from those of teachers: a dict of
-                fp32 `[answers, longest]`, see `DivergenceHead.forward`; zero where there is no
-                target. Their temperature is part of their heads.
+            lessons: one of each teacher; together they are about every target once. Returns
+                `VALUES` and, unless beta is None, `divergence` by name: fp32 `[answers, longest]`,
+                zero where there is no target. The temperature of lessons is part of their heads.
             beta: with lessons, see `compare`.
         """
-        if lessons is None and not as_teacher:
-            return super().forward(batch, temperature, extras, check)
-        hidden = architecture.hidden_states(self.model, batch["inputs"])
-        hidden = hidden.index_select(0, batch["predictors"])
         if as_teacher:
-            return hidden
-        values = self.model.get_output_embeddings()(
-            hidden,
-            batch["targets"],
-            self.multiplier / temperature,
-            self.softcap / temperature,
-            lessons=lessons,
-            beta=beta,
-        )
-        return {name: by_answer(value, batch) for name, value in values.items()}
+            return self.predicting(batch)
+        if lessons is None:
+            return super().forward(batch, temperature, extras, check)
+        name = "logps" if beta is None else "divergence"
+
+        def learn(hidden, weight, bias) -> dict[str, torch.Tensor]:
+            results: dict[str, torch.Tensor] = {}
+            for lesson in lessons:
+                targets = batch["targets"]
+                of_lesson = hidden
+                if lesson.places is not None:
+                    of_lesson = hidden.index_select(0, lesson.places)
+                    targets = targets.index_select(0, lesson.places)
+                formula = (self.multiplier / temperature, self.softcap / temperature)
+                job = Divergence(targets, *formula, lesson, beta)
+                with_gradient, *others = self.by_chunks(of_lesson, weight, bias, job)
+                values = {**dict(zip(VALUES, others)), name: with_gradient}
+                if lesson.places is None:
+                    return values
+                for key, value in values.items():
+                    whole = results.get(key, value.new_zeros(len(batch["targets"])))
+                    results[key] = whole.index_copy(0, lesson.places, value)
+            return results
+
+        values = self.model.get_output_embeddings()(self.predicting(batch), learn)
+        return {key: by_answer(value, batch) for key, value in values.items()}
 
     def whole_head(self) -> Head:
         """Returns the output layer, whole on every process, for `Lesson`s.
@@ -432,6 +297,6 @@ class DistillModel(LogProbModel):
         It must be frozen: nothing updates what is returned. All processes must call it.
         """
         layer = self.model.get_output_embeddings()
-        bias = None if layer.bias is None else zero.whole(layer.bias)
-        head = Head(zero.whole(layer.weight), bias, self.multiplier, self.softcap)
-        return head.cut(self.vocabulary)
+        bias = None if layer.bias is None else zero.whole(layer.bias)[: self.vocabulary]
+        weight = zero.whole(layer.weight)[: self.vocabulary]
+        return Head(weight, bias, self.multiplier, self.softcap)

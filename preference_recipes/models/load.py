@@ -1,13 +1,13 @@
-"""Loading a tokenizer and models, and refusing what cannot be trained."""
+"""Loading a tokenizer and models, and refusing what would be trained otherwise than was meant."""
 
 import contextlib
 import functools
 import hashlib
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -23,14 +23,16 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import is_fsdp_enabled
-from transformers.utils import is_sentencepiece_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, in_one_line, print_once, record, zero
 from preference_recipes.data import chat
-from preference_recipes.models.architecture import OTHER_SENSES
+
+# Names of tokens that stand for images and sound.
+OTHER_SENSES = re.compile(r"vision|visual|image|video|audio|speech|multi_?modal|\bmm_")
 
 
+# ============================================================ tokenizers
 def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
     date = record.date_of_run(accelerator, args)
@@ -52,17 +54,11 @@ def tokenizer_of(
         chat_template_kwargs: variables of the chat template as a JSON object. They become defaults
             in the template itself, so that they are saved with it and hold at inference.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
-
-    Raises:
-        SystemExit: no tokenizer there, or one without an EOS token; a chat template that cannot be
-            read, or variables that it does not have.
     """
-    tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
+    tokenizer = from_pretrained(AutoTokenizer, name)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # Of Qwen, GPT-2 and Gemma transformers makes an empty one where there is no file.
-        sys.exit(
-            f"{name!r} holds no tokenizer, such as tokenizer.json: save the model's into its folder"
-        )
+        sys.exit(f"{name!r} holds no tokenizer: save the model's into its folder")
     if tokenizer.eos_token_id is None:
         sys.exit(
             f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: "
@@ -98,9 +94,17 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token != eos:
         return
-
-    candidates = [*unused_special_tokens(tokenizer), tokenizer.unk_token]
-    found = [token for token in candidates if token not in (None, eos)]
+    template = str(tokenizer.chat_template or "")
+    unused = [
+        str(token)
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special
+        and str(token) not in tokenizer.all_special_tokens
+        and str(token) not in template
+        and not OTHER_SENSES.search(str(token))
+    ]
+    unused.sort(key=lambda token: "pad" not in token.lower())  # those for padding first
+    found = [token for token in (*unused, tokenizer.unk_token) if token not in (None, eos)]
     if not found:
         sys.exit(
             f"the tokenizer of {tokenizer.name_or_path!r} has no pad token of its own, or pads "
@@ -114,37 +118,7 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     )
 
 
-def unused_special_tokens(tokenizer) -> list[str]:
-    """Returns the special tokens that no text of a conversation has: those for padding first."""
-    template = str(tokenizer.chat_template or "")
-    unused = [
-        str(token)
-        for token in tokenizer.added_tokens_decoder.values()
-        if token.special
-        and str(token) not in tokenizer.all_special_tokens
-        and str(token) not in template
-        and not OTHER_SENSES.search(str(token))
-    ]
-    return sorted(unused, key=lambda token: "pad" not in token.lower())
-
-
-def in_4bit(args) -> BitsAndBytesConfig | None:
-    """Returns how the base is packed into 4 bits; None without `--load_in_4bit`.
-
-    These are QLoRA's settings: NormalFloat, and the scales of its blocks packed again. Products are
-    computed in the precision of the run.
-    """
-    if not args.load_in_4bit:
-        return None
-    precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=precisions[AcceleratorState().mixed_precision],
-    )
-
-
+# ============================================================ models
 def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
     """Loads a causal language model in fp32.
 
@@ -155,22 +129,17 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
         tokenizer: that of the policy. A reference policy must read the same token ids.
         args: `SharedArgs`.
         frozen: the model is only read: neither checkpointed nor packed into 4 bits.
-
-    Raises:
-        SystemExit: nothing there, a reward model, missing weights, another tokenizer, or one with
-            more tokens than the model has embeddings.
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
-    model, missing, unused = load(
-        AutoModelForCausalLM,
-        "causal language model",
-        name,
-        tokenizer,
-        args=args,
-        frozen=frozen,
-    )
-    refuse_classifier(name, model.config)
+    model, missing, unused = load(AutoModelForCausalLM, name, args, frozen)
+    for architecture in model.config.architectures or []:
+        # With tied embeddings transformers loads it without complaint.
+        if "Classification" in architecture or "RewardModel" in architecture:
+            sys.exit(
+                f"{name!r} is a {architecture}, such as a reward model, and no language model: "
+                "give a causal language model as the policy, such as recipes/sft.py saves"
+            )
     if unused:
         parts = sorted({weight.split(".")[0] for weight in unused})
         print_once(
@@ -216,19 +185,6 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
             )
 
 
-def refuse_classifier(name: str, config) -> None:
-    """Refuses a reward model, or another classifier, as a language model.
-
-    With tied embeddings transformers would load it without complaint.
-    """
-    for architecture in config.architectures or []:
-        if "Classification" in architecture or "RewardModel" in architecture:
-            sys.exit(
-                f"{name!r} is a {architecture}, such as a reward model, and no language model: "
-                "give a causal language model as the policy, such as recipes/sft.py saves"
-            )
-
-
 def score_model(
     name: str, tokenizer, args, frozen: bool = False, new_head: bool = False
 ) -> PreTrainedModel:
@@ -238,26 +194,14 @@ def score_model(
         tokenizer: that of the policy, or of `name` itself.
         args, frozen: see `causal_lm`.
         new_head: gives a model without a score head a new one, see `draw_score_head`.
-
-    Raises:
-        SystemExit: nothing there, another tokenizer, or no score head though `new_head` is false.
     """
-    own_tokenizer = tokenizer_of(name)
-    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
+    if tokenizer_of(name).get_vocab() != tokenizer.get_vocab():
         sys.exit(
             f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
             "the reward model or critic reads the policy's token ids, "
             "so both need the same vocabulary"
         )
-    model, missing, _ = load(
-        AutoModelForSequenceClassification,
-        "reward model with one label",
-        name,
-        tokenizer,
-        args=args,
-        frozen=frozen,
-        num_labels=1,
-    )
+    model, missing, _ = load(AutoModelForSequenceClassification, name, args, frozen, num_labels=1)
     if type(getattr(model, "score", None)) is not nn.Linear:
         sys.exit(
             f"{type(model).__name__} has no linear layer 'score' over each position: "
@@ -278,181 +222,6 @@ def score_model(
     return model
 
 
-def load(
-    auto_class,
-    kind: str,
-    name: str,
-    tokenizer,
-    *,
-    args,
-    frozen: bool,
-    **settings,
-) -> tuple:
-    """Loads a model in fp32.
-
-    Args:
-        kind: what is loaded, in words, for messages.
-        tokenizer: whose tokens must all have an embedding.
-        args, frozen: see `causal_lm`.
-        settings: further arguments of `from_pretrained`.
-
-    Returns:
-        the model; the names of the weights that its folder lacks; of those that it has no use for.
-    """
-    quantization = None if frozen else in_4bit(args)
-    if quantization is not None:
-        # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU,
-        # even where there is one.
-        device = str(PartialState().device)
-        settings |= {"quantization_config": quantization, "device_map": {"": device}}
-    read = read_on_main_process if is_fsdp_enabled() else from_pretrained
-    with contextlib.nullcontext() if frozen else zero.unrounded_shards():
-        model, info = read(
-            auto_class,
-            kind,
-            name,
-            output_loading_info=True,
-            dtype=torch.float32,
-            attn_implementation=args.attn_implementation,
-            **settings,
-        )
-    if quantization is not None:
-        keep_packing(model)
-    elif getattr(model, "hf_quantizer", None) is not None:
-        sys.exit(
-            f"{name!r} holds quantized weights, which are not loaded as they are: give the model "
-            "that they were made of, with --lora_r and --load_in_4bit to pack it"
-        )
-    forget_unused_renamings(model)
-    refuse_missing_embeddings(name, model, tokenizer)
-    is_on_cpu = PartialState().device.type == "cpu"
-    if is_on_cpu and model.config.get_text_config().hidden_size > 128:
-        cpu.use_onednn()
-    if args.gradient_checkpointing and not frozen:
-        checkpointing: dict[str, Any] = {"use_reentrant": False}
-        if is_on_cpu:
-            checkpointing["context_fn"] = cpu.contexts_of_checkpoint
-        # transformers renamed it, warns of the old name, and will take that away in version 6.
-        new_name = "activation_checkpointing_enable"
-        enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
-        getattr(model, enable)(checkpointing)
-    return model, set(info["missing_keys"]), set(info["unexpected_keys"])
-
-
-def forget_unused_renamings(model: PreTrainedModel) -> None:
-    """Keeps only those renamings of weights that were needed to load them.
-
-    Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers those
-    that no weight needed, and would save Gemma 3 under names that nothing reads.
-    """
-    if getattr(model, "_weight_conversions", None):
-        used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
-        model._weight_conversions = used
-
-
-def refuse_missing_embeddings(name: str, model: PreTrainedModel, tokenizer) -> None:
-    """Refuses a model that has fewer embeddings than its tokenizer has tokens."""
-    vocab_size = model.config.get_text_config().vocab_size
-    # Gemma 3's small models know no images, but their tokenizer ends with a token for them.
-    text_tokens = len(tokenizer) - hasattr(tokenizer, "image_token")
-    if text_tokens > vocab_size:
-        sys.exit(
-            f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, "
-            f"but the vocab_size of {name!r} is {vocab_size}: "
-            "use the model's own tokenizer, or resize the model's embeddings and save it"
-        )
-
-
-def keep_packing(model: PreTrainedModel) -> None:
-    """Keeps bitsandbytes from packing weights of 4 bits anew for inference on a CPU.
-
-    With bf16 instructions it would do that in the first evaluation, in another precision, and the
-    weights could no longer be trained with.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
-def from_pretrained(auto_class, kind: str, name: str, **settings):
-    """Calls `auto_class.from_pretrained`, and exits with its error in one line.
-
-    Code that a model brings along is never run. By default transformers would ask on standard
-    input whether it may, and take the first line of a pipe for the answer.
-    """
-    refuse_adapter(name)
-    try:
-        return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
-    except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
-        refuse_own_code(name, error)
-        if "tiktoken" in str(error) and not is_sentencepiece_available():
-            # Where sentencepiece is missing, transformers tries tiktoken and names that alone.
-            sys.exit(
-                f"no {kind} could be loaded from {name!r}: without a tokenizer.json its "
-                "tokenizer.model is read by sentencepiece, which is not installed: "
-                "pip install sentencepiece (or tiktoken, if the file is one of tiktoken's)"
-            )
-        sys.exit(
-            f"no {kind} could be loaded from {name!r}: {in_one_line(error)} "
-            "(expected a Hugging Face folder or a hub name)"
-        )
-
-
-def refuse_adapter(name: str) -> None:
-    """Refuses an adapter in the place of a model; `transformers` would load its base with it."""
-    if is_adapter(name):
-        sys.exit(
-            f"{name!r} is an adapter, not a whole model: merge it into its base with "
-            f"`python -m preference_recipes.tools.export {name} OUT --merge`, and give OUT instead"
-        )
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a folder or a hub name holds an adapter instead of a whole model."""
-    try:
-        return not Path(name).is_file() and find_adapter_config_file(name) is not None
-    except Exception:  # no such name, or no network: whoever loads it says so
-        return False
-
-
-def refuse_own_code(name: str, error: Exception) -> None:
-    """Refuses a model that needs Python code of its own, if this is what the error says."""
-    if "trust_remote_code" in str(error):
-        sys.exit(
-            f"{name!r} needs Python code of its own (auto_map in its JSON files), which is never "
-            "run (SECURITY.md): take a model whose architecture and tokenizer transformers has"
-        )
-
-
-def read_on_main_process(auto_class, kind: str, name: str, **settings) -> tuple:
-    """Does what `from_pretrained` does, and reads the weights on the main process alone.
-
-    The parameters and buffers of the other processes have shapes but no memory, until
-    `prepare.shared_weights` gives them their values. accelerate's setting alone would not save any
-    memory of the host: transformers 5.23 reads the weights on every process. All processes must
-    call it.
-
-    Returns:
-        The model, and what the main process was told about its weights.
-    """
-    state = PartialState()
-    read = functools.partial(from_pretrained, auto_class, kind, name, **settings)
-    found = distributed.all_or_none(state, state.is_main_process, read)
-    known = None
-    if state.is_main_process:
-        model, info = found
-        known = (model.config, getattr(model, "generation_config", None), info)
-    config, generation_config, info = broadcast_object_list([known])[0]
-    if not state.is_main_process:
-        with torch.device("meta"):
-            model = auto_class.from_config(
-                config, dtype=settings["dtype"], trust_remote_code=False
-            ).eval()
-        if generation_config is not None:
-            model.generation_config = generation_config
-    return model, info
-
-
 def draw_score_head(model: PreTrainedModel) -> None:
     """Draws the weights of a new score head from N(0, 0.01 / (hidden size + 1)).
 
@@ -468,6 +237,127 @@ def draw_score_head(model: PreTrainedModel) -> None:
     start = 0.1 * torch.randn(1, size, generator=generator) / (size + 1) ** 0.5
     with zero.gathered([model.score.weight], writer=0), torch.no_grad():
         model.score.weight.copy_(start)
+
+
+def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
+    """Loads a model in fp32.
+
+    Args:
+        args, frozen: see `causal_lm`.
+        settings: further arguments of `from_pretrained`.
+
+    Returns:
+        the model; the names of the weights that its folder lacks; of those that it has no use for.
+    """
+    is_packed = args.load_in_4bit and not frozen
+    if is_packed:
+        # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU,
+        # even where there is one.
+        device_map = {"": str(PartialState().device)}
+        settings |= {"quantization_config": in_4bit(), "device_map": device_map}
+    read = read_on_main_process if is_fsdp_enabled() else from_pretrained
+    with contextlib.nullcontext() if frozen else zero.unrounded_shards():
+        model, info = read(
+            auto_class,
+            name,
+            output_loading_info=True,
+            dtype=torch.float32,
+            attn_implementation=args.attn_implementation,
+            **settings,
+        )
+    if not is_packed and getattr(model, "hf_quantizer", None) is not None:
+        sys.exit(
+            f"{name!r} holds quantized weights, which are not loaded as they are: give the model "
+            "that they were made of, with --lora_r and --load_in_4bit to pack it"
+        )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Else bitsandbytes packs weights of 4 bits anew in the first evaluation on a CPU.
+            module.support_avx512bf16_for_cpu = False
+    if getattr(model, "_weight_conversions", None):
+        # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers
+        # those that no weight needed, and would save Gemma 3 under names that nothing reads.
+        used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
+        model._weight_conversions = used
+    is_on_cpu = PartialState().device.type == "cpu"
+    if is_on_cpu and model.config.get_text_config().hidden_size > 128:
+        cpu.use_onednn()
+    if args.gradient_checkpointing and not frozen:
+        contexts = {"context_fn": cpu.contexts_of_checkpoint} if is_on_cpu else {}
+        # transformers renamed it, warns of the old name, and will take that away in version 6.
+        new_name = "activation_checkpointing_enable"
+        enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
+        getattr(model, enable)({"use_reentrant": False, **contexts})
+    return model, set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+def in_4bit() -> BitsAndBytesConfig:
+    """Returns QLoRA's settings: NormalFloat, and the scales of its blocks packed again.
+
+    Products are computed in the precision of the run.
+    """
+    precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=precisions[AcceleratorState().mixed_precision],
+    )
+
+
+def from_pretrained(auto_class, name: str, **settings):
+    """Calls `auto_class.from_pretrained`, and exits with its error in one line.
+
+    Code that a model brings along is never run. By default transformers would ask on standard
+    input whether it may, and take the first line of a pipe for the answer. Nor is an adapter
+    loaded: transformers would load its base with it.
+    """
+    if is_adapter(name):
+        sys.exit(
+            f"{name!r} is an adapter, not a whole model: merge it into its base with "
+            f"`python -m preference_recipes.tools.export {name} OUT --merge`, and give OUT instead"
+        )
+    try:
+        return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
+    except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
+        sys.exit(f"{name!r} cannot be loaded by {auto_class.__name__}: {in_one_line(error)}")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a folder or a hub name holds an adapter instead of a whole model."""
+    try:
+        return not Path(name).is_file() and find_adapter_config_file(name) is not None
+    except Exception:  # no such name, or no network: whoever loads it says so
+        return False
+
+
+def read_on_main_process(auto_class, name: str, **settings) -> tuple:
+    """Does what `from_pretrained` does, and reads the weights on the main process alone.
+
+    The parameters and buffers of the other processes have shapes but no memory, until
+    `prepare.shared_weights` gives them their values. accelerate's setting alone would not save any
+    memory of the host: transformers 5.23 reads the weights on every process. All processes must
+    call it.
+
+    Returns:
+        The model, and what the main process was told about its weights.
+    """
+    state = PartialState()
+    read = functools.partial(from_pretrained, auto_class, name, **settings)
+    found = distributed.all_or_none(state, state.is_main_process, read)
+    known = None
+    if state.is_main_process:
+        model, info = found
+        known = (model.config, getattr(model, "generation_config", None), info)
+    config, generation_config, info = broadcast_object_list([known])[0]
+    if not state.is_main_process:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config, dtype=settings["dtype"], trust_remote_code=False
+            ).eval()
+        if generation_config is not None:
+            model.generation_config = generation_config
+    return model, info
 
 
 def fingerprint(accelerator, name: str, config) -> str:

@@ -1,7 +1,9 @@
 """Models whose output is log-probabilities of given tokens, or scores, instead of logits."""
 
+import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -38,133 +40,89 @@ def top_entropy(logits, all_logps, targets) -> torch.Tensor:
 EXTRAS = {extra.__name__: extra for extra in (mean_logits, correct, entropy, top_entropy)}
 
 
-class ChunkedLogProbs(torch.autograd.Function):
-    """Log-probs of the targets under `softmax(hidden @ weight.T)`, a chunk of positions at a time.
+# ============================================================ the output layer, by chunks
+class ByChunks(torch.autograd.Function):
+    """What a job makes of `hidden @ weight.T`, a chunk of positions at a time.
 
-    The logits of all positions are never held together. The forward pass keeps those of its last
-    chunk only. The backward pass begins with that chunk and computes the others again. So the
-    memory for logits does not grow with the number of positions.
-
+    The logits of all positions are never held together. The forward pass keeps what is needed of
+    its last chunk only; the backward pass begins with that chunk and computes the others again.
     Under half precision the product is of halves. Its sums and everything after it are fp32.
+
+    A job, such as `LogProbs`, has four methods. `part` is a slice of the positions:
+
+        read(part, hidden, matrix, bias)   what the others need of some positions
+        values(part, state)                fp32 `[n]` each, of which the first has a gradient
+        slopes(part, state)                what the gradient needs, in the memory of the state
+        backward(slopes, grad)             the products' gradient, fp32 `[n, v]`, in that memory
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        weight,
-        bias,
-        targets,
-        multiplier: float,
-        softcap: float,
-        extras: tuple[str, ...],
-    ):
-        """Returns the log-prob of each target, and the extras.
+    def forward(ctx, hidden, weight, bias, vocabulary: int, job):
+        """Returns the job's values of all positions.
 
         Args:
             hidden: `[n, h]`.
-            weight: `[v, h]`.
-            bias: `[v]` or None.
-            targets: `[n]`.
-            multiplier, softcap: the architecture's logits are
-                `softcap * tanh(multiplier * raw / softcap)`; a softcap of 0 is none.
-            extras: names of `EXTRAS`.
-
-        Returns:
-            fp32 `[n]` each: the log-probs, then the extras in their order.
+            weight, bias: `[v, h]`; `[v]` or None.
+            vocabulary: only so many tokens, from the first, have a probability.
         """
+        ctx.job = job
+        ctx.rows = slice(vocabulary)
         ctx.dtype = product_dtype(hidden)
-        ctx.multiplier = multiplier
-        ctx.softcap = softcap
-        ctx.vocabulary = weight.shape[0]
-        ctx.chunk = max(1, CHUNK_ELEMENTS // ctx.vocabulary)
-        ctx.save_for_backward(hidden, weight, bias, targets)
-
-        logps = hidden.new_zeros(len(hidden), dtype=torch.float32)
-        others = [torch.zeros_like(logps) for _ in extras]
-        matrix = weight.to(ctx.dtype)
+        ctx.chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+        ctx.save_for_backward(hidden, weight, bias)
         ctx.kept = None
-        for start in range(0, len(hidden), ctx.chunk):
+        matrix, cut_bias = cut(ctx, weight, bias)
+        values = []
+        for start in range(0, max(1, len(hidden)), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            ctx.kept = None  # frees the chunk before: only one is held at a time
-            logits, all_logps = logits_of(
-                hidden[part], matrix, bias, multiplier=multiplier, softcap=softcap
-            )
-            logps[part] = all_logps.gather(1, targets[part, None]).squeeze(1)
-            for name, values in zip(extras, others):
-                values[part] = EXTRAS[name](logits, all_logps, targets[part])
-            # The gradient needs the logits themselves for the soft cap only.
-            ctx.kept = (logits if softcap else None, all_logps)
-            del logits, all_logps
+            state = job.read(part, hidden[part], matrix, cut_bias)
+            values.append(job.values(part, state))
+            is_last = start + ctx.chunk >= len(hidden)
+            if is_last and any(ctx.needs_input_grad):
+                ctx.kept = job.slopes(part, state)
+            del state  # only one chunk is held at a time
+        first, *others = map(torch.cat, zip(*values))
         ctx.mark_non_differentiable(*others)
-        return logps, *others
+        return first, *others
 
     @staticmethod
-    def backward(ctx, grad_logps, *_):
-        """Returns the gradients of hidden states, weight and bias."""
-        return *head_gradients(ctx, grad_logps, gradient_of_logps), None, None, None, None
+    def backward(ctx, grad_first, *_):
+        """Returns the gradients of hidden states, weight and bias, summed over chunks in fp32."""
+        hidden, weight, bias = ctx.saved_tensors
+        matrix, cut_bias = cut(ctx, weight, bias)
+        grad_hidden = torch.empty_like(hidden)
+        # Below adapters the layer is frozen, and its gradient would cost a product.
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+
+        # What the forward pass kept is overwritten here. A second backward pass computes it again.
+        kept = ctx.kept
+        ctx.kept = None
+        for start in reversed(range(0, len(hidden), ctx.chunk)):
+            part = slice(start, start + ctx.chunk)
+            if kept is None:
+                kept = ctx.job.slopes(part, ctx.job.read(part, hidden[part], matrix, cut_bias))
+            grad = ctx.job.backward(kept, grad_first[part, None])
+            kept = None
+            if grad_bias is not None:
+                grad_bias[ctx.rows] += grad.sum(0)
+            grad = grad.to(ctx.dtype)
+            grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
+            if grad_weight is not None and ctx.dtype == torch.float32:
+                # In place: the product of a chunk is as large as the weight itself.
+                grad_weight[ctx.rows].addmm_(grad.T, hidden[part].float())
+            elif grad_weight is not None:
+                grad_weight[ctx.rows] += grad.T @ hidden[part].to(ctx.dtype)
+            del grad
+        # autograd rounds each to the dtype of what it belongs to.
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
-def gradient_of_logps(
-    ctx, part: slice, matrix: torch.Tensor, kept: tuple | None, grad_logps: torch.Tensor
-) -> torch.Tensor:
-    """Returns the gradient of the products of some positions, see `head_gradients`."""
-    hidden, _, bias, targets = ctx.saved_tensors
-    if kept is None:
-        kept = logits_of(hidden[part], matrix, bias, multiplier=ctx.multiplier, softcap=ctx.softcap)
-    logits, all_logps = kept
-    # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, in the
-    # memory of the log-softmax. The minus before the multiplier turns the sign.
-    minus_one = -torch.ones_like(all_logps[:, :1])
-    grad = all_logps.exp_().scatter_add_(1, targets[part, None], minus_one)
-    grad *= grad_logps * -ctx.multiplier
-    if ctx.softcap:
-        # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
-        grad *= 1 - (logits / ctx.softcap) ** 2
-    return grad
-
-
-def head_gradients(ctx, grad_outputs: torch.Tensor, gradient_of_products: Callable) -> tuple:
-    """Returns the gradients of hidden states, weight and bias, summed over chunks in fp32.
-
-    Args:
-        ctx: of a function that reads hidden states a chunk of positions at a time. `ctx.kept` is
-            what its forward pass kept of the last chunk.
-        grad_outputs: the gradient of what the function returned, `[n]`.
-        gradient_of_products: returns fp32 `[chunk, v]` of the context, the chunk, the weight, what
-            was kept or None, and the chunk's `grad_outputs`, `[chunk, 1]`.
-    """
-    hidden, weight, bias, _ = ctx.saved_tensors
-    rows = slice(ctx.vocabulary)
-    matrix = weight[rows].to(ctx.dtype)
-    grad_hidden = torch.empty_like(hidden)
-    # Below adapters the layer is frozen, and its gradient would cost a product.
-    grad_weight = None
-    if ctx.needs_input_grad[1]:
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-    grad_bias = None
-    if bias is not None:
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32)
-
-    # What the forward pass kept is overwritten here. A second backward pass computes it again.
-    kept = ctx.kept
-    ctx.kept = None
-    for start in reversed(range(0, len(hidden), ctx.chunk)):
-        part = slice(start, start + ctx.chunk)
-        grad = gradient_of_products(ctx, part, matrix, kept, grad_outputs[part, None])
-        kept = None
-        if grad_bias is not None:
-            grad_bias[rows] += grad.sum(0)
-        grad = grad.to(ctx.dtype)
-        grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
-        if grad_weight is not None and ctx.dtype == torch.float32:
-            # In place: the product of a chunk is as large as the weight itself.
-            grad_weight[rows].addmm_(grad.T, hidden[part].float())
-        elif grad_weight is not None:
-            grad_weight[rows] += grad.T @ hidden[part].to(ctx.dtype)
-        del grad
-    # autograd rounds each to the dtype of what it belongs to.
-    return grad_hidden, grad_weight, grad_bias
+def cut(ctx, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns weight, in the dtype of the product, and bias of the tokens that count."""
+    return weight[ctx.rows].to(ctx.dtype), None if bias is None else bias[ctx.rows]
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -179,18 +137,6 @@ def product_dtype(hidden: torch.Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return hidden.dtype
-
-
-def logits_of(
-    hidden, matrix, bias, multiplier: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of some positions, and their log-softmax, fp32 `[n, v]` each."""
-    logits = scaled_products(hidden, matrix, bias, multiplier)
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob can
-    # be 5e-5 too high. `logsumexp` adds up better, and the head would be 10 to 18 % slower.
-    return logits, logits.log_softmax(-1)
 
 
 def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
@@ -210,42 +156,67 @@ def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
         return products
 
 
-def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
-    """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
+@dataclass(frozen=True)
+class LogProbs:
+    """The job of `ByChunks` whose values are the log-probs of the targets, then the extras.
 
-    The host knows the cells, so it waits for no GPU. `masked_scatter` with the mask of the batch
-    gives the same, but its backward pass waits.
-
-    Args:
-        batch: of `Packer.make_batch`.
+    Attributes:
+        targets: `[n]`.
+        multiplier, softcap: the architecture's logits are
+            `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.
+        extras: names of `EXTRAS`.
     """
-    mask = batch["mask"]
-    empty = values.new_zeros(mask.numel())
-    return empty.index_copy(0, batch["cells"], values).view(mask.shape)
+
+    targets: torch.Tensor
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    extras: tuple[str, ...] = ()
+
+    def read(self, part: slice, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns logits and their log-softmax, fp32 `[n, v]` each."""
+        logits = scaled_products(hidden, matrix, bias, self.multiplier)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob can
+        # be 5e-5 too high. `logsumexp` adds up better, and the head would be 10 to 18 % slower.
+        return logits, logits.log_softmax(-1)
+
+    def values(self, part: slice, state: tuple) -> list[torch.Tensor]:
+        logits, all_logps = state
+        targets = self.targets[part]
+        logps = all_logps.gather(1, targets[:, None]).squeeze(1)
+        return [logps, *(EXTRAS[name](logits, all_logps, targets) for name in self.extras)]
+
+    def slopes(self, part: slice, state: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, all_logps = state
+        # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, and
+        # `backward` turns the sign.
+        minus_one = -torch.ones_like(all_logps[:, :1])
+        slopes = all_logps.exp_().scatter_add_(1, self.targets[part, None], minus_one)
+        return slopes, logits if self.softcap else None
+
+    def backward(self, slopes: tuple, grad_logps: torch.Tensor) -> torch.Tensor:
+        grad, logits = slopes
+        grad *= grad_logps * -self.multiplier
+        if self.softcap:
+            # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
+            grad *= 1 - (logits / self.softcap) ** 2
+        return grad
 
 
 class LogProbHead(nn.Linear):
-    """A model's output layer that, given targets, returns their log-probs and no logits.
+    """A model's output layer that can also do a job of `ByChunks`, without logits.
 
     It is called as the module that it is, once in a forward pass. So ZeRO-3 gathers its weight
     once, and on every process alike.
     """
 
     @torch.compiler.disable  # compiled once for each number of targets, it would be slower
-    def forward(
-        self,
-        hidden,
-        targets=None,
-        multiplier: float = 1.0,
-        softcap: float = 0.0,
-        extras: tuple[str, ...] = (),
-    ):
-        """Returns logits, or, given targets, what `ChunkedLogProbs.forward` returns."""
-        if targets is None:
+    def forward(self, hidden, compute: Callable | None = None):
+        """Returns logits, or `compute(hidden, weight, bias)`."""
+        if compute is None:
             return super().forward(hidden)
-        return ChunkedLogProbs.apply(
-            hidden, self.weight, self.bias, targets, multiplier, softcap, extras
-        )
+        return compute(hidden, self.weight, self.bias)
 
 
 class ScoreHead(nn.Linear):
@@ -259,6 +230,18 @@ class ScoreHead(nn.Linear):
         bias = None if self.bias is None else self.bias.float()
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+# ============================================================ the models
+def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
+    """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
+
+    The host knows the cells, so it waits for no GPU. `masked_scatter` with the mask of the batch
+    gives the same, but its backward pass waits.
+    """
+    mask = batch["mask"]
+    empty = values.new_zeros(mask.numel())
+    return empty.index_copy(0, batch["cells"], values).view(mask.shape)
 
 
 class ModelWrapper(nn.Module):
@@ -286,15 +269,12 @@ class ScoreModel(ModelWrapper):
         model.score.__class__ = ScoreHead  # same parameters and names: saving does not notice
 
     def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores what ends with certain tokens.
+        """Returns fp32 scores of what ends with certain tokens.
 
         Args:
             batch: of `Packer.make_batch`.
             places: of these tokens, counted through the rows one after the other; by default the
                 last token of each answer.
-
-        Returns:
-            fp32 scores, of the shape of `places`.
         """
         if places is None:
             places = batch["last"]
@@ -308,6 +288,9 @@ class LogProbModel(ModelWrapper):
     This is the model to train and prepare. The backbone runs on whole rows, the head on the asked
     positions only. Rows are padded on the right. Under causal attention that needs no mask: no real
     token sees a token to its right.
+
+    Attributes:
+        vocabulary: how many tokens, from the first, have a probability.
     """
 
     def __init__(self, model: nn.Module):
@@ -318,9 +301,8 @@ class LogProbModel(ModelWrapper):
                 f"{type(model).__name__}: the output layer is {type(head).__name__}, "
                 "only a plain nn.Linear is supported"
             )
-        # Same parameters and names: saving and generation do not notice.
-        head.__class__ = LogProbHead
-        self.vocabulary = head.out_features  # the tokens that have a probability, from the first
+        head.__class__ = LogProbHead  # same parameters and names, as above
+        self.vocabulary = head.out_features
         self.multiplier, self.softcap = architecture.logits_formula(model)
 
     def forward(
@@ -336,31 +318,31 @@ class LogProbModel(ModelWrapper):
             batch: of `Packer.make_batch`.
             temperature: the logits are divided by it.
             extras: names of `EXTRAS` to return as well.
-            check: run the architecture's own forward too, for `checks.check_logprobs`; this adds
-                `own_logps`, and `is_fp32`: 1 where both were computed in fp32.
+            check: adds `own_logps`, by the architecture's own forward, for `checks`.
 
         Returns:
             dict of fp32 `[answers, longest]`: `logps`, and the extras. They are zero where
             `batch["mask"]` is false.
         """
-        hidden = architecture.hidden_states(self.model, batch["inputs"])
-        hidden = hidden.index_select(0, batch["predictors"])
-        head = self.model.get_output_embeddings()
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
-        values = head(
-            hidden,
-            batch["targets"],
-            multiplier=self.multiplier / temperature,
-            softcap=self.softcap / temperature,
-            extras=extras,
+        job = LogProbs(
+            batch["targets"], self.multiplier / temperature, self.softcap / temperature, extras
         )
+        head = self.model.get_output_embeddings()
+        values = head(self.predicting(batch), functools.partial(self.by_chunks, job=job))
         by_name = dict(zip(("logps", *extras), values))
         if check:
             by_name["own_logps"] = self.own_logps(batch)
-            is_fp32 = not torch.is_autocast_enabled(hidden.device.type)
-            is_fp32 = is_fp32 and hidden.dtype == head.weight.dtype == torch.float32
-            by_name["is_fp32"] = torch.full_like(by_name["own_logps"], float(is_fp32))
         return {name: by_answer(value, batch) for name, value in by_name.items()}
+
+    def predicting(self, batch: dict) -> torch.Tensor:
+        """Returns what the output layer reads before each target, `[targets, h]`."""
+        hidden = architecture.hidden_states(self.model, batch["inputs"])
+        return hidden.index_select(0, batch["predictors"])
+
+    def by_chunks(self, hidden, weight, bias, job) -> tuple[torch.Tensor, ...]:
+        """Returns the values of a job of `ByChunks`."""
+        return ByChunks.apply(hidden, weight, bias, self.vocabulary, job)
 
     def own_logps(self, batch: dict) -> torch.Tensor:
         """Returns log-probs `[targets]` from the logits of the architecture's own forward."""
@@ -390,16 +372,11 @@ class ActorCritic(LogProbModel):
         check: bool = False,
         with_values: bool = True,
     ) -> dict:
-        """Returns what `LogProbModel.forward` does, and `values`.
+        """Returns what `LogProbModel.forward` does and, unless told not to, `values`.
 
         The value of a token is that of the state in which it was chosen: the text before it.
-
-        Args:
-            with_values: without them the critic does not run.
         """
         output = super().forward(batch, temperature, extras, check)
-        if not with_values:
-            return output
-        values = self.critic(batch, batch["predictors"])
-        output["values"] = by_answer(values, batch)
+        if with_values:
+            output["values"] = by_answer(self.critic(batch, batch["predictors"]), batch)
         return output

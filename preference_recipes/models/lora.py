@@ -5,7 +5,6 @@ Hu et al. 2021, arXiv:2106.09685. A linear layer `W` becomes `W + (alpha / r) * 
 model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
 """
 
-import importlib
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -24,15 +23,9 @@ from preference_recipes.models import architecture, load
 ALL_LINEAR = "all-linear"
 
 
-# ============================================================ settings
+# ============================================================ the adapters
 def complete_settings(accelerator, args) -> None:
-    """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
-
-    Also refuses an adapter as any model of the run, before data are read.
-    """
-    for name, value in vars(args).items():
-        if name.endswith("model_name_or_path") and value is not None:
-            load.refuse_adapter(value)
+    """Refuses settings of adapters that would be ignored, or cannot work, and fills in alpha."""
     if args.lora_r == 0:
         given = {
             "lora_alpha": args.lora_alpha is not None,
@@ -44,7 +37,6 @@ def complete_settings(accelerator, args) -> None:
             if is_given:
                 sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
         return
-    import_library("peft", needed_by=f"--lora_r {args.lora_r}", extra="lora")
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
     if args.lora_dropout and isinstance(args, RolloutArgs):
@@ -52,29 +44,18 @@ def complete_settings(accelerator, args) -> None:
             f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
             "the policy that is trained would not be the one that responded"
         )
-    if args.load_in_4bit:
-        import_library("bitsandbytes", needed_by="--load_in_4bit", extra="qlora")
-        if engine.is_sharded(accelerator):
-            sys.exit(
-                f"--load_in_4bit does not work under {engine.describe(accelerator)}: it cannot cut "
-                "packed weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
-            )
+    if args.load_in_4bit and engine.is_sharded(accelerator):
+        sys.exit(
+            f"--load_in_4bit does not work under {engine.describe(accelerator)}: it cannot cut "
+            "packed weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
+        )
 
 
-def import_library(name: str, needed_by: str, extra: str):
-    """Imports a library of an extra, and says how to install it if it is not there."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        sys.exit(f"{needed_by} needs {name}: pip install -e '.[{extra}]' ({error})")
-
-
-# ============================================================ the adapters
 def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     """Freezes the models in a module and gives each an adapter; does nothing at `--lora_r 0`.
 
-    A score head is trained whole, and saved with the adapter. Call it after
-    `architecture.freeze_unreached`, since what text does not reach gets no adapter.
+    A score head is trained whole, and saved with the adapter. The adapters' weights follow from the
+    seed alone, whatever random numbers the engine used up.
 
     Args:
         wrapper: a `ModelWrapper`, not prepared yet. PPO's has two models.
@@ -82,46 +63,39 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     """
     if not args.lora_r:
         return
+    import peft
+
     total = engine.count_parameters(wrapper)
+    seed = torch.initial_seed()
     layers = []
     for number, model in enumerate(architecture.whole_models(wrapper).values()):
+        is_scorer = hasattr(model, "score")
         layers_of_model = layers_to_adapt(model, args.lora_target_modules)
-        add_adapter(model, layers_of_model, args, seed=torch.initial_seed() + number)
         layers += layers_of_model
+        config = peft.LoraConfig(
+            task_type="SEQ_CLS" if is_scorer else "CAUSAL_LM",
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            target_modules=layers_of_model,  # peft shortens long lists
+            modules_to_save=["score"] if is_scorer else None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + number)
+            # So the model keeps its class, unlike inside a `PeftModel`.
+            model.add_adapter(config, ADAPTER)
+        base = model.config.name_or_path
+        if Path(base).is_dir():
+            base = str(Path(base).resolve())  # so that the base is found from any directory
+        config.base_model_name_or_path = base
+        config.target_modules = sorted(config.target_modules)  # else a set, written in any order
+        config.inference_mode = True  # of the saved file: whoever loads it does not train it
     trained = engine.count_trained_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     accelerator.print(
         f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
         f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
     )
-
-
-def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> None:
-    """Adds an adapter on these layers of a model; peft freezes all else.
-
-    The adapter's weights follow from the seed alone, whatever random numbers the engine used up.
-    """
-    import peft
-
-    is_scorer = hasattr(model, "score")
-    config = peft.LoraConfig(
-        task_type="SEQ_CLS" if is_scorer else "CAUSAL_LM",
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules=layers,  # peft shortens long lists
-        modules_to_save=["score"] if is_scorer else None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        # So the model keeps its class, unlike inside a `PeftModel`.
-        model.add_adapter(config, ADAPTER)
-    base = model.config.name_or_path
-    if Path(base).is_dir():
-        base = str(Path(base).resolve())  # so that the base is found from any directory
-    config.base_model_name_or_path = base
-    config.target_modules = sorted(config.target_modules)  # else a set, written in any order
-    config.inference_mode = True  # of the saved file: whoever loads it does not train it
 
 
 def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
@@ -135,20 +109,17 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
             ends after a dot, such as `q_proj`.
     """
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
-    of_other_senses = architecture.parameters_of_other_senses(model)
-    layers = []
-    for name, module in model.named_modules():
-        is_linear = isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
-        if not is_linear or f"{name}.weight" in of_other_senses:
-            continue
-        # Of a packed weight it is not known whether text reaches it, so it counts as reached.
-        if module.weight.requires_grad or not module.weight.is_floating_point():
-            layers.append(name)
-    if not layers:
-        sys.exit(f"{type(model).__name__} has no linear layers that could get an adapter")
+    unreached = architecture.unreached_parameters(model)
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and id(module) not in heads
+        and f"{name}.weight" not in unreached
+    ]
     if targets == [ALL_LINEAR]:
         return layers
-    for target in targets:
+    for target in targets:  # peft would leave out what it does not find
         if not any(is_named(layer, target) for layer in layers):
             kinds = sorted({layer.rpartition(".")[2] for layer in layers})
             sys.exit(
@@ -231,8 +202,8 @@ def flop(wrapper: nn.Module) -> Flop:
 
     For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
     frozen one below an adapter 2 and 2, since it needs no gradient of its own. Embeddings take
-    none: they are looked up. A score head, a single row, is not counted. Of a mixture's experts a
-    token visits some; where the config does not say how many, nothing is known.
+    none: they are looked up. A score head, a single row, is not counted. Where the config does not
+    say how many of a mixture's experts a token visits, nothing is known.
     """
     of_token = 0.0
     of_target = 0.0
@@ -240,15 +211,10 @@ def flop(wrapper: nn.Module) -> Flop:
         experts, visited = architecture.experts_of(model)
         if experts > 1 and visited is None:
             return Flop()
-        visited_share = visited / experts if experts > 1 else 1.0
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        looked_up = {id(table.weight) for table in tables}
         of_frozen = 4 if has_adapter(model) else 0
-        for parameter in model.get_decoder().parameters():
-            if id(parameter) not in looked_up:
-                share = visited_share if architecture.holds_experts(parameter) else 1.0
-                for_each = 6 if parameter.requires_grad else of_frozen
-                of_token += for_each * engine.size_of(parameter) * share
+        for weight, share in architecture.weights_met(model):
+            for_each = 6 if weight.requires_grad else of_frozen
+            of_token += for_each * engine.size_of(weight) * share
         head = model.get_output_embeddings()
         if head is not None:
             for_each = 6 if head.weight.requires_grad else of_frozen

@@ -1,4 +1,12 @@
-"""Lays out prompts and answers as the rows that a model reads, with prompts shared."""
+"""Lays out prompts and answers as the rows that a model reads, with prompts shared.
+
+Three words for where a token is:
+
+    place       its index in all rows, written one after the other
+    piece       the prompt or answer that it belongs to: answer i is piece i, and the prompts are
+                numbered after the answers
+    predictor   the token before it in its prompt and answer, whose output predicts it
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -38,82 +46,6 @@ class Group(NamedTuple):
 Row = list[Group]
 
 
-class Layout:
-    """The rows as arrays: where each token is, and to what it belongs.
-
-    Three words for that:
-
-        place       of a token: its index in all rows, written one after the other
-        piece       a prompt or an answer: answer i is piece i, and the prompts are numbered after
-                    the answers
-        predictor   of a token: the one before it in its prompt and answer, whose output predicts it
-
-    Example: answers 0 and 1, `4 5` and `6`, to the prompt `1 2`; answer 2, `7 8 9`, to the prompt
-    `3`. The prompts are pieces 3 and 4. Here they are in two rows; the last place is padding:
-
-                    row 0            row 1
-        places      0  1  2  3  4    5  6  7  8  9
-        ids         1  2  4  5  6    3  7  8  9  0
-        pieces      3  3  0  0  1    4  2  2  2 -1
-        prompts     3  3  3  3  3    4  4  4  4 -1
-        positions   0  1  2  3  2    0  1  2  3  0
-
-        answer      0        1       2
-        predictors  1  2     1       5  6  7    the places of 2 4, of 2 and of 3 7 8
-        last        3        4       8          the places of 5, of 6 and of 9
-
-    Attributes:
-        ids, positions: the id and the position of each token, `[rows, row length]`.
-        pieces: the piece that each token belongs to, `[rows, row length]`; of padding -1.
-        prompts: the prompt of that piece, `[rows, row length]`; of a prompt, the prompt itself.
-        predictors: for each answer, the places of its tokens' predictors.
-        last: for each answer, the place of its last token.
-        prompt_pieces: the piece numbers of the prompts that are still to be written.
-    """
-
-    def __init__(self, shape: tuple[int, int], n_answers: int):
-        self.ids = np.zeros(shape, dtype=np.int64)
-        self.positions = np.zeros(shape, dtype=np.int64)
-        self.pieces = np.full(shape, PADDING)
-        self.prompts = np.full(shape, PADDING)
-        # `add` fills these in, in the order of the rows.
-        self.predictors: list[list[int]] = [[] for _ in range(n_answers)]
-        self.last = [0] * n_answers
-        self.prompt_pieces = itertools.count(n_answers)
-
-    def add(self, group: Group, place: int) -> int:
-        """Writes a group, starting at `place`; returns the next free place."""
-        prompt_piece = next(self.prompt_pieces)
-        start = self.write(group.prompt, place, position=0, piece=prompt_piece, prompt=prompt_piece)
-        # An empty prompt has no last token: this is then another group's place, or -1. It is never
-        # read, since the first token of such an answer is no target, see `refuse_unpredicted`.
-        last_of_prompt = start - 1
-        first_position = len(group.prompt)  # of each answer, as if it alone followed the prompt
-        for number, answer in group.answers.items():
-            end = self.write(
-                answer, start, position=first_position, piece=number, prompt=prompt_piece
-            )
-            # The prompt's last token predicts the first one; each token of the answer the next.
-            self.predictors[number] = [last_of_prompt, *range(start, end - 1)]
-            self.last[number] = end - 1
-            start = end
-        return start
-
-    def write(self, ids: list[int], place: int, *, position: int, piece: int, prompt: int) -> int:
-        """Writes a piece, starting at `place`; returns the next free place.
-
-        Args:
-            position: that of its first token.
-        """
-        end = place + len(ids)
-        # `flat` is indexed by places.
-        self.ids.flat[place:end] = ids
-        self.positions.flat[place:end] = np.arange(position, position + len(ids))
-        self.pieces.flat[place:end] = piece
-        self.prompts.flat[place:end] = prompt
-        return end
-
-
 @dataclass(frozen=True)
 class Packer:
     """Makes batches of prompts and answers; see `checks.make_packer`.
@@ -132,7 +64,6 @@ class Packer:
 
     Attributes:
         device: where the batches go.
-        share, varlen: see above.
         attention_equals_rest: the row length at which attention costs as much as the rest of the
             model; only `pays` reads it.
     """
@@ -150,17 +81,19 @@ class Packer:
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads.
 
-        The answers in the example of `Layout`, if prompts may be shared and all tokens are targets:
+        Example, where prompts may be shared and all tokens are targets:
 
             make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
 
-            targets     4  5 | 6 | 7  8  9
-            predictors  1  2 | 1 | 5  6  7   places: indices into the flattened `input_ids`
+            places      0  1  2  3  4 | 5  6  7  8  9   of two rows; the last is padding
+            input_ids   1  2  4  5  6 | 3  7  8  9  0
+            pieces      3  3  0  0  1 | 4  2  2  2 -1
+            positions   0  1  2  3  2 | 0  1  2  3  0
+
+            targets     4  5 | 6 | 7  8  9   of each answer
+            predictors  1  2 | 1 | 5  6  7   places
             last        3    | 4 | 8         places, too
             cells       0  1 | 3 | 6  7  8   indices into the flattened `mask`
-            mask        1  1  0
-                        1  0  0
-                        1  1  1
 
         Nothing here waits for a GPU: a micro-batch is laid out while the GPU still computes the one
         before.
@@ -176,11 +109,9 @@ class Packer:
                 the right, and, if a row holds several answers, `position_ids` of the same shape and
                 either the bool `attention_mask` `[rows, 1, row length, row length]` or what
                 `varlen_inputs` returns.
-            targets: ids of the targets, answer after answer, `[targets]`.
-            predictors: the place of the token that predicts each target, `[targets]`.
+            targets, predictors, cells: see above, `[targets]`.
             last: the place of each answer's last token, `[answers]`.
             mask: `is_target`, padded on the right, bool `[answers, longest answer]`.
-            cells: the index of each target in the flattened mask, `[targets]`.
             tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
 
         Raises:
@@ -188,9 +119,14 @@ class Packer:
         """
         if is_target is None:
             is_target = [[True] * len(answer) for answer in answers]
-        refuse_unpredicted(prompts, is_target)
+        for number, (prompt, flags) in enumerate(zip(prompts, is_target)):
+            if not prompt and any(flags[:1]):
+                raise ValueError(
+                    f"answer {number} has an empty prompt, so nothing predicts its first token: "
+                    "that token cannot be a target"
+                )
         rows = self.arrange(prompts, answers)
-        layout = lay_out(rows)
+        layout = lay_out(rows, len(answers))
         mask = batches.pad(is_target, False, "cpu").bool()
         # A GPU could find the cells, too, but the host would wait for their number.
         cells = mask.flatten().nonzero().squeeze(1)
@@ -239,11 +175,10 @@ class Packer:
 
         return cost(packed, attention=2) <= cost(alone, attention=1)
 
-    def inputs_of(self, rows: list[Row], layout: Layout) -> dict:
+    def inputs_of(self, rows: list[Row], layout: "Layout") -> dict:
         """Returns what a `transformers` model takes, see `make_batch`."""
         inputs = {"input_ids": batches.send(layout.ids, self.device)}
-        n_answers = len(layout.last)
-        one_answer_each = len(rows) == n_answers  # since no row is without an answer
+        one_answer_each = len(rows) == len(layout.last)  # since no row is without an answer
         if one_answer_each:  # plain causal attention
             return inputs
         inputs["position_ids"] = batches.send(layout.positions, self.device)
@@ -254,24 +189,10 @@ class Packer:
         return inputs | {"attention_mask": attention_mask(pieces, prompts)}
 
     def describe(self, answers: str, each: str) -> str:
-        """Says in words whether prompts are shared, for the console.
-
-        Example: `describe("both answers", each="answer")` returns `prompts are computed once for
-        both answers`, or `prompts are computed for each answer`.
-        """
+        """Says whether prompts are shared, such as `prompts are computed once for both answers`."""
         if self.share and not self.varlen:
             return f"prompts are computed once for {answers}"
         return f"prompts are computed for each {each}"
-
-
-def refuse_unpredicted(prompts: Sequence[list[int]], is_target: Sequence[list]) -> None:
-    """Raises `ValueError` if the first token of an answer to an empty prompt is a target."""
-    for number, (prompt, flags) in enumerate(zip(prompts, is_target)):
-        if not prompt and any(flags[:1]):
-            raise ValueError(
-                f"answer {number} has an empty prompt, so nothing predicts its first token: "
-                "that token cannot be a target"
-            )
 
 
 # ============================================================ groups and rows
@@ -305,12 +226,12 @@ def first_fit(groups: list[Group]) -> list[Row]:
     row_length = groups[0].length
     rows: list[Row] = []
     for group in groups:
-        for row in rows:
-            if tokens_of(row) + group.length <= row_length:
-                row.append(group)
-                break
-        else:
+        fitting = (row for row in rows if tokens_of(row) + group.length <= row_length)
+        row = next(fitting, None)
+        if row is None:
             rows.append([group])
+        else:
+            row.append(group)
     return rows
 
 
@@ -325,15 +246,60 @@ def longest_of(rows: list[Row]) -> int:
 
 
 # ============================================================ from rows to arrays
-def lay_out(rows: list[Row]) -> Layout:
-    """Writes rows into arrays, padded on the right to the longest row; see `make_batch`."""
-    row_length = longest_of(rows)
-    n_answers = sum(len(group.answers) for row in rows for group in row)
-    layout = Layout((len(rows), row_length), n_answers)
-    for number, row in enumerate(rows):
-        place = number * row_length
+class Layout(NamedTuple):
+    """The rows as arrays, padded on the right, and what each answer asks for.
+
+    Attributes:
+        ids, positions, pieces: of each token, `[rows, row length]`; of padding the piece is -1.
+        prompts: the piece number of its piece's prompt; of a prompt, that of the prompt itself.
+        predictors: for each answer, the places of its tokens' predictors.
+        last: for each answer, the place of its last token.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    pieces: np.ndarray
+    prompts: np.ndarray
+    predictors: list[list[int]]
+    last: list[int]
+
+
+def lay_out(rows: list[Row], n_answers: int) -> Layout:
+    """Writes rows into arrays; see the example of `Packer.make_batch`."""
+    shape = (len(rows), longest_of(rows))
+    layout = Layout(
+        ids=np.zeros(shape, dtype=np.int64),
+        positions=np.zeros(shape, dtype=np.int64),
+        pieces=np.full(shape, PADDING),
+        prompts=np.full(shape, PADDING),
+        predictors=[[] for _ in range(n_answers)],
+        last=[0] * n_answers,
+    )
+
+    def write(ids: list[int], place: int, position: int, piece: int, prompt: int) -> int:
+        """Writes a piece, the first token at `place` and `position`; returns the next place."""
+        end = place + len(ids)
+        layout.ids.flat[place:end] = ids
+        layout.positions.flat[place:end] = np.arange(position, position + len(ids))
+        layout.pieces.flat[place:end] = piece
+        layout.prompts.flat[place:end] = prompt
+        return end
+
+    prompt_pieces = itertools.count(n_answers)
+    for number_of_row, row in enumerate(rows):
+        place = number_of_row * shape[1]
         for group in row:
-            place = layout.add(group, place)
+            prompt = next(prompt_pieces)
+            place = write(group.prompt, place, 0, piece=prompt, prompt=prompt)
+            # An empty prompt has no last token: this is then another group's place, or -1. It is
+            # never read, since the first token of such an answer is no target.
+            last_of_prompt = place - 1
+            for number, answer in group.answers.items():
+                end = write(answer, place, len(group.prompt), piece=number, prompt=prompt)
+                # The prompt's last token predicts the first one; each token of the answer the next.
+                layout.predictors[number] = [last_of_prompt, *range(place, end - 1)]
+                layout.last[number] = end - 1
+                place = end
     return layout
 
 
@@ -367,9 +333,8 @@ def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
 def varlen_inputs(row: Row, device) -> dict:
     """Returns where the groups of a row begin, as flash attention's `varlen` takes it.
 
-    Returns:
-        `cu_seq_lens_q` and `cu_seq_lens_k`: int32 `[groups + 1]`, the place of each beginning, and
-        the row's length; `max_length_q` and `max_length_k`: tokens of the longest, an int.
+    `cu_seq_lens_q` and `cu_seq_lens_k` are int32 `[groups + 1]`: the place of each beginning, and
+    the row's length. `max_length_q` and `max_length_k` are the tokens of the longest, an int.
     """
     lengths = [group.length for group in row]
     beginnings = batches.send(np.cumsum([0, *lengths], dtype=np.int32), device)

@@ -1,5 +1,6 @@
 """What the engine prepares: the model that is trained, and models that are only read."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -9,17 +10,16 @@ from accelerate import DistributedDataParallelKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from common import adapters, engine, optim, zero
-from preference_recipes.models import architecture, checks, load, lora, rounding
-from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models import architecture, load, lora
+from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 
 
+# ============================================================ the model that is trained
 def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
     """Returns the model that the arguments name, ready for `for_training`.
-
-    Its parameters are chosen: all that text reaches are trained, or adapters, see
-    `choose_parameters`.
 
     Args:
         args: `SharedArgs`.
@@ -33,10 +33,7 @@ def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turns dropout, and a router's jitter, off for good, also while the model trains.
-
-    What is compared, policies or answers, must differ in nothing else.
-    """
+    """Turns dropout, and a router's jitter, off for good, also while the model trains."""
     saved_with = {id(whole) for whole in architecture.whole_models(model).values()}
     silent_configs = {}
     for module in model.modules():
@@ -46,11 +43,11 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
         # Some layers, such as Falcon's, read their config in each forward pass. They get a copy:
         # the actor is saved with the config that it came with.
-        if architecture.has_config(module) and id(module) not in saved_with | {id(model)}:
-            key = id(module.config)
-            if key not in silent_configs:
-                silent_configs[key] = without_noise(module.config)
-            module.config = silent_configs[key]
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig) and id(module) not in saved_with | {id(model)}:
+            if id(config) not in silent_configs:
+                silent_configs[id(config)] = without_noise(config)
+            module.config = silent_configs[id(config)]
 
 
 def is_noise(name: str) -> bool:
@@ -70,15 +67,13 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Decides which weights are trained; prints what is frozen.
-
-    Frozen is what text never reaches and, with `--lora_r`, all but new adapters.
+    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which.
 
     Args:
         model: a `ModelWrapper`, not prepared yet.
         args: `SharedArgs`.
     """
-    architecture.freeze_unreached(accelerator, model, args.max_length)
+    architecture.freeze_unreached(accelerator, model)
     lora.add_adapters(accelerator, model, args)
 
 
@@ -87,8 +82,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 
     This is `accelerator.prepare`, and then puts back the fp32 buffers that DeepSpeed's
     `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
-    would drift. The saved actor computes them in fp32 when it is loaded, so it would not be the
-    model that was trained.
+    would drift, and the saved actor, which computes them in fp32, would be another model.
     """
     if may_skip_modules(model):
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
@@ -100,7 +94,6 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
         shared_weights(accelerator, model),
     ):
         model, optimizer = accelerator.prepare(model, optimizer)
-    checks.refuse_not_finite(model)
     innermost = engine.innermost_optimizer(optimizer)
     innermost.register_step_post_hook(optim.hold_step_counts)
     if not zero.stage(accelerator):
@@ -134,22 +127,15 @@ def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
+# ============================================================ models that are only read
 def frozen(accelerator, model: nn.Module) -> nn.Module:
     """Prepares a model that is only read, such as a reference or a reward model.
 
     It is on the device, in evaluation mode and in the precision of the trained model. Under ZeRO-3
-    and FSDP2 it is sharded like the trained model, not replicated. See `round_frozen` for what it
-    holds in half precision.
+    and FSDP2 it is sharded like the trained model, not replicated.
     """
     model.eval().requires_grad_(False)
     round_frozen(accelerator, model)
-    prepared = placed(accelerator, model)
-    checks.refuse_not_finite(prepared)
-    return prepared
-
-
-def placed(accelerator, model: nn.Module) -> nn.Module:
-    """Returns a model that is only read as the engine holds it, see `frozen`."""
     if accelerator.is_fsdp2:
         # accelerate would look for the trained model's kinds of layers in this one.
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = model._no_split_modules
@@ -169,22 +155,49 @@ def placed(accelerator, model: nn.Module) -> nn.Module:
 def round_frozen(accelerator, wrapper: nn.Module) -> None:
     """Holds frozen weights in half precision where that changes no output by a single bit.
 
-    See `rounding.rounded_when_read` for which these are. DeepSpeed rounds a model once, in
+    FSDP2 rounds all weights when it gathers them, autocast some. DeepSpeed rounds a model once, in
     `prepare`, and fp32 rounds nothing.
-
-    Args:
-        wrapper: a `ModelWrapper`, not prepared yet.
     """
     half = engine.half_precision(accelerator)
     if half is None or zero.stage(accelerator):
         return
-    rounded = rounding.rounded_when_read(accelerator, wrapper)
+    rounded = None if accelerator.is_fsdp2 else rounded_by_autocast(wrapper, accelerator.device)
     for name, parameter in wrapper.named_parameters():
         # Packed weights of 4 bits are whole numbers.
-        if name in rounded and parameter.dtype == torch.float32 and not parameter.requires_grad:
+        is_held_in_fp32 = parameter.dtype == torch.float32 and not parameter.requires_grad
+        if is_held_in_fp32 and (rounded is None or name in rounded):
             parameter.data = parameter.data.to(half)
 
 
+def rounded_by_autocast(wrapper: nn.Module, device: torch.device) -> set[str]:
+    """Returns the names of the parameters that autocast rounds in every use: of linear layers.
+
+    A weight that other modules have, too, such as the embeddings', is used in fp32 elsewhere. Score
+    heads compute in fp32, output layers only on a CPU. Recurrent layers have kernels on a GPU that
+    read the weights of linear layers in their own way, so models with such layers are left out.
+    """
+    if any(model._is_stateful for model in architecture.whole_models(wrapper).values()):
+        return set()
+    owners = collections.Counter(
+        id(parameter)
+        for module in wrapper.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    found = set()
+    for path, module in wrapper.named_modules():
+        names = []
+        if type(module) in (nn.Linear, Conv1D):
+            names = ["weight", "bias"]
+        elif isinstance(module, LogProbHead) and device.type != "cpu":
+            names = ["weight"]  # its bias is added in fp32
+        for name in names:
+            parameter = getattr(module, name)
+            if parameter is not None and owners[id(parameter)] == 1:
+                found.add(f"{path}.{name}")
+    return found
+
+
+# ============================================================ weights and buffers
 @contextlib.contextmanager
 def shared_weights(accelerator, model: nn.Module):
     """Lets accelerate cut the main process's weights for all, when it prepares the model inside.
@@ -205,25 +218,19 @@ def shared_weights(accelerator, model: nn.Module):
     saved = []  # the modules with buffers that are saved, and which these are
     for module in model.modules():
         names = set(module._buffers) - module._non_persistent_buffers_set
-        for name in module._buffers:
-            buffer = module._buffers[name]
+        for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = sent_by_main_process(accelerator, buffer)
+                values = buffer
+                if buffer.is_meta:
+                    values = torch.empty_like(buffer, device=accelerator.device)
+                values = values.to(accelerator.device).contiguous()
+                torch.distributed.broadcast(values, src=0)
+                module._buffers[name] = values
         module._non_persistent_buffers_set |= names
         saved.append((module, names))
     yield
     for module, names in saved:
         module._non_persistent_buffers_set -= names
-
-
-def sent_by_main_process(accelerator, buffer: torch.Tensor) -> torch.Tensor:
-    """Returns the values that a buffer has on the main process, on the device."""
-    if accelerator.is_main_process:
-        values = buffer.to(accelerator.device).contiguous()
-    else:
-        values = torch.empty(buffer.shape, dtype=buffer.dtype, device=accelerator.device)
-    torch.distributed.broadcast(values, src=0)
-    return values
 
 
 @contextlib.contextmanager

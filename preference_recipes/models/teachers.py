@@ -26,9 +26,6 @@ def names_and_paths(args) -> dict[str, str | None]:
 
     Returns:
         Folders or hub names. None stands for the student without its adapters.
-
-    Raises:
-        SystemExit: nothing is named, or one of them twice, or not in the form NAME=PATH.
     """
     if args.teacher and args.teacher_model_name_or_path:
         sys.exit(
@@ -44,10 +41,10 @@ def names_and_paths(args) -> dict[str, str | None]:
         return teachers
     if args.lora_r and args.teacher_prompt:
         return {ONLY: None}
-    way_on = "give --teacher_model_name_or_path"
-    if args.lora_r:
-        way_on += ", or --teacher_prompt to make the student's base its teacher"
-    sys.exit(f"there is no teacher: {way_on}")
+    sys.exit(
+        "there is no teacher: give --teacher_model_name_or_path, or --lora_r with --teacher_prompt "
+        "to make the student's base its teacher"
+    )
 
 
 def names(args) -> list[str]:
@@ -74,8 +71,7 @@ def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:
     sizes = {student_size}
     for path in names_and_paths(args).values():
         if path is not None:
-            config = load.from_pretrained(AutoConfig, "teacher", path)
-            sizes.add(config.get_text_config().vocab_size)
+            sizes.add(load.from_pretrained(AutoConfig, path).get_text_config().vocab_size)
     if len(sizes) == 1:
         return student_size
     return min(*sizes, max(tokenizer.get_vocab().values()) + 1)
@@ -117,16 +113,15 @@ class Teachers:
         student = engine.unwrapped(accelerator, model)
         for name, path in names_and_paths(args).items():
             if path is None:  # the student without its adapters
-                head = student.whole_head().at(args.temperature)
-                self.by_name[name] = Teacher(lora.WithoutAdapters(model), head)
-                continue
-            teacher = load.causal_lm(path, tokenizer, args, frozen=True)
-            wrapper = DistillModel(teacher, student.vocabulary)
-            title = f"teacher {name}" if name != ONLY else "teacher"
-            self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
-            prepared = prepare.frozen(accelerator, wrapper)
-            head = wrapper.whole_head().at(args.temperature)
-            self.by_name[name] = Teacher(prepared, head)
+                wrapper = student
+                prepared = lora.WithoutAdapters(model)
+            else:
+                teacher = load.causal_lm(path, tokenizer, args, frozen=True)
+                wrapper = DistillModel(teacher, student.vocabulary)
+                title = f"teacher {name}" if name != ONLY else "teacher"
+                self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
+                prepared = prepare.frozen(accelerator, wrapper)
+            self.by_name[name] = Teacher(prepared, wrapper.whole_head().at(args.temperature))
 
     @property
     def models(self) -> list[nn.Module]:

@@ -1,13 +1,11 @@
 """Whether a response gives the right answer, and the share of right ones on a held-out set."""
 
 import re
-import sys
 from decimal import Decimal
 
 from common import counted
 from preference_recipes.data import answer_column, thoughts
 from preference_recipes.data.chat import decode_answers
-from preference_recipes.models import architecture
 from preference_recipes.rollouts import generation
 from preference_recipes.rollouts.sampler import Sampler
 
@@ -250,32 +248,6 @@ def describe(sampler: Sampler) -> str:
         f"{counted(sum(counts), 'answer')} of up to {args.max_new_tokens} tokens an evaluation "
         "(--exact_match_rows N for fewer, 0 for none)"
     )
-
-
-def check_room(sampler: Sampler) -> None:
-    """Refuses held-out prompts whose answers may go beyond a model's table of positions.
-
-    In SFT a prompt may even be longer than `--max_length`, which only cuts what is learned.
-
-    Raises:
-        SystemExit: naming the longest prompt.
-    """
-    args = sampler.args
-    max_new_tokens = args.max_new_tokens
-    limit = architecture.positions_of(sampler.unwrapped.model)
-    for prefix, eval_set in sampler.data.eval_sets.items():
-        if limit is None or not has_exact_match(args, eval_set):
-            continue
-        rows = rows_with_answer(eval_set, args.exact_match_rows)
-        longest, row = max((len(ids), row) for ids, row in zip(rows["prompt_ids"], rows["row"]))
-        room = limit - longest + 1  # nothing reads the last new token
-        if max_new_tokens > room:
-            shorter = f"give --max_new_tokens {room}, or " if room > 0 else ""
-            sys.exit(
-                f"--max_new_tokens {max_new_tokens}: {args.model_name_or_path!r} has a table "
-                f"of {limit} positions, and the prompt of row {row} of {prefix.rstrip('/')} has "
-                f"{longest} tokens: {shorter}leave the answers of such rows empty"
-            )
 
 
 def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:

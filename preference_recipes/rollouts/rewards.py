@@ -1,5 +1,6 @@
 """Scores responses by a reward model, reward functions or both; has three such functions."""
 
+import importlib
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from common.shared_args import refuse_changed
 from preference_recipes.data import answer_column, dataset, prompts
 from preference_recipes.data.chat import decode_answers
 from preference_recipes.data.dataset import Data
-from preference_recipes.models import load, lora, prepare
+from preference_recipes.models import load, prepare
 from preference_recipes.models.logprobs import ScoreModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers, environments, episodes, reward_calls
@@ -295,7 +296,7 @@ def check_signatures(args, data: Data) -> None:
     """
     functions = load_functions(args.reward_function).values()
     if math_reward in functions:
-        lora.import_library("math_verify", needed_by="math_reward", extra="math")
+        importlib.import_module("math_verify")  # not first after a rollout
     if answer_reward in functions or math_reward in functions:
         answer_column.refuse_objects(" ".join(as_list(args.dataset_name)), data.train)
     for name_of_data, rows in first_rows(data).items():
@@ -375,7 +376,6 @@ def math_reward(
     **columns,
 ) -> list[float | None]:
     """As `answer_reward`, by `answers.is_equal`. It needs the package math-verify."""
-    lora.import_library("math_verify", needed_by="math_reward", extra="math")
     return judged(answers.is_equal, rendered_prompts or prompts, responses, answer)
 
 

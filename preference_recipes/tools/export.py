@@ -4,20 +4,18 @@
     python -m preference_recipes.tools.export CHECKPOINT OUT --critic
     python -m preference_recipes.tools.export CHECKPOINT OUT --merge
 
-CHECKPOINT is a folder such as `runs/dpo/.../checkpoints/global_step_000100`. Every checkpoint holds
-the actor in safetensors, whatever recipe, strategy and ZeRO stage wrote it.
-The first command checks the checkpoint against its manifest and copies those files of the actor
-that the manifest names, bit for bit unless `--dtype` converts it. It follows no links. OUT is then
-an ordinary Hugging Face folder. This works offline, without a GPU, and reads no pickle. With
-`--critic` it is PPO's critic instead, a sequence classifier with one label.
+CHECKPOINT is a folder such as `runs/dpo/.../checkpoints/global_step_000100`. It is checked against
+its manifest, and those files of the actor that the manifest names are copied, bit for bit unless
+`--dtype` converts them. OUT is then an ordinary Hugging Face folder. This works offline, without a
+GPU, and reads no pickle. With `--critic` it is PPO's critic, a sequence classifier with one label.
 
-Of a run with `--lora_r` the checkpoint holds adapters. OUT is then an ordinary folder of peft. With
-`--merge` it is a whole model, the adapter added to its base in fp32; the base must be where the
-adapter's config says. `--merge` also takes an adapter in the place of a checkpoint: a folder, such
-as a run's `actor/`, or a hub name.
+Of a run with `--lora_r` OUT is an ordinary folder of peft. With `--merge` it is a whole model, the
+adapter added to its base in fp32; the base must be where the adapter's config says. `--merge` also
+takes an adapter in the place of a checkpoint: a folder, such as a run's `actor/`, or a hub name.
 """
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -29,63 +27,6 @@ from safetensors.torch import save_file
 from common import folders
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def check(checkpoint: Path, out: Path) -> list[str]:
-    """Returns the files that the checkpoint's manifest names, after checking them."""
-    names = named_in_manifest(checkpoint)
-    for name in names:
-        if not is_inside(checkpoint, name):
-            sys.exit(
-                f"{checkpoint} is not a whole checkpoint: its manifest names {name!r}, which is a "
-                "link or not in the checkpoint"
-            )
-    fault = folders.fault_of(checkpoint)
-    if fault:
-        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
-    check_free(out)
-    return names
-
-
-def check_free(out: Path) -> None:
-    """Refuses a place that is taken."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        sys.exit(f"{out} exists and is not an empty folder: choose another")
-
-
-def named_in_manifest(checkpoint: Path) -> list[str]:
-    """The names in a checkpoint's manifest; none if it cannot be read, see `folders.fault_of`."""
-    try:
-        return list(folders.read_json(checkpoint / "manifest.json"))
-    except (OSError, ValueError, TypeError):
-        return []
-
-
-def is_inside(checkpoint: Path, name: str) -> bool:
-    """Whether a name stays in the checkpoint's folder, without any link on the way."""
-    path = Path(name)
-    if path.is_absolute() or ".." in path.parts:
-        return False
-    parts = [checkpoint / path, *(checkpoint / parent for parent in path.parents)]
-    return not any(part.is_symlink() for part in parts if part != checkpoint)
-
-
-def copy_files(checkpoint: Path, names: list[str], out: Path) -> None:
-    """Copies these files of a checkpoint, and nothing else that is there."""
-    for name in names:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(checkpoint / name, out / name, follow_symlinks=False)
-
-
-def make_temporary(out: Path) -> Path:
-    """Returns the name under which `out` is written, free to be used."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    return temporary
-
-
-# ============================================================ the actor, the critic
 
 
 def export(
@@ -105,50 +46,100 @@ def export(
             they are.
         model: the name of the folder, `actor` or `critic`.
         merge_adapter: write a whole model instead of an adapter.
-
-    Raises:
-        SystemExit: the checkpoint is foreign, torn or damaged (with the file and what is wrong with
-            it) or has no such model, or `out` is taken; there is no adapter to merge, or no base.
     """
-    if merge_adapter:
-        temporary = merged(checkpoint, out, model)
-    else:
-        files = files_of_model(checkpoint, out, model)
-        temporary = make_temporary(out)
-        copy_files(checkpoint / model, files, temporary)
-    if dtype:
-        convert(temporary, dtype)
-    folders.replace(temporary, out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        sys.exit(f"{out} exists and is not an empty folder: choose another")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        copy = Path(folder, "copy")
+        written = Path(folder, "written")
+        if merge_adapter and not (checkpoint / "manifest.json").is_file():
+            merge(str(checkpoint), written)
+        else:
+            copy_model(checkpoint, model, copy)
+            if merge_adapter:
+                merge(str(copy), written)
+            else:
+                written = copy
+        if dtype:
+            convert(written, dtype)
+        folders.replace(written, out)
 
 
-def merged(checkpoint: Path, out: Path, model: str) -> Path:
-    """Writes the whole model that an adapter makes of its base, and returns where; see `export`."""
-    from preference_recipes.models import load, merge  # slow to import
+def copy_model(checkpoint: Path, model: str, out: Path) -> None:
+    """Copies the files of a model that a checkpoint's manifest names, after checking all of it."""
+    fault = folders.fault_of(checkpoint)
+    if fault:
+        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
+    names = [
+        name
+        for name in folders.read_json(checkpoint / "manifest.json")
+        if name.startswith(f"{model}/")
+    ]
+    if not names:
+        sys.exit(f"{checkpoint} holds no {model}: its manifest names none")
+    for name in names:
+        if (checkpoint / name).resolve() != checkpoint.resolve() / name:
+            sys.exit(f"{checkpoint}: its manifest names {name!r}, a link or not in the checkpoint")
+        copied = out / name.removeprefix(f"{model}/")
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(checkpoint / name, copied)
 
-    if load.is_adapter(str(checkpoint)):
-        check_free(out)
-        temporary = make_temporary(out)
-        merge.write(str(checkpoint), temporary)
-        return temporary
-    files = files_of_model(checkpoint, out, model)
-    if "adapter_config.json" not in files:
-        sys.exit(f"{checkpoint}: its {model} is whole already: --merge is for runs with --lora_r")
-    temporary = make_temporary(out)
-    with tempfile.TemporaryDirectory() as adapter:
-        copy_files(checkpoint / model, files, Path(adapter))
-        merge.write(adapter, temporary)
-    return temporary
 
+def merge(adapter: str, out: Path) -> None:
+    """Writes the model that an adapter makes of its base to a folder, in fp32, with its tokenizer.
 
-def files_of_model(checkpoint: Path, out: Path, model: str) -> list[str]:
-    """Returns the files of a model that a checkpoint's manifest names, after checking them."""
-    names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
-    files = [name.removeprefix(f"{model}/") for name in names]
-    if "config.json" not in files and "adapter_config.json" not in files:
-        if model == "critic":
-            sys.exit(f"{checkpoint} holds no critic: only checkpoints of recipes/ppo.py do")
-        sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no {model}")
-    return files
+    Args:
+        adapter: a folder or a hub name.
+    """
+    import peft  # all of these are slow to import
+    import torch
+    from huggingface_hub import snapshot_download
+    from transformers import AutoTokenizer, GenerationConfig
+
+    from common import adapters
+    from preference_recipes.models.load import PublishedGenerationConfig
+
+    folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
+    if not (folder / "adapter_config.json").is_file():
+        sys.exit(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
+    config = peft.PeftConfig.from_pretrained(folder)
+    settings = {"dtype": torch.float32, "trust_remote_code": False}
+    auto_class = peft.AutoPeftModelForCausalLM
+    if config.task_type == "SEQ_CLS":
+        auto_class = peft.AutoPeftModelForSequenceClassification
+        settings["num_labels"] = 1
+    model = auto_class.from_pretrained(folder, **settings).eval()
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder if has_tokenizer else config.base_model_name_or_path, trust_remote_code=False
+    )
+    ids = torch.linspace(0, len(tokenizer) - 1, 32).long()[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
+        difference = (merged(ids).logits - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    # peft 0.21 merges an adapter on tied embeddings wrongly: it changes the shared matrix twice.
+    if not difference <= 1e-3 * largest:  # also where one is not finite
+        sys.exit(
+            f"the whole model would be another one: its logits differ by up to {difference:.3g} "
+            f"from those of base and adapter, which are up to {largest:.3g} in size. Load the "
+            "adapter with peft instead, or make one that leaves tied embeddings alone"
+        )
+    if config.task_type == "SEQ_CLS":  # transformers finds the last token by it
+        merged.config.pad_token_id = tokenizer.pad_token_id
+        merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    moments = folder / adapters.MOMENTS_FILE  # of a reward model
+    if moments.is_file():
+        merged.config.update(json.loads(moments.read_text(encoding="utf-8")))
+    if merged.can_generate():
+        published = merged.generation_config
+        if (folder / "generation_config.json").is_file():
+            published = GenerationConfig.from_pretrained(folder)
+        merged.generation_config = PublishedGenerationConfig.from_dict(published.to_dict())
+    merged.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 def convert(folder: Path, dtype: str) -> None:
@@ -171,35 +162,14 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        help="folder .../checkpoints/global_step_...; with --merge also an adapter",
-    )
+    parser.add_argument("checkpoint", type=Path, help="with --merge also an adapter")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="convert the weights; default: as they were trained",
-    )
-    parser.add_argument(
-        "--critic",
-        action="store_true",
-        help="PPO's critic instead of the actor",
-    )
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="the whole model instead of the adapter, for runs with --lora_r",
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as they were trained")
+    parser.add_argument("--critic", action="store_true", help="PPO's critic, not the actor")
+    parser.add_argument("--merge", action="store_true", help="the whole model, not the adapter")
     args = parser.parse_args()
-    export(
-        args.checkpoint,
-        args.out,
-        dtype=args.dtype,
-        model="critic" if args.critic else "actor",
-        merge_adapter=args.merge,
-    )
+    model = "critic" if args.critic else "actor"
+    export(args.checkpoint, args.out, args.dtype, model, merge_adapter=args.merge)
     print(f"wrote {args.out}")
 
 

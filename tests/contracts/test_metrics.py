@@ -193,30 +193,6 @@ def test_the_token_means_of_sft(inputs, brute_force, launcher):
         assert_line(line, expect(brute_force["eval"]), "eval/")
 
 
-def test_reference_log_probs_are_computed_once(inputs):
-    flags = [
-        "--precompute_ref_log_probs",
-        "--max_steps",
-        1,
-        "--max_length",
-        20,
-    ]  # cut, so the tokens are others than those of the runs above
-    first = run(inputs, "dpo", "plain", *flags)
-    again = run(inputs, "dpo", "plain", *flags, "--warmup_steps", 0)
-    consoles = [(inputs / f"{output.name}.console").read_text() for output in (first, again)]
-    assert [console.count("taken from the cache") for console in consoles] == [
-        0,
-        2,
-    ]  # training and evaluation set
-    assert (
-        training_lines(first)[0]["rewards/margins"] == training_lines(again)[0]["rewards/margins"]
-    )
-    other = launch([], recipe("dpo"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir",
-                   inputs / "other-reference", "--precompute_ref_log_probs", "--max_steps", 1, "--max_length", 20, "--report_to", "none")  # fmt: skip
-    assert "taken from the cache" not in other.stdout  # another reference is another key
-    assert abs(training_lines(inputs / "other-reference")[0]["rewards/margins"]) < 1e-6
-
-
 def test_equal_rewards_are_no_success():
     """The policy as it starts ranks no pair right: an accuracy counts what is strictly above."""
     module = runpy.run_path(str(recipe("dpo")))

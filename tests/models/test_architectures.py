@@ -99,7 +99,7 @@ def test_what_text_never_reaches_is_found(name, capsys):
     unreached = {path for path, p in model.named_parameters() if p.grad is None}
     model.zero_grad()
     accelerator = types.SimpleNamespace(print=print)
-    architecture.freeze_unreached(accelerator, LogProbModel(model), 60)
+    architecture.freeze_unreached(accelerator, LogProbModel(model))
     assert {path for path, p in model.named_parameters() if not p.requires_grad} == unreached
     assert torch.equal(model(ids, use_cache=False).logits, before)
     said = {

@@ -102,5 +102,5 @@ def test_what_the_main_process_cannot_load_ends_all(tmp_path):
         check=False,
         timeout=100,
     )
-    message = "no causal language model could be loaded from"
+    message = "cannot be loaded by AutoModelForCausalLM"
     assert result.returncode and message in result.stdout, result.stdout

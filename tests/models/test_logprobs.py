@@ -7,13 +7,11 @@ import types
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -21,7 +19,7 @@ from architectures import TEXT, build
 from common import cpu
 from common.shared_args import SharedArgs
 from preference_recipes.models import checks, load, logprobs, prepare
-from preference_recipes.models.logprobs import ChunkedLogProbs, LogProbModel
+from preference_recipes.models.logprobs import ByChunks, LogProbModel, LogProbs
 from preference_recipes.models.packing import Packer
 from runs import tiny_llama
 
@@ -30,11 +28,12 @@ ALONE = Packer(CPU)
 SHARED = Packer(CPU, share=True)
 
 # What checks read of an accelerator.
-ON_CPU = types.SimpleNamespace(device=CPU)
+ON_CPU = types.SimpleNamespace(device=CPU, mixed_precision="no")
+IN_BF16 = types.SimpleNamespace(device=CPU, mixed_precision="bf16")
 
 
 def can_pack(wrapper, max_length: int = 30, varlen: bool = False) -> bool:
-    return checks.can_pack(ON_CPU, [wrapper], max_length, varlen)
+    return checks.can_pack(ON_CPU, wrapper, max_length, varlen)
 
 
 def batch():
@@ -184,56 +183,7 @@ def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
     with pytest.raises(SystemExit, match=r"differ from its own logits.*not supported yet"):
         checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
     with torch.autocast("cpu", torch.bfloat16):
-        checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_told_by_name(bad):
-    """They were taken for an architecture that is not supported yet."""
-    wrapper = LogProbModel(build("llama"))
-    layer = wrapper.model.model.layers[1]
-    with torch.no_grad():
-        layer.mlp.up_proj.weight[3, 2] = bad
-    with pytest.raises(
-        SystemExit,
-        match=r": model\.layers\.1\.mlp\.up_proj\.weight is not finite: the",
-    ):
-        checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
-    with torch.no_grad():
-        layer.input_layernorm.weight[0] = bad
-    with pytest.raises(SystemExit, match=r"up_proj\.weight is not finite, nor are 1 other par"):
-        checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
-
-
-def score_model():
-    config = AutoConfig.for_model("llama", **TEXT, num_labels=1)
-    return logprobs.ScoreModel(AutoModelForSequenceClassification.from_config(config))
-
-
-@pytest.mark.parametrize("way", ["trained", "frozen"])
-@pytest.mark.parametrize(
-    "wrapper", [lambda: LogProbModel(build("llama tied")), score_model], ids=["policy", "scores"]
-)
-def test_no_model_begins_with_weights_that_are_not_finite(wrapper, way):
-    """Also one that no log-probs are checked of: a reference, a reward model, a reward's policy."""
-    accelerator = Accelerator(cpu=True)
-    model = wrapper()
-
-    def prepared():
-        if way == "frozen":
-            return prepare.frozen(accelerator, model)
-        return prepare.for_training(accelerator, model, torch.optim.SGD(model.parameters()))
-
-    weights = dict(model.model.named_parameters())
-    with torch.no_grad():
-        weights["model.embed_tokens.weight"][7] = torch.nan  # harms the rows that have this token
-    prepared()
-    with torch.no_grad():
-        weights["model.layers.0.self_attn.v_proj.weight"][0, 0] = -torch.inf
-    with pytest.raises(
-        SystemExit, match=r": model\.layers\.0\.self_attn\.v_proj\.weight is not fi"
-    ):
-        prepared()
+        checks.check_logprobs(IN_BF16, wrapper, list(range(3, 19)))
 
 
 def test_log_softmax_is_fp32_under_half_weights():
@@ -248,9 +198,8 @@ def test_log_softmax_is_fp32_under_half_weights():
     targets = torch.tensor([0, 5, 1])
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     hidden.requires_grad_(), weight.requires_grad_()
-    logps, means, *_ = ChunkedLogProbs.apply(
-        hidden, weight, None, targets, 1.0, 0.0, ("mean_logits",)
-    )
+    job = LogProbs(targets, extras=("mean_logits",))
+    logps, means = ByChunks.apply(hidden, weight, None, 1000, job)
     assert logps.dtype == torch.float32 and torch.isfinite(means).all()
     torch.testing.assert_close(
         logps.double(), exact, rtol=1e-4, atol=4e-3
@@ -261,7 +210,7 @@ def test_log_softmax_is_fp32_under_half_weights():
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_head_under_half_precision(dtype, softcap):
+def test_the_head_under_half_precision(dtype, softcap, monkeypatch):
     """What a GPU computes of halves: logits and log-probs to the digits of fp32, gradients to those of the half."""
     torch.manual_seed(0)
     hidden, weight, bias = (
@@ -270,29 +219,24 @@ def test_the_head_under_half_precision(dtype, softcap):
         torch.randn(300).to(dtype),
     )
     targets, weights = torch.randint(300, (23,)), torch.rand(23)
-    ctx = types.SimpleNamespace(
-        dtype=dtype,
-        multiplier=0.7,
-        softcap=softcap,
-        vocabulary=300,
-        chunk=7,
-        kept=None,  # all are computed again
-        needs_input_grad=(True, True, True),
-        saved_tensors=(hidden, weight, bias, targets),
-    )
+    monkeypatch.setattr(logprobs, "product_dtype", lambda hidden: hidden.dtype)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300 * 7)
+    job = LogProbs(targets, 0.7, softcap)
     raw = (hidden.double() @ weight.double().T + bias.double()).requires_grad_()
     exact = softcap * torch.tanh(0.7 * raw / softcap) if softcap else 0.7 * raw
     exact_logps = exact.log_softmax(-1)
-    logits, logps = logprobs.logits_of(hidden, weight, bias, 0.7, softcap)
+    logits, logps = job.read(slice(None), hidden, weight, bias)
     torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=2e-6)
     assert logps.dtype == torch.float32
     torch.testing.assert_close(logps.double(), exact_logps, rtol=1e-6, atol=1e-6)
-    plain = logprobs.logits_of(hidden, weight, None, 1.0, 0.0)
+    plain = LogProbs(targets).read(slice(None), hidden, weight, None)
     torch.testing.assert_close(
         plain[1].double(), plain[0].double().log_softmax(-1), rtol=1e-6, atol=1e-6
     )
     (exact_logps.gather(1, targets[:, None]).squeeze(1) * weights).sum().backward()
-    ours = ChunkedLogProbs.backward(ctx, weights)[:3]
+    learned = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    (logps,) = ByChunks.apply(*learned, 300, job)
+    ours = torch.autograd.grad((logps * weights).sum(), learned)
     for grad, expected in zip(
         ours, (raw.grad @ weight.double(), raw.grad.T @ hidden.double(), raw.grad.sum(0))
     ):
@@ -326,9 +270,8 @@ def test_no_logits_of_the_whole_sequence_exist():
     chunk, logprobs.CHUNK_ELEMENTS = logprobs.CHUNK_ELEMENTS, 20_000 * 10
     try:
         with Watch():
-            logps, *_ = ChunkedLogProbs.apply(
-                hidden, weight, None, torch.arange(50), 1.0, 0.0, tuple(logprobs.EXTRAS)
-            )
+            job = LogProbs(torch.arange(50), extras=tuple(logprobs.EXTRAS))
+            logps, *_ = ByChunks.apply(hidden, weight, None, 20_000, job)
             logps.sum().backward()
     finally:
         logprobs.CHUNK_ELEMENTS = chunk

@@ -128,16 +128,6 @@ def test_sft_packs_for_flash_attention(flash):
     assert "cu_seq_lens_q" not in sft["collate"](columns, SHARED)["inputs"]
 
 
-def test_what_text_reaches_is_found_under_flash_attention(flash):
-    """It does not run without values: sdpa takes its place while the run looks."""
-    wrapper = flash_model()
-    assert architecture.without_gradient(wrapper, 16) == set() and flash == []
-    assert wrapper.config._attn_implementation == "flash_attention_2"
-    wrapper.model.model.layers[1].unused = torch.nn.Linear(2, 2)
-    found = architecture.without_gradient(wrapper, 16)
-    assert {name.rpartition(".")[0] for name in found} == {"model.model.layers.1.unused"}
-
-
 class Noting(dict):
     """A dict that notes which keys are asked for by name, as that of ZeRO-3 gathers them."""
 

@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-import types
+from pathlib import Path
 
 import peft
 import pytest
@@ -26,7 +26,7 @@ from transformers import (
 import architectures
 from common import adapters, arguments, folders
 from common.shared_args import RolloutArgs, SharedArgs
-from preference_recipes.models import architecture, load, lora, merge, prepare
+from preference_recipes.models import architecture, load, lora, prepare
 from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.tools import export as exporting
@@ -68,19 +68,13 @@ def arguments_of(**given):
     return SharedArgs(**{"lora_r": 4, **given})
 
 
-def in_4bit():
-    """How a base is packed, in fp32."""
-    Accelerator(cpu=True)  # its precision
-    return load.in_4bit(arguments_of(load_in_4bit=True))
-
-
 def adapted(model, **given):
     """A wrapper around a model with adapters, as the recipes make it."""
     accelerator = Accelerator(cpu=True)
     args = arguments_of(**given)
     lora.complete_settings(accelerator, args)
     wrapper = (ScoreModel if hasattr(model, "score") else LogProbModel)(model)
-    architecture.freeze_unreached(accelerator, wrapper, max_length=16)
+    architecture.freeze_unreached(accelerator, wrapper)
     lora.add_adapters(accelerator, wrapper, args)
     return wrapper
 
@@ -522,33 +516,28 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
         model.save_pretrained(name)
         AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(name)
     model.config.save_pretrained(names["with config"])
-    find = load.find_adapter_config_file
-    monkeypatch.setattr(
-        load, "find_adapter_config_file", lambda name: name if name == "org/name" else find(name)
-    )
     tokenizer = load.tokenizer_of(str(inputs / "model"))
     args = SharedArgs()
     ways = [
         load.tokenizer_of,
-        lambda name: lora.complete_settings(
-            None, types.SimpleNamespace(reward_model_name_or_path=name)
-        ),
-        # These would first ask the hub for a tokenizer.
         lambda name: load.causal_lm(name, tokenizer, args),
         lambda name: load.causal_lm(name, tokenizer, args, frozen=True),
         lambda name: load.score_model(name, tokenizer, args, new_head=True),
     ]
-    for name in (*names.values(), "org/name"):
+    for name in names.values():
         command = f"python -m preference_recipes.tools.export {name} OUT"
-        for way in ways[:2] if name == "org/name" else ways:
+        for way in ways:
             refuses(f"{name!r} is an adapter", command, call=functools.partial(way, name))
+    find = load.find_adapter_config_file
+    monkeypatch.setattr(
+        load, "find_adapter_config_file", lambda name: name if name == "org/name" else find(name)
+    )
+    refuses("'org/name' is an adapter", call=lambda: load.tokenizer_of("org/name"))
 
     # That command takes a hub name, too.
-    written = []
-    monkeypatch.setattr(merge, "write", lambda adapter, out: written.append((adapter, out.mkdir())))
-    monkeypatch.setattr(sys, "argv", ["export", "org/name", str(tmp_path / "out"), "--merge"])
-    exporting.main()
-    assert written == [("org/name", None)] and (tmp_path / "out").is_dir()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", {"org/name": names["alone"]}.get)
+    exporting.export(Path("org/name"), tmp_path / "out", merge_adapter=True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
 
 
 def test_an_adapter_with_new_tokens_is_merged(inputs, tmp_path):
@@ -567,7 +556,7 @@ def test_an_adapter_with_new_tokens_is_merged(inputs, tmp_path):
         model.get_input_embeddings().weight[-2:] += 1.0
     model.save_pretrained(tmp_path / "adapter")
     tokenizer.save_pretrained(tmp_path / "adapter")
-    merge.write(str(tmp_path / "adapter"), tmp_path / "whole")
+    exporting.merge(str(tmp_path / "adapter"), tmp_path / "whole")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     ids = torch.tensor([[3, 4, len(tokenizer) - 1, len(tokenizer) - 2]])
     torch.testing.assert_close(whole(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
@@ -589,7 +578,7 @@ def test_a_merge_that_makes_another_model_is_refused(inputs, tmp_path, settings)
     peft.get_peft_model(base, lora_config).save_pretrained(tmp_path / "adapter")
     refuses(
         "the whole model would be another one: its logits differ by",
-        call=lambda: merge.write(str(tmp_path / "adapter"), tmp_path / "whole"),
+        call=lambda: exporting.merge(str(tmp_path / "adapter"), tmp_path / "whole"),
     )
     assert not (tmp_path / "whole").exists()
 

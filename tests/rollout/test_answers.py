@@ -11,7 +11,7 @@ import templates
 from bare_runs import bare_sampler, data_of
 from preference_recipes.data import answer_column
 from preference_recipes.data.chat import decode_answers
-from preference_recipes.rollouts import answers, generation, rewards
+from preference_recipes.rollouts import answers, rewards
 from runs import refuses
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"
@@ -335,50 +335,6 @@ def held_out(*prompt_lengths: int) -> dict:
         "answer": ["1"] * len(prompt_lengths) + [""],
     }
     return {"eval/sums/": datasets.Dataset.from_dict(rows)}
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, monkeypatch, name):
-    """What is not refused can be generated, to its last token; what is refused cannot."""
-    model = architectures.build(name)
-    # No token of the vocabulary, so no answer ends early.
-    monkeypatch.setattr(generation.chat, "stop_tokens", lambda *_: {10**6})
-
-    def sampler_with(eval_sets: dict, room: int):
-        data = data_of([], eval_sets=eval_sets)
-        sizes = dict(max_new_tokens=room, exact_match_rows=None)
-        return bare_sampler(accelerator, tokenizer, model, data=data, **sizes)
-
-    def answer(eval_sets: dict, room: int):
-        return answers.exact_match(
-            sampler_with(eval_sets, room), eval_sets["eval/sums/"], "eval/sums/"
-        )
-
-    def check_room(eval_sets: dict, room: int):
-        answers.check_room(sampler_with(eval_sets, room))
-
-    just, beyond = held_out(5, 57, 9), held_out(5, 58, 9)
-    check_room(just, 8)
-    share, examples = answer(just, 8)
-    assert [example["row"] for example in examples] == [10, 11, 12]
-    assert 0 <= share["eval/sums/exact_match"] <= 1
-    if name == "gemma3":  # it computes any position
-        check_room(beyond, 800)
-        answer(beyond, 8)
-        return
-    refuses(
-        "--max_new_tokens 8", "a table of 64 positions", "row 11 of eval/sums has 58 tokens", "give --max_new_tokens 7, or",
-        call=lambda: check_room(beyond, 8),
-    )  # fmt: skip
-    with pytest.raises((IndexError, RuntimeError)):
-        answer(beyond, 8)
-    check_room(beyond, 7)
-    refuses(
-        "row 10 of eval/sums has 65 tokens: leave the answers of such rows empty",
-        call=lambda: check_room(held_out(65), 1),
-    )
-    without_answers = {"eval/": held_out(65)["eval/sums/"].remove_columns("answer")}
-    check_room(without_answers, 8)
 
 
 @pytest.mark.parametrize(

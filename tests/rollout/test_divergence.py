@@ -7,15 +7,16 @@ import torch
 
 from architectures import build
 from peers import trl_distill
-from preference_recipes.models import divergence, packing
+from preference_recipes.models import divergence, logprobs, packing
 from preference_recipes.models.divergence import (
     VALUES,
-    ChunkedDivergence,
     DistillModel,
+    Divergence,
     Head,
     Lesson,
     gaps_to_mixture,
 )
+from preference_recipes.models.logprobs import ByChunks
 
 BETAS = (0.0, 0.1, 0.5, 1.0)
 # Multiplier and soft cap of the student's logits, and of the teacher's.
@@ -69,14 +70,19 @@ def drawn(n=11, vocabulary=67, teacher_vocabulary=71, cut=61) -> dict:
 
 
 def ours(given: dict, formula: str, beta, temperature: float, cut: int):
-    """What `ChunkedDivergence` returns of these tensors, and the gradients of hidden states, weight and bias."""
+    """What a `Divergence` gives of these tensors, and the gradients of hidden states, weight and bias."""
     (multiplier, softcap), (teacher_multiplier, teacher_softcap) = FORMULAS[formula]
     learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
-    head = Head(given["teacher_weight"], given["teacher_bias"], teacher_multiplier, teacher_softcap)
-    lesson = Lesson(given["teacher_hidden"], head.cut(cut).at(temperature))
-    first, *others = ChunkedDivergence.apply(
-        *learned, given["targets"], multiplier / temperature, softcap / temperature, lesson, beta
+    head = Head(
+        given["teacher_weight"][:cut],
+        given["teacher_bias"][:cut],
+        teacher_multiplier,
+        teacher_softcap,
     )
+    lesson = Lesson(given["teacher_hidden"], head.at(temperature))
+    formula = (multiplier / temperature, softcap / temperature)
+    job = Divergence(given["targets"], *formula, lesson, beta)
+    first, *others = ByChunks.apply(*learned, cut, job)
     gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
     return first.detach(), dict(zip(VALUES, others)), gradients
 
@@ -123,7 +129,7 @@ def assert_close(found, expected, bound=1e-6):
 @pytest.mark.parametrize("beta", [*BETAS, None])
 def test_values_and_gradients_are_those_of_plain_fp64(beta, temperature, formula, monkeypatch):
     """Chunks of 3 of 11 positions, some of which count nowhere; heads of 67 and 71 rows cut to 61."""
-    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 61 * 3)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 61 * 3)
     case = (drawn(), formula, beta, temperature, 61)
     found = ours(*case)
     assert_close(found, exact(*case))
@@ -185,16 +191,10 @@ def test_losses_and_gradients_are_those_of_trl(case):
     learned = [given[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     hidden, weight, bias = learned
     head = Head(given["teacher_weight"], given["teacher_bias"], teacher_scale, teacher_cap)
-    first, *others = ChunkedDivergence.apply(
-        hidden[mask],
-        weight,
-        bias,
-        torch.zeros(int(mask.sum()), dtype=torch.long),
-        scale / temperature,
-        cap / temperature,
-        Lesson(given["teacher_hidden"][mask], head.at(temperature)),
-        beta,
-    )
+    lesson = Lesson(given["teacher_hidden"][mask], head.at(temperature))
+    targets = torch.zeros(int(mask.sum()), dtype=torch.long)
+    job = Divergence(targets, scale / temperature, cap / temperature, lesson, beta)
+    first, *others = ByChunks.apply(hidden[mask], weight, bias, len(weight), job)
     loss = first.mean()
     gradients = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, learned)])
     stored = STORED[trl_distill.name_of(*case)]
@@ -216,9 +216,6 @@ def test_what_is_stored_is_what_trl_computes():
     for name, values in found.items():
         for kind, numbers in values.items():
             assert numbers == pytest.approx(STORED[name][kind], abs=1e-6), (name, kind)
-
-
-# ---------------------------------------------------------------------------------------------- memory
 
 
 # ---------------------------------------------------------------------------------------------- whole models
@@ -247,7 +244,7 @@ PAIRS = [("gemma2", "qwen3"), ("cohere", "phi")]
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     """Loss, values and the gradient of every weight, of a teacher whose head is padded to another size, and of two teachers."""
-    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 295 * 5)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 295 * 5)
     student, teacher = (build(name) for name in names)
     other_teacher = build("llama tied", vocab_size=310)
     batch = batch_of(packed="gemma2" not in names)  # whose window is shorter than the rows

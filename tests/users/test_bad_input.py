@@ -17,15 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-import architectures
 from common.arguments import parse
 from common.launch import quiet
 from common.shared_args import SharedArgs, arg
 from contracts.proof import plain
 from preference_recipes.data import dataset, files
 from preference_recipes.data.pairs import preference_row
-from preference_recipes.models import checks, load, merge
-from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models import load
+from preference_recipes.tools import export
 from runs import ASSETS, REPOSITORY, recipe, refuses, tiny_llama, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
@@ -182,15 +181,13 @@ def copy(model, folder, **config):
     return folder
 
 
-def test_weights_that_would_be_random_and_ids_without_a_row_are_refused(model, tmp_path):
+def test_weights_that_would_be_random_are_refused(model, tmp_path):
     tokenizer = load.tokenizer_of(str(model))
     torn = copy(model, tmp_path / "torn")
     state = load_file(model / "model.safetensors")
     state.pop("lm_head.weight")
     save_file(state, torn / "model.safetensors", {"format": "pt"})
     refuses("lm_head", "at random", call=lambda: load.causal_lm(str(torn), tokenizer, DEFAULTS))
-    tokenizer.add_tokens([f"<{i}>" for i in range(5)])
-    refuses("264", "resize", call=lambda: load.causal_lm(str(model), tokenizer, DEFAULTS))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
     refuses("no_eos", "no EOS", call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")))
@@ -255,9 +252,6 @@ def own(model, tmp_path, monkeypatch):
     assert not trace.exists() and answers.tell() == 0
 
 
-NEVER_RUN = ("needs Python code of its own", "never run", "SECURITY.md")
-
-
 def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
     """Not even if a pipe says `y` where transformers would ask."""
     tokenizer = load.tokenizer_of(str(model))
@@ -265,16 +259,14 @@ def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
         "policy or reference": ("model", lambda: load.causal_lm(own["model"], tokenizer, DEFAULTS)),
         "reward model": ("model", lambda: load.score_model(own["model"], tokenizer, DEFAULTS)),
         "tokenizer": ("tokenizer", lambda: load.tokenizer_of(own["tokenizer"])),
-        "base": ("model", lambda: merge.write(own["adapter"], tmp_path / "merged")),
     }
     for name, call in refusals.values():
-        refuses(repr(own[name]), *NEVER_RUN, call=call)
+        refuses(repr(own[name]), "cannot be loaded", "custom code", call=call)
     in_plain = [
         lambda: plain.load(Path(own["model"])),
         lambda: plain.load(Path(own["adapter"])),
         lambda: plain.lost_files(Path(own["model"]), tokenizer, Path(own["tokenizer"])),
-        lambda: merge.load_base(own["model"], "SEQ_CLS"),
-        lambda: merge.tokenizer_of(own["tokenizer"], own["tokenizer"]),
+        lambda: export.merge(own["adapter"], tmp_path / "merged"),
     ]
     for call in in_plain:
         with pytest.raises(ValueError, match="trust_remote_code"):
@@ -298,21 +290,7 @@ def test_no_load_may_ask_whether_to_run_code():
                 settings = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 assert settings.get("trust_remote_code") == "False", f"{path.name}:{call.lineno}"
                 places.append(f"{path.name} {owner}")
-    assert {"load.py auto_class", "merge.py AutoTokenizer"} <= set(places)
-
-
-def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):
-    """Gemma 3's 270M and 1B: 262,144 embeddings, and a tokenizer whose token for an image is beyond them."""
-    folder = tiny_llama(tmp_path, vocab_size=261)
-    image = {"image_token": "<image_soft_token>"}
-    AutoTokenizer.from_pretrained(folder, extra_special_tokens=image).save_pretrained(folder)
-    tokenizer = load.tokenizer_of(str(folder))
-    assert tokenizer.image_token_id == 261 and len(tokenizer) == 262
-    assert load.causal_lm(str(folder), tokenizer, DEFAULTS).config.vocab_size == 261
-    tokenizer.add_tokens(["more"])
-    refuses(
-        "263 tokens", "261", "resize", call=lambda: load.causal_lm(str(folder), tokenizer, DEFAULTS)
-    )
+    assert {"load.py auto_class", "export.py AutoTokenizer"} <= set(places)
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
@@ -356,39 +334,6 @@ def test_a_reference_with_another_tokenizer(model, tmp_path):
     for file in copied.glob("*token*"):
         file.unlink()
     load.causal_lm(str(copied), tokenizer, DEFAULTS)  # weights alone are taken as they are
-
-
-@pytest.mark.parametrize(
-    "name, limit",
-    [
-        ("gpt2", 64),
-        ("opt", 64),
-        ("mpt", 64),
-        ("xglm", None),
-        ("llama", None),
-        ("mamba", None),
-    ],
-)
-def test_rows_longer_than_the_table_of_positions(name, limit):
-    """What can be read is what the model itself can read."""
-    model = architectures.build(name)
-    wrapper = LogProbModel(model)
-    checks.check_positions([wrapper], 64)
-    with torch.no_grad():
-        model(torch.zeros(1, 64, dtype=torch.long), use_cache=False)
-    if limit is None:
-        checks.check_positions([wrapper], 65)
-        with torch.no_grad():
-            model(torch.zeros(1, 65, dtype=torch.long), use_cache=False)
-        return
-    refuses(
-        "--max_length 65",
-        "table of 64 positions",
-        "give --max_length 64",
-        call=lambda: checks.check_positions([wrapper], 65),
-    )
-    with pytest.raises((IndexError, RuntimeError)), torch.no_grad():
-        model(torch.zeros(1, 65, dtype=torch.long), use_cache=False)
 
 
 def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):

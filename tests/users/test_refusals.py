@@ -55,9 +55,9 @@ TABLE = [
     ("dpo", [*OWN, "--lora_r", 4, "--lora_target_modules", "no"], 1, ["no linear layer of LlamaForCausalLM", "q_proj"]),
     ("dpo", [*OWN, "--attn_implementation", "flash"], 1, ['"flash"` is not supported', "sdpa"]),
     # Models.
-    ("dpo", ["--model_name_or_path", "/no/such", *OWN[2:]], 1, ["could be loaded from '/no/such'", "expected a Hugging Face folder"]),
+    ("dpo", ["--model_name_or_path", "/no/such", *OWN[2:]], 1, ["'/no/such' cannot be loaded by Auto"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], 1, ["'owner/never'", "connect"]),
-    ("dpo", [*OWN, "--ref_model_name_or_path", "/no/such"], 1, ["could be loaded from '/no/such'", "expected a Hugging Face folder"]),
+    ("dpo", [*OWN, "--ref_model_name_or_path", "/no/such"], 1, ["'/no/such' cannot be loaded by Auto"]),
     ("dpo", [*OWN, "--chat_template", "none.jinja"], 1, ["--chat_template none.jinja: expected a file"]),
     ("dpo", [*OWN, "--chat_template_kwargs", "{"], 1, ["--chat_template_kwargs {: expected a JSON object"]),
     # Data.
