@@ -104,12 +104,12 @@ def merge(adapter: str, out: Path) -> None:
     if not (folder / "adapter_config.json").is_file():
         sys.exit(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
     config = peft.PeftConfig.from_pretrained(folder)
-    settings = {"dtype": torch.float32, "trust_remote_code": False}
+    settings = {"dtype": torch.float32}
     auto_class = peft.AutoPeftModelForCausalLM
     if config.task_type == "SEQ_CLS":
         auto_class = peft.AutoPeftModelForSequenceClassification
         settings["num_labels"] = 1
-    model = auto_class.from_pretrained(folder, **settings).eval()
+    model = auto_class.from_pretrained(folder, trust_remote_code=False, **settings).eval()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(
         folder if has_tokenizer else config.base_model_name_or_path, trust_remote_code=False
