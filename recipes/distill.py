@@ -59,40 +59,31 @@ from preference_recipes.tools import preview
 @dataclass
 class Args(RolloutArgs):
     teacher_model_name_or_path: str | None = arg(
-        default=None, help="the model to learn from: a hub name or a folder"
+        None, "the model to learn from: a hub name or a folder"
     )
     teacher: list[str] | None = arg(
-        default=None, help="several, NAME=PATH each; a row's column `teacher` names its own"
+        None, "several, NAME=PATH each; a row's column `teacher` names its own"
     )
-    teacher_prompt: str | None = arg(
-        default=None, help="column with the prompt that the teacher reads, see docs/distill.md"
-    )
+    teacher_prompt: str | None = arg(None, "column with the teacher's prompt")
     on_policy_share: float = arg(
-        default=1.0,
+        1.0,
+        "of prompts that the student answers; others have a `completion`",
         at_least=0,
         at_most=1,
-        help="share of prompts that the student answers, the others the column `completion`",
     )
     loss_type: Literal["divergence", "sampled"] = arg(
-        default="divergence",
-        help="divergence: over the vocabulary; sampled: a policy gradient on the sampled tokens",
+        "divergence", "over the vocabulary, or a policy gradient on sampled tokens"
     )
     beta: float = arg(
-        default=1.0,
+        1.0,
+        "1: KL(student || teacher); 0: the other way round; between: Jensen-Shannon",
         at_least=0,
         at_most=1,
-        help="1: KL(student || teacher); 0: KL(teacher || student); between: Jensen-Shannon",
     )
-    max_new_tokens: int = arg(
-        default=1024, at_least=1, help="longest response; completions are cut to it"
-    )
-    train_batch_size: int = arg(default=128, at_least=1, help="samples of one update")
-    max_length: int = arg(
-        default=2048, at_least=2, help="tokens of prompt and --max_new_tokens together"
-    )
-    lr_scheduler_type: SchedulerType = arg(
-        default="constant_with_warmup", help="see transformers.get_scheduler"
-    )
+    max_new_tokens: int = arg(1024, "longest response; completions are cut to it", at_least=1)
+    train_batch_size: int = arg(128, "samples of one update", at_least=1)
+    max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "see transformers.get_scheduler")
 
 
 # ============================================================ the algorithm

@@ -53,29 +53,19 @@ from preference_recipes.tools import preview
 # ============================================================ arguments
 @dataclass
 class Args(SharedArgs):
-    ref_model_name_or_path: str | None = arg(
-        default=None, help="the reference policy; default: the policy before training"
-    )
-    beta: float = arg(default=0.1, above=0, help="strength of the pull towards the reference")
+    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy as it starts")
+    beta: float = arg(0.1, "strength of the pull towards the reference", above=0)
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
-        default="sigmoid", help="sigmoid is DPO's own; for the others see docs/dpo.md"
+        "sigmoid", "sigmoid is DPO's own; for the others see docs/dpo.md"
     )
-    gamma: float = arg(default=1.0, at_least=0, help="simpo: the margin of the chosen answer")
-    label_smoothing: float = arg(
-        default=0.0, at_least=0, below=0.5, help="how likely a label is wrong; sigmoid and robust"
-    )
-    share_prompts: bool = arg(
-        default=True, help="compute a prompt once for both answers, where the model allows it"
-    )
-    precompute_ref_log_probs: bool = arg(
-        default=False, help="compute the reference's log-probs once, and free it"
-    )
-    learning_rate: float = arg(default=5e-7, with_lora=5e-6, at_least=0, help="peak learning rate")
-    warmup_steps: float = arg(default=0.1, at_least=0, help="updates; below 1: a share of all")
-    max_new_tokens: int = arg(default=256, at_least=1, help="longest answer, for exact match")
-    exact_match_rows: int | None = arg(
-        default=None, at_least=0, help="most held-out rows of exact match; 0: none; default: all"
-    )
+    gamma: float = arg(1.0, "simpo: the margin of the chosen answer", at_least=0)
+    label_smoothing: float = arg(0.0, "how likely a label is wrong", at_least=0, below=0.5)
+    share_prompts: bool = arg(True, "compute a prompt once for both answers")
+    precompute_ref_log_probs: bool = arg(False, "compute the reference's log-probs once")
+    learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
+    warmup_steps: float = arg(0.1, "updates; below 1: a share of all", at_least=0)
+    max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
+    exact_match_rows: int | None = arg(None, "most rows of exact match; 0: none", at_least=0)
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"share_prompts", "precompute_ref_log_probs"}

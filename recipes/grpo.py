@@ -65,64 +65,41 @@ from preference_recipes.tools import preview
 # ============================================================ arguments
 @dataclass
 class Args(RewardArgs):
-    ref_model_name_or_path: str | None = arg(
-        default=None, help="the reference of --kl_coef; default: the policy before training"
-    )
-    n_samples_per_prompt: int = arg(default=8, at_least=1, help="responses to a prompt, its group")
-    max_new_tokens: int = arg(default=1024, at_least=1, help="longest response")
+    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy as it starts")
+    n_samples_per_prompt: int = arg(8, "responses to a prompt, its group", at_least=1)
+    max_new_tokens: int = arg(1024, "longest response", at_least=1)
     baseline: Literal["group", "rloo", "none"] = arg(
-        default="group", help="subtracted from a score: the mean of its group, of the others, or 0"
+        "group", "subtracted from a score: the mean of its group, of the others, or 0"
     )
     advantage_std: Literal["batch", "group", "mean", "none"] = arg(
-        default="batch",
-        help="divides advantages: their deviation over rollout or group, the group's mean score",
+        "batch", "divides advantages: their deviation over rollout or group, the group's mean score"
     )
     reward_scaling: Literal["sum", "each"] = arg(
-        default="sum", help="each: every reward is normalised in its group before they are added"
+        "sum", "each: every reward is normalised in its group before they are added"
     )
     loss_type: Literal["clip", "sapo", "cispo", "dppo_tv", "dppo_kl"] = arg(
-        default="clip", help="clip: PPO's clipped ratio; for the others see docs/grpo.md"
+        "clip", "clip is PPO's; for the others see docs/grpo.md"
     )
-    ratio: Literal["token", "sequence"] = arg(
-        default="token", help="the ratio of each token, or one for a whole response"
-    )
+    ratio: Literal["token", "sequence"] = arg("token", "of each token, or of a whole response")
     average: Literal["token", "sequence", "constant"] = arg(
-        default="token", help="what the loss is averaged over, see docs/grpo.md"
+        "token", "what the loss is averaged over, see docs/grpo.md"
     )
-    clip_range: float = arg(
-        default=0.2, at_least=0, help="clipping of the ratio below 1; dppo: of the distance"
-    )
+    clip_range: float = arg(0.2, "clipping of the ratio below 1; dppo: of the distance", at_least=0)
     clip_range_high: float = arg(
-        default=0.28, at_least=0, help="clipping of the ratio above 1; dppo: of the distance"
+        0.28, "clipping of the ratio above 1; dppo: of the distance", at_least=0
     )
-    off_policy_limit: float = arg(
-        default=0.0, at_least=0, help="leaves out bad responses too far from the sampler; 0: none"
-    )
-    kl_coef: float = arg(default=0.0, at_least=0, help="weight of the KL to the reference")
-    kl_estimator: Literal["k3", "k2"] = arg(
-        default="k3", help="how the KL is estimated from the sampled tokens: docs/grpo.md"
-    )
-    drop_equal_groups: bool = arg(
-        default=True, help="leave out groups whose advantages are all zero, unless there is a KL"
-    )
-    refill_rounds: int = arg(
-        default=0, at_least=0, help="how often a rollout samples others for groups left out"
-    )
-    overlong_buffer: int = arg(
-        default=0, at_least=0, help="the last tokens of a response, which are penalised; 0: none"
-    )
-    overlong_penalty: float = arg(default=1.0, at_least=0, help="the largest of these penalties")
-    mask_truncated: bool = arg(
-        default=False, help="do not train on responses truncated at --max_new_tokens"
-    )
-    train_batch_size: int = arg(default=256, at_least=1, help="samples of one update")
-    max_length: int = arg(
-        default=2048, at_least=2, help="tokens of prompt and --max_new_tokens together"
-    )
-    learning_rate: float = arg(default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate")
-    lr_scheduler_type: SchedulerType = arg(
-        default="constant_with_warmup", help="see transformers.get_scheduler"
-    )
+    off_policy_limit: float = arg(0.0, "leaves out bad responses too far off; 0: none", at_least=0)
+    kl_coef: float = arg(0.0, "weight of the KL to the reference", at_least=0)
+    kl_estimator: Literal["k3", "k2"] = arg("k3", "estimate of the KL")
+    drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
+    refill_rounds: int = arg(0, "how often others replace groups left out", at_least=0)
+    overlong_buffer: int = arg(0, "penalised last tokens of a response; 0: none", at_least=0)
+    overlong_penalty: float = arg(1.0, "the largest of these penalties", at_least=0)
+    mask_truncated: bool = arg(False, "do not train on responses truncated at --max_new_tokens")
+    train_batch_size: int = arg(256, "samples of one update", at_least=1)
+    max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
+    learning_rate: float = arg(1e-6, "peak learning rate", with_lora=1e-5, at_least=0)
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "see transformers.get_scheduler")
 
 
 # ============================================================ the algorithm

@@ -61,65 +61,35 @@ from preference_recipes.tools import preview
 # ============================================================ arguments
 @dataclass
 class Args(RewardArgs):
-    ref_model_name_or_path: str | None = arg(
-        default=None, help="the reference policy; default: the policy before training"
-    )
+    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy as it starts")
     critic_model_name_or_path: str | None = arg(
-        default=None, help="what the critic starts from; default: reward model, or else policy"
+        None, "what the critic starts from; default: reward model, or else policy"
     )
-    rollout_batch_size: int = arg(default=1024, at_least=1, help="prompts of one rollout")
-    kl_coef: float = arg(
-        default=0.05, at_least=0, help="weight of the KL to the reference; 0: no reference"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = arg(
-        default="k1", help="how the KL is estimated from the sampled tokens: docs/ppo.md"
-    )
-    kl_in: Literal["reward", "loss"] = arg(
-        default="reward", help="subtracted from each token's reward, or a term of the loss"
-    )
-    kl_target: float = arg(
-        default=0.0, at_least=0, help="adapt --kl_coef to keep the KL near this; 0: it stays fixed"
-    )
-    kl_horizon: float = arg(
-        default=10000, help="in samples: the larger, the more slowly --kl_coef adapts"
-    )
-    reward_clip: float = arg(
-        default=0.0, at_least=0, help="scores are clipped to plus and minus this; 0: no clipping"
-    )
-    missing_eos_penalty: float = arg(
-        default=0.0, at_least=0, help="subtracted from the score of a response that does not end"
-    )
-    gamma: float = arg(default=1.0, at_least=0, at_most=1, help="discount")
-    gae_lambda: float = arg(default=1.0, at_least=0, at_most=1, help="lambda of GAE")
-    clip_range: float = arg(
-        default=0.2, at_least=0, help="clipping of the ratio, below and above 1"
-    )
+    rollout_batch_size: int = arg(1024, "prompts of one rollout", at_least=1)
+    kl_coef: float = arg(0.05, "weight of the KL to the reference; 0: no reference", at_least=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = arg("k1", "estimate of the KL")
+    kl_in: Literal["reward", "loss"] = arg("reward", "what the KL is subtracted from or added to")
+    kl_target: float = arg(0.0, "the KL that --kl_coef adapts to; 0: it is fixed", at_least=0)
+    kl_horizon: float = arg(10000, "in samples: the larger, the more slowly --kl_coef adapts")
+    reward_clip: float = arg(0.0, "scores are clipped to plus and minus this; 0: not", at_least=0)
+    missing_eos_penalty: float = arg(0.0, "of the score of a response without an end", at_least=0)
+    gamma: float = arg(1.0, "discount", at_least=0, at_most=1)
+    gae_lambda: float = arg(1.0, "lambda of GAE", at_least=0, at_most=1)
+    clip_range: float = arg(0.2, "clipping of the ratio, below and above 1", at_least=0)
     clip_range_high: float | None = arg(
-        default=None, at_least=0, help="clipping of the ratio above 1; default: --clip_range"
+        None, "clipping of the ratio above 1; default: clip_range", at_least=0
     )
-    dual_clip: float = arg(
-        default=0.0, help="the largest ratio that counts at a negative advantage; 0: no bound"
-    )
-    value_clip_range: float = arg(
-        default=0.2, at_least=0, help="clipping of the values around the old ones; 0: none"
-    )
-    vf_coef: float = arg(default=0.1, at_least=0, help="weight of the value loss")
-    critic_warmup_rollouts: int = arg(
-        default=0, at_least=0, help="rollouts at the start in which only the critic learns"
-    )
-    train_batch_size: int = arg(default=128, at_least=1, help="samples of one update")
-    max_length: int = arg(
-        default=1024, at_least=2, help="tokens of prompt and --max_new_tokens together"
-    )
-    learning_rate: float = arg(
-        default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate of the actor"
-    )
+    dual_clip: float = arg(0.0, "largest ratio at a negative advantage; 0: no bound")
+    value_clip_range: float = arg(0.2, "clipping around the old values; 0: none", at_least=0)
+    vf_coef: float = arg(0.1, "weight of the value loss", at_least=0)
+    critic_warmup_rollouts: int = arg(0, "first rollouts, for the critic alone", at_least=0)
+    train_batch_size: int = arg(128, "samples of one update", at_least=1)
+    max_length: int = arg(1024, "tokens of prompt and --max_new_tokens together", at_least=2)
+    learning_rate: float = arg(1e-6, "peak learning rate of the actor", with_lora=1e-5, at_least=0)
     critic_learning_rate: float = arg(
-        default=1e-5, with_lora=1e-4, at_least=0, help="peak learning rate of the critic"
+        1e-5, "peak learning rate of the critic", with_lora=1e-4, at_least=0
     )
-    max_grad_norm: float = arg(
-        default=1.0, at_least=0, help="clipping of the joint norm of actor and critic; 0: none"
-    )
+    max_grad_norm: float = arg(1.0, "of actor and critic together; 0: no clipping", at_least=0)
 
 
 # ============================================================ the algorithm

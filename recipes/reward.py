@@ -51,15 +51,9 @@ from preference_recipes.tools import preview
 # ============================================================ arguments
 @dataclass
 class Args(SharedArgs):
-    center_coef: float = arg(
-        default=0.0, at_least=0, help="weight of a term that keeps scores around 0, such as 0.01"
-    )
-    pad_token: str | None = arg(
-        default=None, help="pads with it; default: the tokenizer's own, but not its EOS"
-    )
-    share_prompts: bool = arg(
-        default=True, help="compute a prompt once for both answers, where the model allows it"
-    )
+    center_coef: float = arg(0.0, "weight of a term that keeps scores around 0", at_least=0)
+    pad_token: str | None = arg(None, "pads with it; default: the tokenizer's own, but not its EOS")
+    share_prompts: bool = arg(True, "compute a prompt once for both answers")
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"share_prompts"}

@@ -52,20 +52,14 @@ from preference_recipes.tools import preview
 @dataclass
 class Args(SharedArgs):
     loss_on: Literal["assistant", "completion", "all"] = arg(
-        default="assistant", help="every assistant turn; the last turn; every token"
+        "assistant", "every assistant turn; the last turn; every token"
     )
-    loss_type: Literal["nll", "dft", "eaft"] = arg(
-        default="nll", help="dft: weighted by the token's probability; eaft: by the entropy"
-    )
-    packing: bool = arg(
-        default=False, help="put several short rows into one sequence, if the model allows it"
-    )
-    max_length: int = arg(default=1024, at_least=2, help="tokens of a row; the rest is cut off")
-    learning_rate: float = arg(default=2e-5, with_lora=2e-4, at_least=0, help="peak learning rate")
-    max_new_tokens: int = arg(default=256, at_least=1, help="longest answer, for exact match")
-    exact_match_rows: int | None = arg(
-        default=None, at_least=0, help="most held-out rows of exact match; 0: none; default: all"
-    )
+    loss_type: Literal["nll", "dft", "eaft"] = arg("nll", "dft, eaft: see docs/sft.md")
+    packing: bool = arg(False, "put several short rows into one sequence, if the model allows it")
+    max_length: int = arg(1024, "tokens of a row; the rest is cut off", at_least=2)
+    learning_rate: float = arg(2e-5, "peak learning rate", with_lora=2e-4, at_least=0)
+    max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
+    exact_match_rows: int | None = arg(None, "most rows of exact match; 0: none", at_least=0)
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"packing"}
