@@ -71,9 +71,9 @@ def encode_conversation(
     prompt: str | list[dict],
     completion: str | list[dict],
     loss_on: str,
-    tools: list | str | None = None,
+    tools: list[dict] | None = None,
 ) -> tuple[list[chat.Sequence], list[int], list[str]]:
-    """Returns a row's sequences, the ids before its last answer, and notes, see `chat.note`.
+    """Returns a row's sequences, the ids before its last answer, and notes.
 
     There is no sequence where there is no answer, and one for a string; of messages see
     `chat.encode_conversation`.
@@ -86,15 +86,13 @@ def encode_conversation(
         targets = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
         return [chat.Sequence(prompt_ids + ids, [False, *targets[1:]])], prompt_ids, []
 
-    # The completion may go on with the prompt's last message.
-    history, answer, prompts = chat.begun(tokenizer, prompt, completion, tools)
-    messages = history + answer
-    turns = learned_turns(messages, len(history))
+    messages = [*prompt, *completion]
+    turns = learned_turns(messages, len(prompt))
     if loss_on == "completion":
         turns = turns[-1:]
     if learn_contexts and not all(map(is_learned, messages)):
         raise formats.BadRow("--loss_on all learns every message, and one of them says no to it")
-    return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts, prompts)
+    return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
 
 
 def sft_row(

@@ -11,6 +11,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from preference_recipes.data import dataset
+from preference_recipes.data.conversion import Converter
+
 # The token that ends an answer, by the beginning of a template's name; and the tokenizer's EOS, where that is another.
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",
@@ -135,3 +138,9 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     )
     made.chat_template = template
     return made
+
+
+def load_rows(accelerator, path, function, tokenizer, columns=None, split="train", **settings):
+    """The usable rows of a data set, as a recipe loads them."""
+    converter = Converter(function, tokenizer, columns or {}, settings)
+    return dataset.load(accelerator, str(path), split, converter)

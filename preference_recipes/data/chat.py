@@ -16,11 +16,9 @@ prompt and answer apart, as at inference. What the rule meets on its way:
 Of an answer of several messages only what the model writes is learned, by the mask of `targets`.
 """
 
-import contextlib
 import copy
 import datetime
 import functools
-import itertools
 import json
 import re
 import sys
@@ -35,9 +33,9 @@ from common import in_one_line
 from preference_recipes.data import thoughts
 from preference_recipes.data.messages import (
     BadRow,
+    from_json,
     is_learned,
     learned_turns,
-    nested,
     without_nulls,
 )
 
@@ -46,16 +44,10 @@ DROPS_CALLS = "tool calls are not learned, because the chat template does not wr
 DROPS_ANSWER = "answers are not learned, because the chat template does not write them"
 # What the run says about data whose template does something that a user should know about.
 DROPS_ROLE = "messages that the chat template does not write"
-DROPS_TOOLS = "tools that the chat template does not write"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
-DROPS_EARLIER = "the chat template drops the thinking of an answer's earlier messages: not learned"
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
-CONTINUES = "prompts end with a message of the assistant, with which the model goes on"
 REWRITES_TURNS = "the chat template writes the earlier turns of an answer differently later on"
-FOLLOWS_LESS = (
-    "answers do not continue the generation prompt, so they are learned after what both share "
-    "(--chat_template or --chat_template_kwargs may align them)"
-)
+FOLLOWS_LESS = "answers do not continue the prompt: they are learned after what they share with it"
 
 # Messages for trials. No template and no data write these words by themselves.
 MARK = "zqzplace"
@@ -70,37 +62,25 @@ CALL: dict[str, Any] = {
 
 # What every template is given anyway.
 GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-# A surrogate: JSON may write a character as two of them.
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 # Splits the text of a control token, and is invisible.
 ZERO_WIDTH_SPACE = "\u200b"
 
 
 # ============================================================ texts and ids
 def encode(tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text, without the special tokens that a tokenizer puts around it.
-
-    Raises:
-        BadRow: the text holds half of a character.
-    """
+    """Returns the token ids of a text, without what a tokenizer puts around every text."""
     backend = backend_of(tokenizer)
-    try:
-        if backend is None:
-            return tokenizer(text, add_special_tokens=False).input_ids
-        # Without offsets, which nothing reads here: in half the time.
-        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    except TypeError:  # which does not say what is wrong
-        if HALF_CHARACTER.search(text):
-            raise BadRow("a text holds one half of a character, without the other") from None
-        raise
+    if backend is None:
+        return tokenizer(text, add_special_tokens=False).input_ids
+    # Without offsets, which nothing reads here: in half the time.
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 @functools.lru_cache(maxsize=16)
 def backend_of(tokenizer):
-    """Returns what encodes for a fast tokenizer; None for one in Python, or that truncates."""
+    """Returns what encodes for a fast tokenizer; None for one in Python."""
     tokenizer("")  # sets the backend to neither truncate nor pad, whatever its file says
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return None if backend is None or backend.truncation or backend.padding else backend
+    return getattr(tokenizer, "backend_tokenizer", None)
 
 
 def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> list[int]:
@@ -108,11 +88,7 @@ def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> li
 
     They are those of both texts together, cut between them; this counts where a tokenizer puts a
     space in front of a text's first word. If a token spans the border, no such cut exists, and the
-    text is tokenised alone. Examples, with a space between tokens:
-
-        before        text   both texts         returned
-        <user> Hi     you    <user> Hi you      you
-        ab            cd     a bc d             c d
+    text is tokenised alone: of `ab` and `cd`, where `bc` is a token, the ids of `c` and `d`.
 
     Of `before` what follows its last marker is enough: a tokenizer first cuts texts at these.
     """
@@ -183,15 +159,8 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
 def n_common(first, second) -> int:
     """Returns how many elements, or characters, both begin with."""
-    known = 0
-    most = min(len(first), len(second))
-    while known < most:  # a binary search: Python compares slices faster than their elements
-        middle = (known + most + 1) // 2
-        if first[known:middle] == second[known:middle]:
-            known = middle
-        else:
-            most = middle - 1
-    return known
+    differ = (place for place, (one, other) in enumerate(zip(first, second)) if one != other)
+    return next(differ, min(len(first), len(second)))
 
 
 def common_end(first: str, second: str) -> str:
@@ -214,51 +183,27 @@ def find_added_tokens(tokenizer, _size: int) -> re.Pattern:
 
 # ============================================================ the template itself
 def read(path: str) -> str:
-    """Returns the chat template in a file.
-
-    Raises:
-        SystemExit: no such file, not UTF-8, or no Jinja template.
-    """
-    try:
-        template = Path(path).read_text(encoding="utf-8")
-        template_utils.render_jinja_template([[]], chat_template=template)
-    except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
-        reason = in_one_line(error)
-        sys.exit(f"--chat_template {path}: expected a file with a Jinja template: {reason}")
-    except Exception:  # it is a template, though it wants messages
-        pass
-    return template
+    """Returns the chat template in a file."""
+    return Path(path).read_text(encoding="utf-8")
 
 
 def set_defaults(tokenizer, text: str) -> None:
-    """Gives variables of a tokenizer's chat template default values.
-
-    They are written at the beginning of the template. So they are saved with it, and whoever loads
-    the actor gets the same prompts without knowing about them.
+    """Gives variables of a tokenizer's chat template default values, which are saved with it.
 
     Args:
         text: a JSON object of names and values.
 
     Raises:
-        SystemExit: not a JSON object, no chat template, or a variable that it does not have.
+        SystemExit: a variable that the template does not have, and so would ignore.
     """
-    argument = f"--chat_template_kwargs {text}"
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        sys.exit(f"{argument}: expected a JSON object: {error}")
-    if not isinstance(values, dict):
-        sys.exit(f'{argument}: expected a JSON object, such as {{"enable_thinking": false}}')
-    if tokenizer.chat_template is None:
-        sys.exit(f"{argument}: the tokenizer has no chat template")
+    values = json.loads(text)
     known = variables(tokenizer)
     for name in values:
         if name not in known:
-            others = ", ".join(sorted(known)) or "none"
             sys.exit(
-                f"{argument}: the chat template has no variable {name!r} to set; it has: {others}"
+                f"--chat_template_kwargs {text}: the chat template has no variable {name!r} to "
+                f"set; it has: {', '.join(sorted(known)) or 'none'}"
             )
-
     defaults = {name: f"{name} | default({value!r})" for name, value in values.items()}
     tokenizer.chat_template = beginning_with(tokenizer, defaults)
 
@@ -282,10 +227,7 @@ def with_variables(tokenizer, values: dict | str | None):
     """
     if not values or tokenizer.chat_template is None:
         return tokenizer
-    given = values
-    if isinstance(values, str):
-        with contextlib.suppress(ValueError):  # refused below
-            given = json.loads(values)
+    given = from_json(values)
     if not isinstance(given, dict):
         raise BadRow(f"column 'chat_template_kwargs': expected an object, found {values!r:.80}")
     return tokenizer_with(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
@@ -325,7 +267,6 @@ class Style(NamedTuple):
     Attributes:
         parts: whether contents must be lists of parts (LLaVA), not strings.
         argument_texts: whether the arguments of tool calls must be JSON texts (DeepSeek-V3).
-        short_ids: whether calls must have ids of nine characters (Mistral).
         field: the field in which the template reads a thought; "" if it reads none.
         ending: what it writes after the last answer, whatever the answer is: `<|im_end|>\n`.
         end: the beginning of `ending` with the token that ends an answer, `<|im_end|>`; "" if there
@@ -334,7 +275,6 @@ class Style(NamedTuple):
 
     parts: bool = False
     argument_texts: bool = False
-    short_ids: bool = False
     field: str = ""
     ending: str = ""
     end: str = ""
@@ -343,14 +283,14 @@ class Style(NamedTuple):
 def render(
     tokenizer,
     messages: list[dict],
-    tools: list[dict] | str | None = None,
+    tools: list[dict] | None = None,
     add_generation_prompt: bool = False,
     style: Style | None = None,
 ) -> str:
     """Returns messages as the chat template writes them.
 
     Args:
-        tools: what the messages may call, as JSON schemas or as a JSON text of them.
+        tools: JSON schemas of what the messages may call.
         add_generation_prompt: end with what precedes an answer.
         style: how the template wants messages; found by trial if not given.
 
@@ -364,15 +304,12 @@ def render(
         )
     style = style or style_of(tokenizer)
     try:
-        schemas = None
-        if tools:
-            schemas = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
-        template = tokenizer.get_chat_template(tools=schemas)  # there may be several, by names
+        template = tokenizer.get_chat_template(tools=tools)  # there may be several, by names
         if getattr(tokenizer, "chat_date", None):
             template = dated(template, tokenizer.chat_date)
         return tokenizer.apply_chat_template(
-            in_style(tokenizer, template, messages, style),
-            schemas,
+            [in_style(tokenizer, message, style) for message in messages],
+            tools,
             chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -399,21 +336,18 @@ def dated(template: str, date: str) -> str:
     return call.sub(lambda found: repr(day.strftime(found[2])), template)
 
 
-def in_style(tokenizer, template: str, messages: list[dict], style: Style) -> list[dict]:
-    """Returns messages in the form that a template wants."""
-    messages = [dict(message) for message in messages]
-    for message in messages:
-        if message["role"] == "assistant":
-            message["content"] = without_end(tokenizer, message["content"], style)
-            if style.field and not message.get(style.field) and thoughts.of_field(message):
-                message[style.field] = thoughts.of_field(message)
-        if style.parts:
-            message["content"] = [{"type": "text", "text": message["content"]}]
-        if message.get("tool_calls") and "function" in template:  # else it may read flat calls
-            message["tool_calls"] = [nested(call) for call in message["tool_calls"]]
-        if message.get("tool_calls") and style.argument_texts:
-            message["tool_calls"] = [with_argument_text(call) for call in message["tool_calls"]]
-    return with_short_ids(messages) if style.short_ids else messages
+def in_style(tokenizer, message: dict, style: Style) -> dict:
+    """Returns a message in the form that a template wants."""
+    message = dict(message)
+    if message["role"] == "assistant":
+        message["content"] = without_end(tokenizer, message["content"], style)
+        if style.field and not message.get(style.field) and thoughts.of_field(message):
+            message[style.field] = thoughts.of_field(message)
+    if style.parts:
+        message["content"] = [{"type": "text", "text": message["content"]}]
+    if style.argument_texts and message.get("tool_calls"):
+        message["tool_calls"] = [with_argument_text(call) for call in message["tool_calls"]]
+    return message
 
 
 def without_end(tokenizer, content: str, style: Style) -> str:
@@ -426,39 +360,8 @@ def without_end(tokenizer, content: str, style: Style) -> str:
 
 def with_argument_text(call: dict) -> dict:
     """Returns a tool call whose arguments are a JSON text."""
-    function = call.get("function", {})
-    if not isinstance(function.get("arguments"), dict):
-        return call
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
-
-
-def with_short_ids(messages: list[dict]) -> list[dict]:
-    """Returns messages whose calls have ids of nine characters, and so have the calls' results.
-
-    A call with another id, or with none, gets its number. A result belongs to the call that it
-    names, or else to the next one that has no result.
-    """
-    short: dict[str, str] = {}  # the new id of each id that the data have
-    waiting: list[str] = []  # new ids of calls without a result
-    n_calls = 0
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or []:
-            old = str(call.get("id", ""))
-            new = old if len(old) == 9 and old.isalnum() else f"{n_calls:09d}"
-            n_calls += 1
-            short[old] = new
-            waiting.append(new)
-            calls.append({**call, "id": new})
-        if calls:
-            message["tool_calls"] = calls
-        if message["role"] == "tool":
-            new = short.get(str(message.get("tool_call_id")), waiting[0] if waiting else "")
-            message["tool_call_id"] = new
-            if new in waiting:
-                waiting.remove(new)
-    return messages
+    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def style_of(tokenizer) -> Style:
@@ -467,7 +370,7 @@ def style_of(tokenizer) -> Style:
 
 
 @functools.lru_cache(maxsize=16)
-def find_style(tokenizer, template: str, _eos: int) -> Style:
+def find_style(tokenizer, _template: str, _eos: int) -> Style:
     """Renders a few short messages, and infers from them how the template writes."""
 
     def write(style: Style, *messages: dict) -> str:
@@ -476,8 +379,8 @@ def find_style(tokenizer, template: str, _eos: int) -> Style:
         except BadRow:
             return ""
 
-    style = Style(short_ids=bool(re.search(r"length\s*!=\s*9\b", template)))
-    with_parts = style._replace(parts=True)
+    style = Style()
+    with_parts = Style(parts=True)
     user = {"role": "user", "content": MARK}
     if MARK in write(with_parts, user) and MARK not in write(style, user):
         style = with_parts
@@ -539,7 +442,7 @@ class Answer(NamedTuple):
         ids: the answer, up to and with the token that ends it; empty if the template does not write
             what the user gave.
         targets: which of `ids` the model writes itself, and should learn to.
-        notes: what the user should know about it, see `note`.
+        notes: what the user should know about it. The run prints each, with its number of rows.
     """
 
     prompt: list[int]
@@ -552,51 +455,13 @@ class Answer(NamedTuple):
 def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
     """Returns what a model reads before it answers these messages; nothing if there are none.
 
-    If the last one is the assistant's, the model goes on with it: its turn is left open, as
-    `apply_chat_template(..., continue_final_message=True)` does.
-
     Raises:
-        BadRow: there is no chat template, or it refuses the messages; the last one is a call.
+        BadRow: there is no chat template, or it refuses the messages.
     """
-    if not is_open(messages):
-        return generation_prompt(tokenizer, messages, tools)
-    *others, last = messages
-    longer = {**last, "content": last["content"] + MARK}
-    text, found, _ = render(tokenizer, [*others, longer], tools).rpartition(MARK)
-    if not found or last.get("tool_calls"):
-        raise BadRow("the prompt ends with a message of the assistant that cannot be continued")
-    if not render(tokenizer, messages, tools).startswith(text):  # it takes off whitespace there
-        text = text.rstrip()
-    return Prompt(text, encode(tokenizer, text))
-
-
-def generation_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
-    """Returns what a model reads before a new turn; nothing if there are no messages."""
     text = ""
     if messages:
         text = render(tokenizer, messages, tools, add_generation_prompt=True)
     return Prompt(text, encode(tokenizer, text))
-
-
-def is_open(messages: list[dict]) -> bool:
-    """Whether a prompt ends with a message of the assistant, with which the model goes on."""
-    return bool(messages) and messages[-1]["role"] == "assistant"
-
-
-def begun(
-    tokenizer, history: list[dict], answer: list[dict], tools=None
-) -> tuple[list[dict], list[dict], dict[int, Prompt]]:
-    """Moves what begins an answer at the end of its history to the answer.
-
-    Returns history, answer and, if anything was moved, the prompt of that turn by its number.
-    """
-    if not is_open(history) or not answer or answer[0]["role"] != "assistant":
-        return history, answer, {}
-    prompt = encode_prompt(tokenizer, history, tools)
-    *history, first = history
-    thinking = {field: first[field] for field in thoughts.FIELDS if field in first}
-    whole = {**thinking, **answer[0], "content": first["content"] + answer[0]["content"]}
-    return history, [whole, *answer[1:]], {len(history): prompt}
 
 
 def encode_answer(
@@ -608,19 +473,17 @@ def encode_answer(
 ) -> Answer:
     """Returns what `encode_turn` does, with the targets of an answer of several messages.
 
-    Results of tools, messages of a user and what says that it is not learned are no targets.
+    Results of tools, messages of a user and what says that it is not learned are no targets. There
+    are no ids if the template rewrites one message of the answer once others follow.
     """
-    if prompt is None:
-        prompt = encode_prompt(tokenizer, history, tools)
-    history, answer, prompts = begun(tokenizer, history, answer, tools)
-    if all(message["role"] == "assistant" and is_learned(message) for message in answer):
-        return encode_turn(tokenizer, history, answer, tools, prompt)
-
+    prompt = prompt or encode_prompt(tokenizer, history, tools)
+    if len(answer) == 1 and is_learned(answer[0]):
+        return encode_turn(tokenizer, history, answer[0], tools, prompt)
     messages = history + answer
     turns = learned_turns(messages, len(history))
-    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, prompts=prompts)
-    if len(sequences) > 1 and not why_left_out(notes):
-        sequences, notes = in_one_sequence(tokenizer, messages, turns, tools, prompts)
+    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools)
+    if len(sequences) > 1:
+        notes = [REWRITES_TURNS]
     if not sequences or why_left_out(notes):
         return Answer(prompt.ids, context=prompt.ids, ids=[], targets=[], notes=notes)
     [(ids, targets)] = sequences
@@ -628,14 +491,8 @@ def encode_answer(
     return Answer(prompt.ids, ids[:n], ids[n:], targets[n:], notes)
 
 
-def encode_turn(
-    tokenizer,
-    history: list[dict],
-    answer: list[dict],
-    tools=None,
-    prompt: Prompt | None = None,
-) -> Answer:
-    r"""Returns the token ids of an answer, all to learn, and of what precedes it.
+def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
+    r"""Returns the token ids of an answer of one message, all to learn, and of what precedes it.
 
     Example, with ChatML:
 
@@ -644,40 +501,26 @@ def encode_turn(
         context    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
         ids        Yes<|im_end|>
 
-    Args:
-        history, answer: messages.
-        tools: see `render`.
-        prompt: what the model reads before it, if that is known.
-
     Raises:
-        BadRow: there is no chat template, or it refuses the messages.
+        BadRow: the chat template refuses the messages.
     """
-    if prompt is None:
-        prompt = generation_prompt(tokenizer, history, tools)
-    whole = render(tokenizer, history + answer, tools)
-    written = as_read(tokenizer, prompt.text, whole, history, answer, tools)
+    whole = render(tokenizer, [*history, answer], tools)
+    written = as_read(tokenizer, prompt.text, whole, history, tools)
     context, text = split_answer(prompt.text, written)
     reason = why_unwritten(tokenizer, history, answer, text, tools)
     if reason:
         return Answer(prompt.ids, context=prompt.ids, ids=[], targets=[], notes=[reason])
 
-    messages = history + answer
-    places = range(len(history), len(messages))
-    drops = [drops_thought(tokenizer, messages, place, whole, tools) for place in places]
-    notes = [DROPS_EARLIER] if any(drops[:-1]) else []
-    if drops[-1]:
+    notes = []
+    if drops_thought(tokenizer, history, answer, whole, tools):
         context, text = with_thinking(tokenizer, prompt.text, history, answer, tools)
         notes.append(DROPS_THOUGHT)
-
     context_ids = prompt.ids
     if context != prompt.text:
         if len(context) < len(render(tokenizer, history, tools)):
             raise BadRow("the chat template writes the history differently before the answer")
         context_ids = encode(tokenizer, context)
-        if not drops[-1]:
-            end_of_prompt = prompt.text[len(context) :]
-            example = f"the prompt ends {end_of_prompt!r}, the answer begins {text[:30]!r}"
-            notes.append(note(FOLLOWS_LESS, example))
+        notes = notes or [FOLLOWS_LESS]
     text, is_ended = up_to_end(tokenizer, text)
     ids = encode_after(tokenizer, context, context_ids, text)
     if not is_ended:
@@ -716,7 +559,7 @@ def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, st
     return prompt[:n], whole[n:]
 
 
-def as_read(tokenizer, prompt: str, whole: str, history: list, answer: list, tools) -> str:
+def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
     """Returns `whole`, a history with its answer, with the history as the prompt has it.
 
     gpt-oss drops the thinking of a tool call as soon as an answer follows; Mistral writes a system
@@ -730,7 +573,7 @@ def as_read(tokenizer, prompt: str, whole: str, history: list, answer: list, too
     The answer begins after the last generation prompt before the place of its content, which the
     rendering of another answer shows. If there is none, what ends the prompt takes its place.
     """
-    if whole.startswith(prompt) or len(answer) > 1:  # of several it may rewrite the first, too
+    if whole.startswith(prompt):
         return whole
     history_text = render(tokenizer, history, tools)
     if whole.startswith(history_text) or not prompt.startswith(history_text):
@@ -769,64 +612,54 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
 
 
 # ============================================================ what a template does not write
-def drops_thought(tokenizer, messages: list[dict], place: int, whole: str, tools) -> bool:
-    """Whether a message has thinking, and the template writes the same, `whole`, without it."""
-    if not thoughts.of_message(messages[place]):
+def drops_thought(tokenizer, history: list, answer: dict, whole: str, tools) -> bool:
+    """Whether an answer has thinking, and the template writes the same, `whole`, without it."""
+    if not thoughts.of_message(answer):
         return False
-    bare = thoughts.removed(messages[place])
-    return render(tokenizer, [*messages[:place], bare, *messages[place + 1 :]], tools) == whole
+    return render(tokenizer, [*history, thoughts.removed(answer)], tools) == whole
 
 
-def with_thinking(tokenizer, prompt: str, history: list, answer: list, tools) -> tuple[str, str]:
+def with_thinking(tokenizer, prompt: str, history: list, answer: dict, tools) -> tuple[str, str]:
     """Returns what `split_answer` does, with the thinking that the template drops of the answer.
 
-    It goes where the last message begins, in place of an empty thought there or at the end of the
-    prompt. Example, of DeepSeek-R1:
+    It goes where the answer begins, in place of an empty thought there or at the end of the prompt.
+    Example, of DeepSeek-R1:
 
         given       <think>Why</think>Yes
         prompt      <bot><think>
         rendered    <bot>Yes<end>
         returned    <bot> and <think>Why</think>Yes<end>
     """
-    before = [*history, *answer[:-1]]
-    bare = thoughts.removed(answer[-1])
+    bare = thoughts.removed(answer)
     bare["content"] = bare["content"].lstrip()  # that whitespace comes back with the thinking
-    whole = render(tokenizer, [*before, bare], tools)
-    read = prompt
-    if len(answer) > 1:
-        read = render(tokenizer, before, tools, add_generation_prompt=True)
-    whole = as_read(tokenizer, read, whole, before, [bare], tools)
-    context, text = split_answer(read, whole, thinks=True)
+    whole = render(tokenizer, [*history, bare], tools)
+    written = as_read(tokenizer, prompt, whole, history, tools)
+    context, text = split_answer(prompt, written, thinks=True)
     context = thoughts.AT_END.sub("", context)
     empty = thoughts.EMPTY.match(text)
     text = text[empty.end() :] if empty else text
     rest = text.lstrip()
     space = text[: len(text) - len(rest)]
-    thought = thoughts.written(answer[-1], str(tokenizer.chat_template))
+    thought = thoughts.written(answer, str(tokenizer.chat_template))
     text = space + thought + rest
     only_in_prompt = prompt[len(context) :]
     if thoughts.is_closed(only_in_prompt) or thoughts.EMPTY.fullmatch(only_in_prompt):
         return context, text
-    # What opens the thought may be the prompt's. And earlier messages are part of the answer, too.
+    # What opens the thought may be the prompt's.
     return split_answer(prompt, context + text)
 
 
-def why_unwritten(tokenizer, history: list, answer: list, text: str, tools) -> str:
+def why_unwritten(tokenizer, history: list, answer: dict, text: str, tools) -> str:
     """Returns why an answer cannot be learned, since the template does not write it; else "".
 
     Args:
         text: what the template writes for the answer. What is found there needs no trial.
     """
-    for place, message in enumerate(answer, len(history)):
-        content = thoughts.split(message["content"])[2].strip()
-        is_left_out = functools.partial(leaves_out, tokenizer, history + answer, place, tools)
-        if message["role"] != "assistant":
-            continue
-        if message.get("tool_calls") and is_left_out("tool_calls"):
-            return DROPS_CALLS
-        if content not in text and is_left_out("content"):
-            return DROPS_ANSWER
-    return ""
+    is_left_out = functools.partial(leaves_out, tokenizer, [*history, answer], len(history), tools)
+    if answer.get("tool_calls") and is_left_out("tool_calls"):
+        return DROPS_CALLS
+    content = thoughts.split(answer["content"])[2].strip()
+    return DROPS_ANSWER if content not in text and is_left_out("content") else ""
 
 
 def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -> bool:
@@ -849,51 +682,26 @@ def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -
         return False
 
 
-def unwritten_parts(tokenizer, messages: list[dict], tools=None, text: str = "") -> list[str]:
-    """Returns notes on messages and tools that the chat template leaves out without a word.
+def unwritten_roles(tokenizer, messages: list[dict], tools, text: str) -> list[str]:
+    """Returns notes on messages that the chat template leaves out without a word.
 
     At inference it leaves them out as well, so the rows are used. The user should know it.
 
     Args:
-        text: what the template writes, if it is known. What is found there needs no trial.
+        text: what the template writes for them. What is found there needs no trial.
     """
-    if not tools and all(message["content"].strip() in text for message in messages):
-        return []
-    try:
-        text = render(tokenizer, messages, tools)
-        without_tools = render(tokenizer, messages) if tools else ""
-    except BadRow:  # such as an empty prompt, or calls without tools
-        return []
-    notes = []
-    for place, message in enumerate(messages):
-        is_written = message["role"] == "assistant" or message["content"].strip() in text
-        if not is_written and leaves_out(tokenizer, messages, place, tools, "content"):
-            notes.append(f"{DROPS_ROLE} (role {message['role']!r})")
-    return notes + ([DROPS_TOOLS] if text == without_tools else [])
-
-
-def notes_on_prompt(tokenizer, messages: list[dict], tools=None, text: str = "") -> list[str]:
-    """Returns what the user should know about a prompt; the arguments are the same."""
-    return unwritten_parts(tokenizer, messages, tools, text) + [CONTINUES] * is_open(messages)
+    return [
+        f"{DROPS_ROLE} (role {message['role']!r})"
+        for place, message in enumerate(messages)
+        if message["role"] != "assistant" and message["content"].strip() not in text
+        if leaves_out(tokenizer, messages, place, tools, "content")
+    ]
 
 
 def why_left_out(notes: list[str]) -> str:
     """Returns the note that says an answer is not written; "" if there is none."""
     reasons = (DROPS_CALLS, DROPS_ANSWER, REWRITES_TURNS)
     return next((text for text in notes if text in reasons), "")
-
-
-def note(kind: str, example: str = "") -> str:
-    """Returns a note on a row for the user.
-
-    A note is one line `kind<TAB>example`; `conversion.describe_notes` takes it apart. The run
-    prints each kind once, with its number of rows and one example.
-
-    Args:
-        kind: like `example`, without tabs and newlines.
-        example: what this row has; the tab is left out if there is none.
-    """
-    return f"{kind}\t{example}" if example else kind
 
 
 # ============================================================ rows
@@ -910,7 +718,6 @@ def encode_conversation(
     turns: list[int],
     tools=None,
     learn_all: bool = False,
-    prompts: dict[int, Prompt] | None = None,
 ) -> tuple[list[Sequence], list[int], list[str]]:
     """Returns the sequences of a conversation, the ids before its last answer, and notes.
 
@@ -920,7 +727,6 @@ def encode_conversation(
     Args:
         turns: which messages are answers to learn.
         learn_all: learn what precedes the answers, too, each token once.
-        prompts: what precedes some turns, by their numbers, where it is known.
     """
     sequences: list[Sequence] = []
     prompt_ids: list[int] = []
@@ -928,8 +734,10 @@ def encode_conversation(
     previous = None  # the last answer that was learned
     for turn in turns:
         history = messages[:turn]
-        prompt = (prompts or {}).get(turn)
-        answer = encode_turn(tokenizer, history, [messages[turn]], tools, prompt)
+        prompt = encode_prompt(tokenizer, history, tools)
+        if turn == turns[-1]:
+            notes += unwritten_roles(tokenizer, history, tools, prompt.text)
+        answer = encode_turn(tokenizer, history, messages[turn], tools, prompt)
         notes += answer.notes
         if not answer.ids:  # the template does not write it
             continue
@@ -948,47 +756,7 @@ def encode_conversation(
         sequences.append(Sequence(answer.context + answer.ids, [False, *targets[1:]]))
         prompt_ids = answer.prompt
         previous = turn
-    if turns:
-        notes += unwritten_parts(tokenizer, messages[: turns[-1]], tools)
-        notes += [CONTINUES] * bool(prompts)
     return sequences, prompt_ids, notes
-
-
-def in_one_sequence(
-    tokenizer, messages: list[dict], turns: list[int], tools, prompts: dict[int, Prompt]
-) -> tuple[list[Sequence], list[str]]:
-    """Returns a conversation up to its last turn as one sequence, and notes.
-
-    Each turn is as the template writes it at last. As at inference, turns and what is between them
-    are tokenised apart. There is no sequence if a turn is not found.
-    """
-    history = messages[: turns[-1]]
-    last = encode_turn(tokenizer, history, [messages[turns[-1]]], tools)
-    text = render(tokenizer, history, tools, add_generation_prompt=True)
-    cuts = [0]
-    try:
-        for turn in turns[:-1]:
-            read = prompts.get(turn) or generation_prompt(tokenizer, messages[:turn], tools)
-            after = text_since(tokenizer, history, turn, tools)
-            cuts += [len(text) - len(split_answer(read.text, text)[1]), len(text) - len(after)]
-            if not text.endswith(after):
-                return [], [REWRITES_TURNS]
-    except BadRow:  # a result without its call
-        return [], [REWRITES_TURNS]
-    cuts.append(len(text))
-    if cuts != sorted(cuts) or last.prompt[: len(last.context)] != last.context:
-        return [], [REWRITES_TURNS]
-
-    ids: list[int] = []
-    targets: list[bool] = []
-    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
-        new = encode_after(tokenizer, text[:start], ids, text[start:end])
-        ids += new
-        targets += [number % 2 == 1] * len(new)  # in turn: what the model reads, and writes
-    kept = len(ids) - (len(last.prompt) - len(last.context))  # all that precedes the last turn
-    sequence = Sequence(ids[:kept] + last.ids, targets[:kept] + last.targets)
-    think = any(thoughts.of_message(messages[turn]) for turn in turns[:-1])
-    return [sequence], last.notes + [DROPS_EARLIER] * think
 
 
 def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
@@ -1002,51 +770,35 @@ def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
     return text.removeprefix(end)
 
 
-class Preference(NamedTuple):
-    """Token ids of a prompt and two answers, each up to its end; and notes, see `note`."""
+def encode_answers(
+    tokenizer, prompt, answers: list, tools=None
+) -> tuple[list[int], list[Sequence], list[str]]:
+    """Returns the token ids of a prompt and of one or two answers to it, and notes.
 
-    prompt: list[int]
-    chosen: Sequence
-    rejected: Sequence
-    notes: list[str]
+    An answer is empty if the chat template does not write it. If one answer continues only a
+    beginning of the generation prompt, that beginning is the prompt of both, and the rest is put at
+    the start of the other answer. Example, where the generation prompt ends with `<think>`:
 
-
-def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Preference:
-    """Returns the token ids of a pair. An answer is empty if the chat template does not write it.
-
-    The prompt's ids are the same for both answers. If one answer continues only a beginning of the
-    generation prompt, that beginning is the prompt of both, and the rest is put at the start of the
-    other answer. Example, where the generation prompt ends with `<think>`:
-
-        chosen    <think>Why</think>Yes
-        rejected  No
-        returned  prompt <bot>, chosen <think>Why</think>Yes<end>, rejected No<end>
+        answers    <think>Why</think>Yes and No
+        returned   prompt <bot>, answers <think>Why</think>Yes<end> and No<end>
 
     Args:
-        prompt, chosen, rejected: three strings, or three message lists.
+        prompt, answers: strings, or message lists.
         tools: see `render`.
     """
     if isinstance(prompt, str):
-        prompt_ids, *answers = encode_plain(tokenizer, prompt, chosen, rejected)
-        chosen, rejected = (Sequence(ids, [True] * len(ids)) for ids in answers)
-        return Preference(prompt_ids, chosen, rejected, notes=[])
+        prompt_ids, *ids_of_answers = encode_plain(tokenizer, prompt, *answers)
+        return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in ids_of_answers], []
     read = encode_prompt(tokenizer, prompt, tools)
-    first, second = (
-        encode_answer(tokenizer, prompt, answer, tools, prompt=read)
-        for answer in (chosen, rejected)
-    )
-    n = n_common(first.context, second.context)
-    chosen, rejected = (after_prompt(answer, n) for answer in (first, second))
-    notes = first.notes + second.notes + notes_on_prompt(tokenizer, prompt, tools, read.text)
-    return Preference(first.context[:n], chosen, rejected, notes)
-
-
-def after_prompt(answer: Answer, n: int) -> Sequence:
-    """Returns an answer with its context from the n-th token on, which is learned with it."""
-    if not answer.ids:  # the template does not write it
-        return Sequence([], [])
-    rest = answer.context[n:]
-    return Sequence(rest + answer.ids, [True] * len(rest) + answer.targets)
+    encoded = [encode_answer(tokenizer, prompt, answer, tools, read) for answer in answers]
+    n = n_common(encoded[0].context, encoded[-1].context)
+    sequences = []
+    for answer in encoded:
+        rest = answer.context[n:] if answer.ids else []
+        sequences.append(Sequence(rest + answer.ids, [True] * len(rest) + answer.targets))
+    notes = [note for answer in encoded for note in answer.notes]
+    notes += unwritten_roles(tokenizer, prompt, tools, read.text)
+    return encoded[0].context[:n], sequences, notes
 
 
 # ============================================================ between two answers
@@ -1054,8 +806,8 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
     """Refuses a template that cannot continue a conversation after what a model has sampled.
 
     A turn is never tokenised again: what comes back is appended to the ids that were sampled. So a
-    template must continue a conversation by adding to what it wrote. One that does not: its
-    generation prompt ends with `<bot><think>`, and it writes an earlier answer as `<bot>Yes`.
+    template must add to what it wrote. One that does not: its generation prompt ends with
+    `<bot><think>`, and it writes an earlier answer as `<bot>Yes`.
 
     Args:
         tools: with them, results of calls come back; without, messages of a user.
@@ -1064,18 +816,15 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
         BadRow: it rewrites answers, or leaves out what comes back, or the tools.
     """
     prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
-    text, end_of_answer = render_beyond_answer(tokenizer, MARKED, [QUESTION], None)
-    up_to_answer = text[:end_of_answer]
+    text, end = render_beyond_answer(tokenizer, MARKED, [QUESTION], None)
     # Whitespace around the answer is the model's own.
-    answer = up_to_answer.removeprefix(prompt).removesuffix(style_of(tokenizer).end).strip()
-    if not up_to_answer.startswith(prompt) or answer != MARK:
+    answer = text[len(prompt) : end].removesuffix(style_of(tokenizer).end).strip()
+    if not text.startswith(prompt) or answer != MARK:
         raise BadRow(
-            "the tokenizer's chat template writes an answer differently once it is followed: its "
-            f"generation prompt ends with {prompt[-40:]!r}, an earlier answer with "
-            f"{up_to_answer[-40:]!r}. So no turn can be appended to what was sampled: give another "
-            "template by --chat_template FILE, or switch off thinking by --chat_template_kwargs"
+            "the tokenizer's chat template writes an answer differently once it is followed, so no "
+            "turn can be appended to what was sampled: --chat_template or --chat_template_kwargs "
+            "may help"
         )
-
     prompt = render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
     names = [tool["function"]["name"] for tool in tools or []]
     if not all(name in prompt for name in names):
@@ -1089,9 +838,7 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
 def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     r"""Returns what the template writes after an answer's last token, up to the next answer.
 
-    Example: of ChatML, after the message `Too high.` of a user, the ids of
-
-        \n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n
+    Example: of ChatML, `\n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n`
 
     Args:
         messages: what comes back, at least one message. It may be anything, such as what the model
@@ -1119,12 +866,7 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
 def render_beyond_answer(
     tokenizer, answer: dict, messages: list[dict], tools: list[dict] | None
 ) -> tuple[str, int]:
-    r"""Renders a conversation that goes on after an answer; also returns where the answer ends.
-
-    Example, with ChatML. The answer is `zqzplace`, and ends with the first line:
-
-        <|im_start|>user\nzqz<|im_end|>\n<|im_start|>assistant\nzqzplace<|im_end|>
-        \n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n
+    """Renders a conversation that goes on after an answer; also returns where the answer ends.
 
     Raises:
         BadRow: the template refuses the messages, leaves out the answer, or ends it differently

@@ -20,19 +20,9 @@ import datasets
 import numpy as np
 import transformers
 
-from preference_recipes.data import (
-    answer_column,
-    chat,
-    files,
-    formats,
-    other_formats,
-    unread,
-)
+from common import in_one_line
+from preference_recipes.data import answer_column, chat, files, formats, unread
 from preference_recipes.data.messages import BadRow
-
-# Lists of truth values among the columns that a row function may return. All other lists are of
-# token ids.
-BOOLEAN_COLUMNS = {"targets", "chosen_targets", "rejected_targets", "completion_targets"}
 
 # The settings of a row function that cut rows, or leave them out.
 LIMITS = ("max_new_tokens", "max_length")
@@ -54,10 +44,11 @@ MOST_PROCESSES = 32
 CHECKSUM = "crc"
 ERROR = "error"
 
-# Next to the result: what nothing reads, see `unread.describe`.
+# Next to the result, and written last: what nothing reads, see `unread.describe`.
 UNREAD = "not_read.txt"
-# The column by which reward functions get a row's other columns.
+# The column by which reward functions get a row's other columns, but those for the template.
 KEPT_COLUMNS = "columns"
+FOR_TEMPLATES = {"tools", "chat_template_kwargs"}
 
 # What `generate` works on. The processes of `datasets` have it because they are forks: pickled, a
 # recipe's function would take the whole module of the recipe along.
@@ -83,34 +74,40 @@ class Converter:
         """Returns what the row function makes of a row, and columns of our own.
 
         These are `notes`, one a line; `longest`, the tokens of the row's longest sequence before
-        it was cut; `roles`, those of its messages with blanks between them, "" for strings; `row`,
-        the row's number from 1; `answer`, "" if it has none; and the checksum.
+        it was cut; `roles`, those of its messages, "" for strings; `row`, the row's number from 1;
+        `answer`, "" if it has none; and the checksum.
+
+        Raises:
+            BadRow: whatever fails, with the number of the row.
         """
-        row = rename_columns(row, self.columns)
         as_messages = bool(self.settings.get("strings_as_messages"))
         try:
-            row = other_formats.standard(row, as_messages)
+            row = formats.standard(formats.rename_columns(row, self.columns), as_messages)
             tokenizer = chat.with_variables(self.tokenizer, row.get("chat_template_kwargs"))
             values = self.function(row, tokenizer=tokenizer, **self.settings)
         except BadRow as error:
             raise BadRow(f"row {index + 1}: {error}") from None
+        except Exception as error:
+            kind = type(error).__name__
+            raise BadRow(f"row {index + 1}: {kind}: {in_one_line(error)}") from error
         notes = values.pop("notes", []) + self.note_on_strings(row)
-        longest = values.pop("longest", values["length"])
+        # Without a prompt nothing is asked: there is nothing to generate from.
+        answer = None if values.get("prompt_ids") == [] else row.get("answer")
         return {
             **values,
             "notes": "\n".join(notes),
-            "longest": longest,
+            "longest": values.get("longest", values["length"]),
             "roles": " ".join(formats.roles_of(row, as_messages)),
             "row": index + 1,
-            "answer": answer_of(row, values),
-            CHECKSUM: checksum(values),
+            "answer": answer_column.to_text(answer),
+            CHECKSUM: zlib.crc32(repr(values).encode()),
             ERROR: "",
         }
 
     def tokens_of(self, row: dict) -> dict:
         """Returns what is learned from a row; of the copy for reward functions only the names."""
         values = self.convert_row(row, 0)
-        names = list(json.loads(values.get(KEPT_COLUMNS, "{}")))
+        names = json.loads(values.get(KEPT_COLUMNS, "{}")).keys() - FOR_TEMPLATES
         return {**values, KEPT_COLUMNS: names, CHECKSUM: None}
 
     def note_on_strings(self, row: dict) -> list[str]:
@@ -139,16 +136,21 @@ def tokenise(name: str, split: str, converter: Converter) -> list[str]:
     folder = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "tokenised" / key
     if not kept_files(folder):
         rows = source.rows()
-        check_columns(name, rows, converter.columns)
+        for column_name, users_name in converter.columns.items():
+            # The held-out sets have `answer`, the training set need not.
+            if users_name not in rows.column_names and column_name != "answer":
+                sys.exit(
+                    f"--columns: data set {name!r} has no column {users_name!r}; "
+                    f"it has {rows.column_names}"
+                )
         generate(name, rows, converter, folder)
     return kept_files(folder)
 
 
 def kept_files(folder: Path) -> list[str]:
     """Returns the files that `datasets` wrote into a folder; none unless all are whole."""
-    found = list(folder.glob("*/*/*/dataset_info.json"))
-    whole = [info.parent for info in found if not info.parent.name.endswith(".incomplete")]
-    return sorted(str(file) for parent in whole for file in parent.glob("*.arrow"))
+    found = folder.glob("*/*/*/*.arrow") if (folder / UNREAD).is_file() else []
+    return sorted(str(file) for file in found if not file.parent.name.endswith(".incomplete"))
 
 
 def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) -> None:
@@ -159,7 +161,7 @@ def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) ->
     """
     try:
         first = converter.convert_row(next(rows.read(0, 1)), 0)
-    except (BadRow, UnicodeDecodeError) as error:
+    except BadRow as error:
         sys.exit(f"data set {name!r}, {error}")
     features = {column: feature_of(column, value) for column, value in first.items()}
     forked.update(rows=rows, converter=converter, first=first)
@@ -204,7 +206,7 @@ def converted_rows(spans: list[range]) -> Iterator[dict]:
             for row in forked["rows"].read(span.start, span.stop):
                 yield converter.convert_row(row, index)
                 index += 1
-        except (BadRow, UnicodeDecodeError) as error:
+        except BadRow as error:
             yield {**forked["first"], ERROR: str(error)}
             return
 
@@ -225,74 +227,9 @@ def number_of_processes(rows: int) -> int:
 def feature_of(name: str, value) -> datasets.Value | datasets.List:
     """Returns the type of a column, which the row function's value of any row tells."""
     if isinstance(value, list):
-        return datasets.List(datasets.Value("bool" if name in BOOLEAN_COLUMNS else "int32"))
+        return datasets.List(datasets.Value("bool" if name.endswith("targets") else "int32"))
     kinds = {str: "string", bool: "bool", int: "int64", float: "float64"}
     return datasets.Value(kinds[type(value)])
-
-
-# ============================================================ the user's columns
-def check_columns(name: str, rows: files.Rows, columns: dict[str, str]) -> None:
-    """Exits if a column that the user named is in no row of the data.
-
-    `answer` may be missing: the held-out sets have it, the training set need not.
-    """
-    for column_name, users_name in columns.items():
-        if users_name not in rows.column_names and column_name != "answer":
-            sys.exit(
-                f"--columns: data set {name!r} has no column {users_name!r}; "
-                f"it has {rows.column_names}"
-            )
-
-
-def rename_columns(row: dict, columns: dict[str, str]) -> dict:
-    """Returns a row under a format's names. The user's columns take precedence over the data's own.
-
-    Example: with `{"prompt": "question"}`, the row `{"question": "Why?", "text": "a"}` becomes
-    `{"question": "Why?", "prompt": "Why?"}`, see `hidden_columns`.
-    """
-    hidden = hidden_columns(columns)
-    renamed = {name: value for name, value in row.items() if name not in hidden}
-    for format_name, users_name in columns.items():
-        if users_name in row:
-            renamed[format_name] = row[users_name]
-    return renamed
-
-
-def hidden_columns(columns: dict[str, str]) -> set[str]:
-    """Returns the columns of the data that would take precedence over those that the user named.
-
-    Naming a column of one format switches off those that are looked for before it.
-    """
-    if "prompt" in columns or "completion" in columns:
-        return {"messages", "text"}
-    if columns.keys() & {"instruction", "input", "output"}:
-        others = {"messages", "prompt", "completion", "text", "conversations"}
-        return others - columns.keys()
-    if "conversations" in columns:
-        return {"messages", "prompt", "completion", "text"} - columns.keys()
-    if "text" in columns:
-        return {"messages", "prompt", "completion", "conversations", "instruction"}
-    return set()
-
-
-# ============================================================ columns of the result
-def answer_of(row: dict, values: dict) -> str:
-    """Returns the answer of a row, "" if it has none."""
-    # Without a prompt nothing is asked: there is nothing to generate from.
-    nothing_asked = values.get("prompt_ids") == []
-    if row.get("answer") is None or nothing_asked:
-        return ""
-    return answer_column.to_text(row["answer"])
-
-
-def checksum(values: dict) -> int:
-    """Returns the checksum of what a row function returned; the order of the keys counts."""
-    crc = 0
-    for name, value in values.items():
-        is_list = isinstance(value, list)
-        content = np.array(value, dtype=np.int32).tobytes() if is_list else repr(value).encode()
-        crc = zlib.crc32(content, zlib.crc32(f"{name} {len(content)} ".encode(), crc))
-    return crc
 
 
 def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
@@ -317,26 +254,16 @@ def read_usable(name: str, kept: list[str], settings: dict) -> tuple[datasets.Da
     converted = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in kept])
     notes = describe_unusable(converted, settings) + describe_notes(converted)
     file = Path(kept[0]).parents[3] / UNREAD  # `datasets` adds three folders
-    if file.is_file() and (not_read := file.read_text(encoding="utf-8")):
-        notes.append(not_read)
-    usable = select_usable(converted)
-    if len(usable) == 0:
-        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
-    return usable, notes
-
-
-def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
-    """Returns the usable rows, under a fingerprint of all rows' content."""
-    reasons = column(converted, "reason")
+    notes += filter(None, [file.read_text(encoding="utf-8")])
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
-    converted = converted.remove_columns(["notes", "longest", ERROR])
-    usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
-    superfluous = [CHECKSUM]
+    is_usable = column(converted, "reason") == ""
+    converted = converted.remove_columns(["notes", "longest", ERROR, CHECKSUM])
+    usable = converted.select(np.flatnonzero(is_usable), new_fingerprint=content)
+    if len(usable) == 0:
+        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     # `any` reads until it finds the first answer.
-    if not any(usable["answer"]):
-        superfluous.append("answer")
-    return usable.remove_columns(superfluous)
+    return usable if any(usable["answer"]) else usable.remove_columns(["answer"]), notes
 
 
 def describe_unusable(converted: datasets.Dataset, settings: dict) -> list[str]:
@@ -354,8 +281,6 @@ def describe_unusable(converted: datasets.Dataset, settings: dict) -> list[str]:
         why = with_limits(reason, settings)
         if why != reason:
             why += f", the longest has {lengths[is_meant].max():,} tokens"
-        if reason == formats.NO_ASSISTANT:
-            why += f", found {roles_in(converted.select(np.flatnonzero(is_meant)))}"
         count = f"{is_meant.sum()} of {len(reasons)}"
         notes.append(f"{count} left out ({why}): {row_numbers(rows[is_meant])}")
 
@@ -376,12 +301,6 @@ def with_limits(text: str, settings: dict) -> str:
     return text
 
 
-def roles_in(converted: datasets.Dataset) -> str:
-    """Returns the roles of all messages in some rows, such as `bot, user`; `none` without any."""
-    roles = {role for text in np.unique(column(converted, "roles")) for role in text.split()}
-    return ", ".join(sorted(roles)) or "none"
-
-
 def row_numbers(rows: np.ndarray, most: int = 3) -> str:
     """Returns the first row numbers in words, such as `row 7` or `rows 3, 4, 8 and 2 more`."""
     shown = ", ".join(map(str, rows[:most]))
@@ -391,39 +310,13 @@ def row_numbers(rows: np.ndarray, most: int = 3) -> str:
 
 
 def describe_notes(converted: datasets.Dataset) -> list[str]:
-    """Returns what the row function noted on usable rows: each kind once, with its number of rows.
-
-    Where rows of a kind have examples, the first is shown. Example, with a tab before each example:
-
-        row 1    tools are not written
-                 answers do not continue the prompt    it ends '<think>'
-        row 2    tools are not written
-        returned ["tools are not written: 2 rows",
-                  "answers do not continue the prompt: 1 rows (row 1: it ends '<think>')"]
-    """
+    """Returns what the row function noted on usable rows: each kind with its number of rows."""
     counts: collections.Counter[str] = collections.Counter()
-    examples: dict[str, str] = {}
-    for part in converted.select_columns(["notes", "reason", "row"]).iter(10_000):
-        for text, reason, row in zip(part["notes"], part["reason"], part["row"]):
-            if reason or not text:
-                continue
-            for kind, example in first_of_each_kind(text, row).items():
-                counts[kind] += 1
-                examples.setdefault(kind, example)
-    return [f"{kind}: {count} rows{examples[kind]}" for kind, count in counts.items()]
-
-
-def first_of_each_kind(text: str, row: int) -> dict[str, str]:
-    """Returns the kinds of a row's notes, each with its first example as it is printed.
-
-    Args:
-        text: the notes, one a line, see `chat.note`.
-    """
-    kinds: dict[str, str] = {}
-    for line in text.split("\n"):
-        kind, _, example = line.partition("\t")
-        kinds.setdefault(kind, f" (row {row}: {example})" if example else "")
-    return kinds
+    for part in converted.select_columns(["notes", "reason"]).iter(10_000):
+        for text, reason in zip(part["notes"], part["reason"]):
+            if not reason:
+                counts.update(dict.fromkeys(filter(None, text.split("\n"))).keys())
+    return [f"{kind}: {count} rows" for kind, count in counts.items()]
 
 
 # ============================================================ the cache's key

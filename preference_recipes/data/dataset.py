@@ -61,60 +61,40 @@ def load_data(accelerator, args, tokenizer, *, function, exact_match=False, **se
         function: makes token ids of a row, see `load`.
         exact_match: whether responses are compared with the held-out sets' column `answer`.
         settings: passed to `function`, besides `max_length` and `strings_as_messages`.
-
-    Raises:
-        SystemExit: see `load`, `load_mixture` and `load_evaluation_sets`.
     """
-    check_names(args)
+    for name in as_list(args.dataset_name) + as_list(args.eval_dataset_name):
+        files.data_files(name)  # ends the run if it is missing: held-out ones are read last
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
-    how = dict(function=function, tokenizer=tokenizer, columns=formats.column_names(args.columns))
+    converter = Converter(function, tokenizer, formats.column_names(args.columns), settings)
+    names = as_list(args.dataset_name)
     train, mixture = load_mixture(
-        accelerator,
-        args.dataset_name,
-        args.dataset_weights,
-        args.dataset_split,
-        **how,
-        **settings,
+        accelerator, names, args.dataset_weights, args.dataset_split, converter
     )
     eval_sets = load_evaluation_sets(
-        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how, **settings
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, converter
     )
     if exact_match:
         for name, rows in zip(args.eval_dataset_name or [], eval_sets.values()):
             answer_column.refuse_objects(name, rows)
-    return Data(train, mixture, eval_sets, Converter(**how, settings=settings))
+    return Data(train, mixture, eval_sets, converter)
 
 
-def check_names(args) -> None:
-    """Refuses local data that are missing: held-out ones are read after the training data are.
-
-    Raises:
-        SystemExit: with the name.
-    """
-    for name in as_list(args.dataset_name) + as_list(args.eval_dataset_name):
-        files.data_files(name)
-
-
-def load(
-    accelerator, name: str, split: str, function, tokenizer, columns: dict[str, str], **settings
-) -> datasets.Dataset:
+def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
     """Loads a data set and applies a row function such as `pairs.preference_row` to every row.
 
     That is done once: the result is cached on disk under a key made of everything it depends on.
     Rows that cannot be used are left out before any permutation, counted and printed by reason.
 
     Args:
-        function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns the
-            columns of the result; among them `length`, the number of tokens of the row (of a pair,
-            those of both sequences), `reason`, why a row is left out ("" if it is not), and
-            `truncated`, whether something was cut off. It may return `notes`, a list of what the
-            run prints about such rows, see `chat.note`, and `longest`, the tokens of its longest
-            sequence before anything was cut. It raises `BadRow` if a row fits no format.
-        columns: see `formats.column_names`.
-        settings: passed to `function`; `max_length` among them.
+        converter: its function is called as `function(row, tokenizer=tokenizer, **settings)`. It
+            returns the columns of the result; among them `length`, the number of tokens of the row
+            (of a pair, those of both sequences), `reason`, why a row is left out ("" if it is not),
+            and `truncated`, whether something was cut off. It may return `notes`, a list of what
+            the run prints about such rows, and `longest`, the tokens of its longest sequence before
+            anything was cut. It raises `BadRow` if a row fits no format.
 
     Returns:
-        The usable rows. Besides the columns of `function` they have `row`, the number in the file
+        The usable rows. Besides the columns of the function they have `row`, the number in the file
         (from 1), `roles`, see `Converter.convert_row`, and, where the data has one, `answer` as
         text ("" where a row has none).
 
@@ -122,7 +102,6 @@ def load(
         SystemExit: a row that fits no format (row number, column, expectation), or nothing usable
             left. On all processes.
     """
-    converter = Converter(function, tokenizer, columns, settings)
     accelerator.print(f"reading {name} ...", flush=True)
     # The first process of each machine fills the cache, and the others read what it wrote.
     is_first = accelerator.is_local_main_process
@@ -130,7 +109,7 @@ def load(
     kept = distributed.all_or_none(accelerator, is_first, fill_cache)
     first = accelerator.process_index - accelerator.local_process_index
     kept = gather_object([kept])[first]
-    read_cache = partial(read_usable, name, kept, settings)
+    read_cache = partial(read_usable, name, kept, converter.settings)
     usable, notes = distributed.all_or_none(accelerator, True, read_cache)
     warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
     others = [note for note in notes if note not in warnings]
@@ -141,7 +120,7 @@ def load(
 
 
 def load_mixture(
-    accelerator, names: str | list[str], weights: list[float] | None, *rest, **settings
+    accelerator, names: list[str], weights: list[float] | None, split: str, converter: Converter
 ) -> tuple[datasets.Dataset, Mixture]:
     """Loads one or several training sets; see `load`.
 
@@ -150,19 +129,14 @@ def load_mixture(
 
     Returns:
         The usable rows of all sets one after the other, and how they are mixed.
-
-    Raises:
-        SystemExit: not a weight above 0 for each set; what `load` raises.
     """
-    names = as_list(names)
-    if weights is None:
-        weights = [1.0] * len(names)
+    weights = [1.0] * len(names) if weights is None else weights
     if len(weights) != len(names) or not all(0 < weight < math.inf for weight in weights):
         sys.exit(
             f"--dataset_weights {' '.join(map(str, weights))}: expected {len(names)} numbers above "
             f"0, one for each of --dataset_name {' '.join(names)}"
         )
-    sets = [load(accelerator, name, *rest, **settings) for name in names]
+    sets = [load(accelerator, name, split, converter) for name in names]
     mixture = Mixture(tuple(len(rows) for rows in sets), tuple(weights))
     if len(sets) == 1 and weights == [1]:
         return sets[0], mixture
@@ -180,7 +154,7 @@ def load_mixture(
 
 
 def load_evaluation_sets(
-    accelerator, names: list[str] | None, *rest, **settings
+    accelerator, names: list[str] | None, split: str, converter: Converter
 ) -> dict[str, datasets.Dataset]:
     """Loads the held-out sets; see `load`.
 
@@ -193,5 +167,5 @@ def load_evaluation_sets(
         sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
     prefixes = [f"eval/{stem}/" for stem in stems] if len(stems) > 1 else ["eval/"]
     return {
-        prefix: load(accelerator, name, *rest, **settings) for prefix, name in zip(prefixes, names)
+        prefix: load(accelerator, name, split, converter) for prefix, name in zip(prefixes, names)
     }

@@ -2,16 +2,18 @@
 
 import re
 import sys
+from collections.abc import Sequence
 
 from preference_recipes.data import chat
 from preference_recipes.data.messages import (
     LOSS_KEYS,
     BadRow,
     as_messages,
+    from_json,
     is_learned,
     is_message,
     is_messages,
-    role_of,
+    without_nulls,
 )
 
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
@@ -20,11 +22,13 @@ HH_MARKER = "\n\nAssistant:"
 # A prompt or an answer: a string, or messages.
 Text = str | list[dict]
 
+# The columns that say which format a row has; the first that is there decides.
+LEADING = ("messages", "prompt", "conversations", "instruction", "text")
+# Others that belong to a format of these.
+LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction"}
 FORMAT_COLUMNS = (
-    "messages",
-    "prompt",
-    "completion",
-    "text",
+    *LEADING,
+    *LED_BY,
     "chosen",
     "rejected",
     "answer",
@@ -32,24 +36,12 @@ FORMAT_COLUMNS = (
     "label",
     "tools",
     "system",
-    # Alpaca's and ShareGPT's.
-    "instruction",
-    "input",
-    "output",
-    "conversations",
 )
-
-# Columns of images, audio and video that go with messages.
-MEDIA_COLUMNS = ("images", "videos", "audios")
-SINGLE_MEDIA_COLUMNS = ("image", "video", "audio")
+# Columns that hold a text, or messages.
+TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 
 NO_ASSISTANT = "no message of role assistant"
-
-IS_KTO = (
-    "column 'label': one answer and whether it is good is KTO's format, which recipes/kto.py "
-    "alone reads. For sft keep the good answers and remove the column; for dpo make pairs of a "
-    "chosen and a rejected answer"
-)
 
 
 # ============================================================ columns
@@ -69,6 +61,19 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
             )
         columns[column] = users_name
     return columns
+
+
+def rename_columns(row: dict, columns: dict[str, str]) -> dict:
+    """Returns a row under a format's names. The user's columns take precedence over the data's own.
+
+    Example: with `{"prompt": "question"}`, the row `{"question": "Why?", "messages": []}` becomes
+    `{"question": "Why?", "prompt": "Why?"}`: `messages` would be looked for before `prompt`.
+    """
+    named = {LED_BY.get(column, column) for column in columns}
+    first = next((place for place, column in enumerate(LEADING) if column in named), 0)
+    hidden = LEADING[:first]
+    renamed = {name: value for name, value in row.items() if name not in hidden}
+    return renamed | {name: row[users] for name, users in columns.items() if users in row}
 
 
 def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
@@ -95,107 +100,167 @@ def require(row: dict, *columns: str, expected: str) -> None:
         refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
 
-def refuse_media(row: dict) -> None:
-    """Raises `BadRow` if the row has images, videos or audios."""
-    for column in (*MEDIA_COLUMNS, *SINGLE_MEDIA_COLUMNS):
-        value = row.get(column)
-        if column in SINGLE_MEDIA_COLUMNS and isinstance(value, str | int | float):
-            # It may be something else, such as the name of a container's image. But `<image>` in a
-            # text of the row shows that it is a picture.
-            is_media = bool(value) and f"<{column}>" in str(row)
-        else:
-            is_media = bool(value)
-        if is_media:
-            raise BadRow(f"column {column!r} is not empty: only text is supported")
-
-
-def refuse_media_and_kto(row: dict) -> None:
-    """Raises `BadRow` if the row has images, videos or audios, or is in KTO's format."""
-    refuse_media(row)
-    has_label = str(row.get("label")).lower() in ("true", "false")
-    # Next to a text alone, `label` is the class in a classification data set.
-    if has_label and not (is_pair(row) or is_whole_text(row)):
-        raise BadRow(IS_KTO)
-
-
 def is_pair(row: dict) -> bool:
     """Whether a row has a chosen and a rejected answer, of any kind."""
     return row.get("chosen") is not None and row.get("rejected") is not None
+
+
+def leading_column(row: dict) -> str | None:
+    """Returns the column that decides about a row's format."""
+    return next((name for name in LEADING if row.get(name) is not None), None)
+
+
+# ============================================================ ShareGPT, Alpaca, a column `system`
+def standard(row: dict, strings_as_messages: bool = False) -> dict:
+    """Returns a row with the columns of DPO, SFT and the others, whichever format it has.
+
+    Its own columns stay: a reward function may ask for them. ShareGPT's `conversations` are
+    messages; Alpaca's `instruction` and `input` are the user's, and `output` is the completion.
+
+    Raises:
+        BadRow: a column of the format has a value of another kind, or one holds images or sound.
+    """
+    for column in MEDIA_COLUMNS:
+        # A text or a number may be something else, such as the name of a container's image.
+        if row.get(column) and not isinstance(row[column], (str, int, float)):
+            raise BadRow(f"column {column!r} is not empty: only text is supported")
+    leading = leading_column(row)
+    if leading == "conversations":
+        row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
+    if leading == "instruction":
+        row = from_alpaca(row)
+    if row.get("tools"):
+        row = {**row, "tools": standard_tools(row["tools"])}
+    if row.get("system"):
+        row = begin_with_system(row, strings_as_messages)
+    return row
+
+
+def from_alpaca(row: dict) -> dict:
+    """Returns a row of `instruction`, `input` and `output` as one of `prompt` and `completion`."""
+    prompt = []
+    for question, answer in row.get("history") or []:
+        prompt.append({"role": "user", "content": question})
+        prompt.append({"role": "assistant", "content": answer})
+    for column in ("instruction", "input", "output"):
+        fits = isinstance(row.get(column), (str, type(None)))
+        refuse_unless(fits, row, column, "a string")
+    question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    row = {**row, "prompt": [*prompt, {"role": "user", "content": question}]}
+    if row.get("output") is None:
+        return row
+    return {**row, "completion": [{"role": "assistant", "content": row["output"]}]}
+
+
+def standard_tools(tools):
+    """Returns tools, which may be JSON, as templates read them; None for an empty list."""
+    given = from_json(tools)
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
+    nested = [
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
+        for tool in given
+    ]
+    return without_nulls(nested) or None
+
+
+def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
+    """Returns a row whose messages begin with its column `system`, unless one begins them already.
+
+    That is its `messages` or its `prompt`, or else both answers of a pair. Strings become turns.
+
+    Raises:
+        BadRow: its strings are read as plain text, which has no system message.
+    """
+    refuse_unless(isinstance(row["system"], str), row, "system", "a string")
+    if is_plain_text(row):
+        if not strings_as_messages:
+            raise BadRow(
+                "column 'system' is next to strings, and plain text has no system message: "
+                "--strings_as_messages makes them turns of a chat that begins with it"
+            )
+        names = ["prompt", "chosen", "rejected"]
+        texts = preference(row) if is_pair(row) else ()
+        if not texts:
+            names = [name for name in ("prompt", "completion") if row.get(name) is not None]
+            texts = tuple(row[name] for name in names)
+        row = row | dict(zip(names, as_turns(*texts)))
+    name = leading_column(row)
+    names = [name] if name in ("messages", "prompt") else []
+    if is_pair(row) and not row.get("prompt"):
+        names = [name for name in ("chosen", "rejected") if not isinstance(row[name], str)]
+    for name in names:
+        messages = as_messages(row[name], "user") if row[name] else []
+        if not messages or messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": row["system"]}, *messages]
+        row = {**row, name: messages}
+    return row
 
 
 # ============================================================ conversations, completions, text
 def conversation(row: dict) -> tuple[Text, Text]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
-    The first line that fits the row decides:
-
-        columns                   prompt    completion
-        messages                  []        the messages
-        text, without the others  ""        the text          (see `is_whole_text`)
-        prompt and completion     both as strings, or both as message lists
+    The prompt of `messages` and of `text` is empty.
 
     Raises:
         BadRow: none of these is there, or a value is of another kind.
     """
-    refuse_media_and_kto(row)
+    refuse_label(row)
     if row.get("messages") is not None:
         fits = is_messages(row["messages"])
         refuse_unless(fits, row, "messages", "a list of messages with role and content")
-        messages = as_messages(row["messages"], "user")
-        check_loss_keys(messages)
-        return [], messages
+        return [], as_messages(row["messages"], "user")
     if is_whole_text(row):
         refuse_unless(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
-    require(
-        row,
-        "prompt",
-        "completion",
-        expected="'messages', or 'prompt' and 'completion', or 'text'",
-    )
+    expected = "'messages', or 'prompt' and 'completion', or 'text'"
+    require(row, "prompt", "completion", expected=expected)
     prompt = row["prompt"]
     completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt, completion
-    completion_messages = as_messages(completion, "assistant")
-    check_loss_keys(completion_messages)
-    return question_of(prompt), completion_messages
+    answer = as_messages(completion, "assistant")
+    return question_of(prompt, answer), answer
 
 
-def question_of(prompt: str | dict | list[dict]) -> list[dict]:
-    """Returns the messages of a prompt; none if it is empty, because then nothing is asked."""
-    return as_messages(prompt, "user") if prompt else []
+def refuse_label(row: dict) -> None:
+    """Raises `BadRow` if a row is KTO's: a recipe that reads no label would learn bad answers."""
+    has_label = str(row.get("label")).lower() in ("true", "false")
+    if has_label and not (is_pair(row) or is_whole_text(row)):
+        raise BadRow(
+            "column 'label': one answer and whether it is good is KTO's format, which "
+            "recipes/kto.py alone reads"
+        )
+
+
+def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) -> list[dict]:
+    """Returns the messages of a prompt; none if it is empty, because then nothing is asked.
+
+    Raises:
+        BadRow: it ends with the assistant, and so does the answer begin, in a second turn.
+    """
+    messages = as_messages(prompt, "user") if prompt else []
+    next_role = answer[0]["role"] if answer else "assistant"
+    if messages and messages[-1]["role"] == next_role == "assistant":
+        raise BadRow("the prompt ends with a message of the assistant, which cannot be continued")
+    return messages
 
 
 def is_whole_text(row: dict) -> bool:
-    """Whether a row is read as its column `text` alone.
-
-    Next to messages, a pair, or a prompt with a completion, `text` is the same in another form, as
-    in Alpaca's original file.
-    """
-
-    def has(*columns: str) -> bool:
-        return all(row.get(column) is not None for column in columns)
-
-    has_parts = has("messages") or has("prompt", "completion") or has("chosen", "rejected")
-    return has("text") and not has_parts
+    """Whether a row is read as its column `text` alone, whatever beside it is no format."""
+    return leading_column(row) == "text" and not is_pair(row)
 
 
-def check_loss_keys(messages: list[dict]) -> None:
-    """Raises `BadRow` if a turn of the assistant says more of the loss than yes or no.
-
-    Other keys that by their name are about it are refused, too: what they mean is not plain.
-    """
-    for number, message in enumerate(messages, 1):
-        for key, value in message.items():
-            is_unclear = key in LOSS_KEYS and value not in (0, 1)
-            is_unclear |= bool(value) and key.startswith(("skip", "mask"))
-            if message["role"] == "assistant" and is_unclear:
-                raise BadRow(
-                    f"message {number}, {key} {value!r}: every learned turn counts alike; remove "
-                    "the key, or give train: false to a turn that is not learned (--loss_on "
-                    "completion learns the last turn only)"
-                )
+def missing_answer(answer: Text) -> str:
+    """Returns why a row without anything to learn must be left out."""
+    if isinstance(answer, list):
+        roles = sorted({message["role"] for message in answer})
+        if "assistant" not in roles:
+            return f"{NO_ASSISTANT}, found {', '.join(roles) or 'none'}"
+        if not all(map(is_learned, answer)):
+            return "no answer that is to be learned"
+    return "empty answer"
 
 
 def without_loss_keys(value):
@@ -203,15 +268,6 @@ def without_loss_keys(value):
     if not is_messages(value):
         return value
     return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
-
-
-def missing_answer(answer: Text) -> str:
-    """Returns why a row without anything to learn must be left out."""
-    if isinstance(answer, list) and all(message["role"] != "assistant" for message in answer):
-        return NO_ASSISTANT
-    if isinstance(answer, list) and any(not is_learned(message) for message in answer):
-        return "no answer that is to be learned"
-    return "empty answer"
 
 
 # ============================================================ one answer, good or bad
@@ -230,17 +286,16 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
     """
     label = str(row.get("label")).lower()
     if label not in LABELS:
-        found = "none" if row.get("label") is None else f"{row['label']!r:.80}"
         raise BadRow(
-            f"column 'label': expected true or false, whether the answer is good, found {found}; "
-            "or 'chosen' and 'rejected'"
+            "column 'label': expected true or false, whether the answer is good, found "
+            f"{row.get('label')!r:.80}; or 'chosen' and 'rejected'"
         )
-    prompt, answer = conversation({name: row[name] for name in row if name != "label"})
+    prompt, answer = conversation({**row, "label": None})
     if isinstance(answer, list) and not prompt:  # of `messages`
         start = len(answer) - 1
         while start > 0 and answer[start]["role"] == answer[start - 1]["role"] == "assistant":
-            start -= 1  # no prompt ends with the assistant: the answer would go on with that
-        return answer[:start], answer[start:], LABELS[label]
+            start -= 1  # no prompt ends with the assistant
+        prompt, answer = answer[:start], answer[start:]
     return prompt, answer, LABELS[label]
 
 
@@ -261,105 +316,62 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 
     Raises:
         BadRow: a column is missing or has a value of another kind; in 3 the answers do not begin
-            with the same prompt.
+            with the same prompt, or not with that of column `prompt`.
     """
-    refuse_media_and_kto(row)
+    refuse_label(row)
     prompt = row.get("prompt")
-    needed = ["chosen", "rejected"]
-    if prompt is not None:
-        needed.append("prompt")
+    needed = ["chosen", "rejected"] + ["prompt"] * (prompt is not None)
     expected = "'chosen' and 'rejected', and 'prompt' unless both begin with it"
     require(row, *needed, expected=expected)
 
-    chosen = row["chosen"]
-    rejected = row["rejected"]
-    are_strings = all(isinstance(row[column], str) for column in needed)
-    if are_strings:  # 1.
-        return preference_of_strings(prompt, chosen, rejected)
-    chosen = as_messages(chosen, "assistant")
-    rejected = as_messages(rejected, "assistant")
-    check_loss_keys(chosen)
-    check_loss_keys(rejected)
+    if all(isinstance(row[column], str) for column in needed):  # 1.
+        return preference_of_strings(prompt, row["chosen"], row["rejected"])
+    chosen = as_messages(row["chosen"], "assistant")
+    rejected = as_messages(row["rejected"], "assistant")
     begin_with_answer = all(
         not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
     )
     if prompt is not None and begin_with_answer:  # 2.
         return question_of(prompt), chosen, rejected
-    return with_prompt_once(prompt, chosen, rejected)  # 3.
-
-
-def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Returns (prompt, chosen, rejected) of strings, the prompt stated once.
-
-    Answers may be hh-rlhf transcripts that repeat the prompt:
-
-        prompt    answers                             returned
-        given     transcripts that begin with it      split; the prompt may be longer than given
-        given     others                              as they are
-        None      transcripts                         split
-        None      others                              BadRow, see `split_transcripts`
-    """
-    shared = chosen[: chat.n_common(chosen, rejected)]
-    repeat_prompt = HH_MARKER in shared and shared.startswith(prompt or "")
-    if prompt is None or repeat_prompt:
-        return split_transcripts(chosen, rejected)
-    return prompt, chosen, rejected
-
-
-def with_prompt_once(
-    stated: Text | None, chosen: list[dict], rejected: list[dict]
-) -> tuple[list[dict], list[dict], list[dict]]:
-    """Returns (prompt, chosen, rejected) of two conversations that both begin with the prompt.
-
-    Args:
-        stated: column `prompt`, if there is one.
-
-    Raises:
-        BadRow: they do not begin with the same prompt, or column `prompt` contradicts it.
-    """
-    prompt, chosen_answer, rejected_answer = split_conversations(chosen, rejected)
-    if not prompt:
+    end = end_of_prompt(chosen, rejected)  # 3.
+    if end == 0:
         raise BadRow(
             "'chosen' and 'rejected' do not begin with the same prompt, each followed by an answer"
         )
-    if not stated:
-        return prompt, chosen_answer, rejected_answer
-    whole_prompt = join_prompts(as_messages(stated, "user"), prompt)
-    if not whole_prompt:
+    if not is_in_order(turns_of(question_of(prompt or [])), turns_of(chosen[:end])):
         raise BadRow(
-            "'chosen' and 'rejected' begin with another prompt than that of column 'prompt'"
+            "'chosen' and 'rejected' do not begin with all of the prompt in column 'prompt'"
         )
-    return whole_prompt, chosen_answer, rejected_answer
+    return chosen[:end], chosen[end:], rejected[end:]
 
 
-def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    r"""Returns (prompt, chosen, rejected) of two hh-rlhf transcripts that share their beginning.
+def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
+    r"""Returns (prompt, chosen, rejected) of strings, the prompt stated once.
 
-    Example:
+    Answers may be hh-rlhf transcripts that share their beginning. That is the prompt, unless column
+    `prompt` states another. Example:
 
         chosen      \n\nHuman: Why?\n\nAssistant: Because.
         rejected    \n\nHuman: Why?\n\nAssistant: Be silent.
         prompt      \n\nHuman: Why?\n\nAssistant:
     """
     shared = chosen[: chat.n_common(chosen, rejected)]
-    if HH_MARKER not in shared:
+    if HH_MARKER in shared and shared.startswith(prompt or ""):
+        end = shared.rindex(HH_MARKER) + len(HH_MARKER)
+        return shared[:end], chosen[end:], rejected[end:]
+    if prompt is None:
         raise BadRow(
             "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
             f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
         )
-    end = shared.rindex(HH_MARKER) + len(HH_MARKER)
-    return shared[:end], chosen[end:], rejected[end:]
+    return prompt, chosen, rejected
 
 
-def split_conversations(
-    chosen: list[dict], rejected: list[dict]
-) -> tuple[list[dict], list[dict], list[dict]]:
-    """Returns (prompt, chosen, rejected) of two conversations that begin with the same prompt.
+def end_of_prompt(chosen: list[dict], rejected: list[dict]) -> int:
+    """Returns how many messages two conversations share as their prompt; 0 if there is none.
 
-    The prompt is what both begin with, cut so that both answers begin with a message of the
-    assistant, and each has at least one message. It does not end with one, with which they would go
-    on. It is empty if there is no such place. Examples, with `U` and `A` for messages of user and
-    assistant:
+    Both answers begin with the assistant, have at least one message, and the prompt does not end
+    with the assistant. Examples, with `U` and `A` for messages of user and assistant:
 
         chosen         rejected       prompt      answers
         U1 A1 U2 A2    U1 A1 U2 A3    U1 A1 U2    A2          A3
@@ -368,73 +380,24 @@ def split_conversations(
     """
 
     def are_answers_from(place: int) -> bool:
-        is_open = place > 0 and chosen[place - 1]["role"] == "assistant"
+        is_open = chosen[place - 1]["role"] == "assistant"
         return chosen[place]["role"] == rejected[place]["role"] == "assistant" and not is_open
 
-    longest_prompt = min(len(chosen), len(rejected)) - 1  # an answer has one message at least
-    end = 0
-    while end < longest_prompt and chosen[end] == rejected[end]:
-        end += 1
+    end = chat.n_common(chosen[:-1], rejected[:-1])
     while end > 0 and not are_answers_from(end):
         end -= 1
-    return chosen[:end], chosen[end:], rejected[end:]
+    return end
 
 
-def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
-    """Returns the whole prompt of a row whose answers repeat what column `prompt` states.
-
-    The answers may repeat more of the prompt than the column states, or only its end. Messages are
-    equal if they have the same text, and both or neither are the assistant's. Examples, with `S`,
-    `U` and `A` for messages of system, user and assistant:
-
-           stated        repeated    returned
-        1. U             S U         S U
-        2. S U1 A1 U2    U2          S U1 A1 U2
-        3. U1            U2          []            (neither is part of the other)
-
-    Args:
-        stated: column `prompt`.
-        repeated: what both answers begin with.
-    """
-
-    def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:
-        return [(part["role"] == "assistant", part["content"].strip()) for part in messages]
-
-    stated_turns = turns_of(stated)
-    repeated_turns = turns_of(repeated)
-    # 1. The answers repeat all that the column states, maybe with other messages around or between.
-    if is_in_order(stated_turns, repeated_turns):
-        return repeated
-    # 2. They repeat only its end.
-    for length in range(min(len(stated), len(repeated)), 0, -1):
-        if stated_turns[-length:] == repeated_turns[:length]:
-            return stated[:-length] + repeated
-    return []  # 3.
+def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:
+    """Returns what makes messages of two columns the same: the assistant or not, and the text."""
+    return [(part["role"] == "assistant", part["content"].strip()) for part in messages]
 
 
 def is_in_order(parts: list, whole: list) -> bool:
     """Whether a list has all parts in their order, maybe with others between them."""
     remaining = iter(whole)
     return all(part in remaining for part in parts)  # `in` continues where it stopped
-
-
-def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles of a row's messages, each once; none if it has no message.
-
-    They are for what a run prints: the note on rows without an assistant, and at the end how to ask
-    the model.
-
-    Args:
-        strings_as_messages: count strings as user and assistant, where they become turns of them.
-    """
-    roles = []
-    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
-        value = row.get(name)  # of any kind: a recipe checks only the columns that it reads
-        parts = value if isinstance(value, list) else [value]
-        roles += [role_of(part) for part in parts if isinstance(part, dict)]
-    if not roles and strings_as_messages and is_plain_text(row):
-        roles = ["user", "assistant"]
-    return list(dict.fromkeys(roles))
 
 
 # ============================================================ strings
@@ -445,8 +408,7 @@ def is_plain_text(row: dict) -> bool:
     """
     if row.get("messages") is not None or is_whole_text(row):
         return False
-    names = ("prompt", "completion", "chosen", "rejected")
-    values = [row[name] for name in names if row.get(name) is not None]
+    values = [row[name] for name in TEXT_COLUMNS if row.get(name) is not None]
     return bool(values) and all(isinstance(value, str) for value in values)
 
 
@@ -454,30 +416,18 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     r"""Returns a prompt and its answers as message lists: strings become turns.
 
     Either all are strings, or all are message lists. If the prompt is empty and there is an answer,
-    nothing is asked, so both stay strings. Examples, with `U` and `A` for messages of user and
-    assistant:
-
-        prompt                                 answer            returned
-        "Why?"                                 "So."             [U]    [A]
-        "\n\nHuman: Why?\n\nAssistant:"        " So."            [U]    [A]
-        ""                                     "So."             ""     "So."
-        ""                                     none (in PPO)     [U]
-        [U]                                    [A]               [U]    [A]
+    nothing is asked, so both stay strings. A transcript of hh-rlhf has several turns.
     """
-    if not isinstance(prompt, str):
-        return prompt, *answers
-    if answers and not prompt:  # nothing is asked
+    if not isinstance(prompt, str) or (answers and not prompt):
         return prompt, *answers
     turns = transcript_turns(prompt)
     if turns is None:
         answer_turns = [[{"role": "assistant", "content": str(answer)}] for answer in answers]
         return [{"role": "user", "content": prompt}], *answer_turns
-    # Its answers may have several turns, too. In hh-rlhf they begin with a space.
-    answer_turns = [transcript_turns(HH_MARKER + str(answer)) or [] for answer in answers]
-    if turns[-1]["role"] == "assistant":  # which the answers go on with
-        for answer, (first, *_) in zip(answers, filter(None, answer_turns)):
-            first["content"] = " " * str(answer).startswith(" ") + first["content"]
-    return turns, *answer_turns
+    # Answers may have several turns, too.
+    return question_of(turns), *(
+        transcript_turns(HH_MARKER + str(answer)) or [] for answer in answers
+    )
 
 
 def goes_on(prompt: str, answer: str) -> bool:
@@ -498,3 +448,13 @@ def transcript_turns(text: str) -> list[dict] | None:
     if turns[-1] == {"role": "assistant", "content": ""}:
         turns.pop()
     return turns
+
+
+def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
+    """Returns the roles of a row's messages, each once, whichever become turns; none of strings."""
+    if strings_as_messages and is_plain_text(row):
+        return ["user", "assistant"]
+    values = [row.get(name) for name in ("messages", *TEXT_COLUMNS)]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    roles = [part.get("role") or part.get("from") for part in parts if isinstance(part, dict)]
+    return list(dict.fromkeys(map(str, roles)))

@@ -7,59 +7,76 @@ from preference_recipes.data.messages import has_text, learned_turns
 def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
-    """Returns the token ids of one pair, and whether it can be used.
-
-    What is longer than `max_length` is cut at the end; prompt and one answer count together.
-
-    Returns:
-        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_targets` and `rejected_targets`,
-        which tokens of the answers count, see `chat.Answer`; `length`, the tokens of both sequences
-        together, the prompt twice; `truncated`, whether anything was cut; `reason`, why the row
-        must be left out, "" if it can be used; `longest`, the tokens of prompt and longer answer
-        before the cut; `notes`, if there are any, see `dataset.load`.
+    """Returns the token ids of one pair, see `row_of_answers`.
 
     Raises:
         BadRow: the row is no preference, or the chat template refuses it.
     """
     prompt, chosen, rejected = formats.preference(row)
-    if strings_as_messages:
-        prompt, chosen, rejected = formats.as_turns(prompt, chosen, rejected)
-    reason = missing_text(prompt, chosen, rejected)
-    encoded = chat.Preference([], chat.Sequence([], []), chat.Sequence([], []), notes=[])
-    if not reason:
-        encoded = chat.encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
-        if not (encoded.chosen.ids and encoded.rejected.ids):
-            reason = chat.why_left_out(encoded.notes)
-    prompt_ids, (chosen_ids, chosen_targets), (rejected_ids, rejected_targets), notes = encoded
+    answers = {"chosen": chosen, "rejected": rejected}
+    return row_of_answers(row, prompt, answers, tokenizer, max_length, strings_as_messages)
 
-    longest = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
+
+def row_of_answers(
+    row: dict,
+    prompt: formats.Text,
+    answers: dict[str, formats.Text],
+    tokenizer,
+    max_length: int,
+    strings_as_messages: bool,
+) -> dict:
+    """Returns the token ids of a prompt and its answers, and whether the row can be used.
+
+    What is longer than `max_length` is cut at the end; prompt and one answer count together.
+
+    Args:
+        answers: `chosen`, `rejected` or both.
+
+    Returns:
+        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_targets` and `rejected_targets`,
+        which tokens of the answers count, see `chat.Answer`; `length`, the tokens of all sequences
+        together, the prompt in each; `truncated`, whether anything was cut; `reason`, why the row
+        must be left out, "" if it can be used; `longest`, the tokens of prompt and longer answer
+        before the cut; `notes`, see `dataset.load`.
+    """
+    texts = list(answers.values())
+    if strings_as_messages:
+        prompt, *texts = formats.as_turns(prompt, *texts)
+    reason = missing_text(prompt, *texts)
+    prompt_ids: list[int] = []
+    sequences = [chat.Sequence([], []) for _ in texts]
+    notes: list[str] = []
+    if not reason:
+        tools = row.get("tools")
+        prompt_ids, sequences, notes = chat.encode_answers(tokenizer, prompt, texts, tools)
+        if not all(sequence.ids for sequence in sequences):
+            reason = chat.why_left_out(notes)
+
+    longest = len(prompt_ids) + max(len(sequence.ids) for sequence in sequences)
     room = max(max_length - len(prompt_ids), 0)
     prompt_ids = prompt_ids[:max_length]
-    chosen_ids = chosen_ids[:room]
-    rejected_ids = rejected_ids[:room]
-    chosen_targets = chosen_targets[:room]
-    rejected_targets = rejected_targets[:room]
-
+    cut = [chat.Sequence(ids[:room], targets[:room]) for ids, targets in sequences]
+    if not reason and not room:
+        reason = "prompt fills max_length"
     # Compared after the cut: only what is left can tell them apart.
-    if not reason and chosen_ids == rejected_ids:
-        reason = "chosen equal to rejected" if room else "prompt fills max_length"
-    if not reason and not (any(chosen_targets) and any(rejected_targets)):
+    if not reason and len(cut) == 2 and cut[0].ids == cut[1].ids:
+        reason = "chosen equal to rejected"
+    if not reason and not all(any(targets) for _, targets in cut):
         reason = "nothing to learn within max_length"
-    # The order of the keys is part of the data's fingerprint, see `conversion.checksum`.
-    values = {
+    of_answers = dict.fromkeys(("chosen", "rejected"), chat.Sequence([], []))
+    of_answers |= dict(zip(answers, cut))
+    return {
         "prompt_ids": prompt_ids,
-        "chosen_ids": chosen_ids,
-        "rejected_ids": rejected_ids,
-        "chosen_targets": chosen_targets,
-        "rejected_targets": rejected_targets,
-        "length": 2 * len(prompt_ids) + len(chosen_ids) + len(rejected_ids),
+        "chosen_ids": of_answers["chosen"].ids,
+        "rejected_ids": of_answers["rejected"].ids,
+        "chosen_targets": of_answers["chosen"].targets,
+        "rejected_targets": of_answers["rejected"].targets,
+        "length": sum(len(prompt_ids) + len(ids) for ids, _ in cut),
         "truncated": longest > max_length,
         "reason": reason,
         "longest": longest,
+        "notes": notes,
     }
-    if notes:
-        values["notes"] = notes
-    return values
 
 
 def missing_text(prompt: formats.Text, *answers: formats.Text) -> str:

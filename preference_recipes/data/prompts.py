@@ -3,7 +3,7 @@
 import json
 
 from preference_recipes.data import chat, formats
-from preference_recipes.data.messages import BadRow, as_messages, has_text, is_messages
+from preference_recipes.data.messages import as_messages, has_text
 
 
 def prompt_row(
@@ -14,7 +14,7 @@ def prompt_row(
     strings_as_messages: bool = False,
     tools: list[dict] | None = None,
 ) -> dict:
-    """Returns `prompt_ids length truncated columns reason` of one row, and maybe `notes`.
+    """Returns `prompt_ids length truncated columns reason notes` of one row.
 
     `columns` is the whole row as a JSON text, for the reward function. Of `max_length` tokens,
     `max_new_tokens` are for the response.
@@ -25,34 +25,31 @@ def prompt_row(
     Raises:
         BadRow: the row has no prompt, or the chat template refuses it.
     """
-    formats.refuse_media(row)
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]
     if strings_as_messages:
         (prompt,) = formats.as_turns(prompt)
-    notes = []
+    notes: list[str] = []
     if isinstance(prompt, str):
         (ids,) = chat.encode_plain(tokenizer, prompt)
     else:
-        prompt = messages = as_messages(prompt, "user")
+        prompt = formats.question_of(prompt)
         tools = tools or row.get("tools")
-        ids = chat.encode_prompt(tokenizer, messages, tools).ids
-        notes = chat.notes_on_prompt(tokenizer, messages, tools)
+        text, ids = chat.encode_prompt(tokenizer, prompt, tools)
+        notes = chat.unwritten_roles(tokenizer, prompt, tools, text)
     reason = ""  # why the row cannot be used
     if not has_text(prompt):
         reason = "empty prompt"
     elif len(ids) + max_new_tokens > max_length:
         reason = "prompt leaves no room for max_new_tokens within max_length"
-    values = {
+    return {
         "prompt_ids": ids,
         "length": len(ids),
         "truncated": False,
         "columns": json.dumps(row, default=str),
         "reason": reason,
+        "notes": notes,
     }
-    if notes:
-        values["notes"] = notes
-    return values
 
 
 # ============================================================ prompts with teachers
@@ -84,75 +81,60 @@ def taught_row(
     Raises:
         BadRow: a column is missing, or its value is of another kind.
     """
-
-    def read(row: dict) -> dict:
-        return prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
-
+    formats.require(row, "prompt", expected="'prompt'")
     has_completion = with_completion and row.get("completion") is not None
     if has_completion:
-        row = with_conversation(row, strings_as_messages)
-    values = read(row)
+        pair = {name: row[name] for name in ("prompt", "completion")}
+        prompt, completion = formats.conversation(pair)
+        if strings_as_messages:
+            prompt, completion = formats.as_turns(prompt, completion)
+        row = {**row, "prompt": prompt, "completion": completion}
+    how = (tokenizer, max_length, max_new_tokens, strings_as_messages)
+    values = prompt_row(row, *how)
     if teacher_names:
-        values["teacher"] = teacher_of(row, teacher_names)
+        if row.get("teacher") not in teacher_names:
+            expected = " or ".join(teacher_names)
+            formats.refuse_unless(False, {"teacher": None, **row}, "teacher", expected)
+        values["teacher"] = row["teacher"]
     row_of_teacher = row
     if teacher_prompt is not None:
-        row_of_teacher = {**row, "prompt": prompt_of_teacher(row, teacher_prompt)}
-        of_teacher = read(row_of_teacher)
+        formats.require(row, teacher_prompt, expected=f"{teacher_prompt!r} (--teacher_prompt)")
+        prompt = row[teacher_prompt]
+        if not (isinstance(prompt, str) and isinstance(row["prompt"], str)):
+            prompt = formats.question_of(prompt)
+        row_of_teacher = {**row, "prompt": prompt}
+        of_teacher = prompt_row(row_of_teacher, *how)
         values["teacher_prompt_ids"] = of_teacher["prompt_ids"]
         values["reason"] = values["reason"] or of_teacher["reason"]
         values["longest"] = max(values["length"], of_teacher["length"])
     if with_completion:
-        answer = NO_ANSWER
-        answer_of_teacher = NO_ANSWER
-        if has_completion:
-            answer = encode_completion(row, tokenizer)
-            answer_of_teacher = encode_completion(row_of_teacher, tokenizer)
-            if not answer.ids:
-                values["reason"] = values["reason"] or reason_of_missing(row, answer)
-        # Its tokens are the same after both prompts: those that the student would write.
-        values["completion_ids"] = answer.ids[:max_new_tokens]
-        values["completion_targets"] = answer.targets[:max_new_tokens]
-        if answer.ids and not any(values["completion_targets"]):
-            values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
-        values["truncated"] = len(answer.ids) > max_new_tokens
-        if values["truncated"]:
-            values["longest"] = len(answer.ids)
-        values["context_ids"] = answer.context
-        values["teacher_context_ids"] = answer_of_teacher.context
-        if answer.notes:
-            values["notes"] = values.get("notes", []) + answer.notes
+        add_completion(values, row, row_of_teacher, tokenizer, max_new_tokens, has_completion)
     return values
 
 
-def with_conversation(row: dict, strings_as_messages: bool) -> dict:
-    """Returns the row with prompt and completion as two strings or two message lists."""
-    formats.require(row, "prompt", expected="'prompt'")
-    pair = {name: row[name] for name in ("prompt", "completion")}
-    prompt, completion = formats.conversation(pair)
-    if strings_as_messages:
-        prompt, completion = formats.as_turns(prompt, completion)
-    return {**row, "prompt": prompt, "completion": completion}
-
-
-def teacher_of(row: dict, names: list[str]) -> str:
-    """Returns the name of a row's teacher."""
-    name = row.get("teacher")
-    if name not in names:
-        raise BadRow(f"column 'teacher': expected {' or '.join(names)} (--teacher), found {name!r}")
-    return name
-
-
-def prompt_of_teacher(row: dict, column: str) -> str | list[dict]:
-    """Returns what the teacher reads in place of the row's prompt, of the same kind as that."""
-    prompt = row.get(column)
-    if not (isinstance(prompt, str) or is_messages(prompt)):
-        raise BadRow(
-            f"column {column!r} (--teacher_prompt): expected a string or a list of messages with "
-            f"role and content, found {prompt!r:.80}"
-        )
-    if isinstance(prompt, str) and not isinstance(row["prompt"], str):
-        return as_messages(prompt, "user")
-    return prompt
+def add_completion(
+    values: dict, row: dict, row_of_teacher: dict, tokenizer, room: int, has_completion: bool
+) -> None:
+    """Adds what `taught_row` says of completions, of which `room` tokens are kept."""
+    answer = NO_ANSWER
+    answer_of_teacher = NO_ANSWER
+    if has_completion:
+        answer = encode_completion(row, tokenizer)
+        answer_of_teacher = encode_completion(row_of_teacher, tokenizer)
+        if not answer.ids:
+            left_out = chat.why_left_out(answer.notes) or formats.missing_answer(row["completion"])
+            values["reason"] = values["reason"] or left_out
+    # Its tokens are the same after both prompts: those that the student would write.
+    values["completion_ids"] = answer.ids[:room]
+    values["completion_targets"] = answer.targets[:room]
+    if answer.ids and not any(values["completion_targets"]):
+        values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
+    values["truncated"] = len(answer.ids) > room
+    if values["truncated"]:
+        values["longest"] = len(answer.ids)
+    values["context_ids"] = answer.context
+    values["teacher_context_ids"] = answer_of_teacher.context
+    values["notes"] += answer.notes
 
 
 def encode_completion(row: dict, tokenizer) -> chat.Answer:
@@ -161,14 +143,8 @@ def encode_completion(row: dict, tokenizer) -> chat.Answer:
     completion = row["completion"]
     if not has_text(completion):
         return NO_ANSWER
-    if isinstance(prompt, str) and isinstance(completion, str):
+    if isinstance(prompt, str):
         context, ids = chat.encode_plain(tokenizer, prompt, completion)
         return chat.Answer(context, context, ids, [True] * len(ids), notes=[])
-    before = as_messages(prompt, "user")
-    after = as_messages(completion, "assistant")
-    return chat.encode_answer(tokenizer, before, after, row.get("tools"))
-
-
-def reason_of_missing(row: dict, answer: chat.Answer) -> str:
-    """Returns why a completion has no tokens, although the row has one."""
-    return chat.why_left_out(answer.notes) or formats.missing_answer(row["completion"])
+    answer = as_messages(completion, "assistant")
+    return chat.encode_answer(tokenizer, prompt, answer, row.get("tools"))

@@ -15,7 +15,7 @@ from preference_recipes.data.messages import BadRow
 # A key by the keys above it, lists not counted: ("messages", "tool_calls", "id").
 Path = tuple[str, ...]
 
-DEPTH = 3
+DEPTH = 4
 EXAMPLES = 3  # rows that are converted without a key
 MOST_ROWS = 20_000  # that are looked at
 

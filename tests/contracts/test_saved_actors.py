@@ -18,6 +18,7 @@ from transformers import (
 
 from common import actor, best, folders
 from common.progress import Progress
+from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data, load_evaluation_sets
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.tools import export
@@ -246,10 +247,9 @@ def test_the_answers_of_held_out_rows_are_part_of_their_content(accelerator, tmp
         folder.mkdir()
         rows = [{"prompt": text, "completion": "c", "answer": answer}]
         file = str(write_jsonl(folder / "rows.jsonl", rows))
-        sets = load_evaluation_sets(
-            accelerator, [file], "train", tokenizer=tokenizer, columns={}, function=prompt_row,
-            max_length=64, max_new_tokens=4, strings_as_messages=False,
-        )  # fmt: skip
+        settings = dict(max_length=64, max_new_tokens=4, strings_as_messages=False)
+        converter = Converter(prompt_row, tokenizer, {}, settings)
+        sets = load_evaluation_sets(accelerator, [file], "train", converter)
         assert list(sets) == ["eval/"] and sets["eval/"]["answer"] == [answer]
         found.append(Data(sets["eval/"], None, sets, None).fingerprints)
     assert len({data["held-out data"]["eval/"] for data in found}) == 3

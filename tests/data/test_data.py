@@ -23,6 +23,7 @@ from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
+from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
@@ -184,7 +185,7 @@ def test_prompt_inside_conversations():
         chosen[1:],
         other[1:],
     )
-    with pytest.raises(BadRow, match="begin with another prompt than that of column 'prompt'"):
+    with pytest.raises(BadRow, match="do not begin with all of the prompt in column 'prompt'"):
         formats.preference({"prompt": "something else", "chosen": chosen, "rejected": rejected})
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
         formats.preference(
@@ -211,8 +212,8 @@ def test_columns_name_the_users_own(tokenizer, accelerator, tmp_path):
     path = str(write_jsonl(tmp_path / "gsm8k.jsonl", rows))
     columns = formats.column_names(["prompt=question", "completion=answer"])
     assert columns == {"prompt": "question", "completion": "answer"}
-    data = dataset.load(
-        accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant"
+    data = load_rows(
+        accelerator, path, sft_row, tokenizer, columns=columns, max_length=99, loss_on="assistant"
     )
     expected = [
         [*plain(tokenizer, row["question"] + row["answer"]), tokenizer.eos_token_id] for row in rows
@@ -228,13 +229,12 @@ def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(
     rows = [{"body": "some text", "messages": [user("x"), assistant("y")]}] * 2
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     columns = formats.column_names(["text=body", "answer=gold"])
-    data = dataset.load(
-        accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant"
+    data = load_rows(
+        accelerator, path, sft_row, tokenizer, columns=columns, max_length=99, loss_on="assistant"
     )
     assert data["input_ids"][:] == [[*plain(tokenizer, "some text"), tokenizer.eos_token_id]] * 2
     assert "answer" not in data.column_names
-    refuses("has no column 'other'", call=lambda: dataset.load(
-        accelerator, path, "train", sft_row, tokenizer, formats.column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
+    refuses("has no column 'other'", call=lambda: load_rows(accelerator, path, sft_row, tokenizer, columns=formats.column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
 
 
 WITHOUT_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -295,9 +295,7 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
     def load(name, answers):
         rows = [{"prompt": U1, "completion": A1, "answer": answer} for answer in answers]
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", rows))
-        return dataset.load(
-            accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant"
-        )
+        return load_rows(accelerator, path, sft_row, tokenizer, max_length=99, loss_on="assistant")
 
     assert load("some", [None, 4])["answer"][:] == ["", "4"]
     assert "answer" not in load("none", [None, None]).column_names
@@ -308,12 +306,11 @@ def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
         str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}]))
         for name in ("one", "two")
     ]
-    how = dict(
-        function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant"
-    )
-    assert dataset.load_evaluation_sets(accelerator, None, "train", **how) == {}
-    assert list(dataset.load_evaluation_sets(accelerator, paths[:1], "train", **how)) == ["eval/"]
-    sets = dataset.load_evaluation_sets(accelerator, paths, "train", **how)
+    settings = dict(max_length=99, loss_on="assistant")
+    converter = conversion.Converter(sft_row, tokenizer, {}, settings)
+    load = lambda names: dataset.load_evaluation_sets(accelerator, names, "train", converter)
+    assert load(None) == {} and list(load(paths[:1])) == ["eval/"]
+    sets = load(paths)
     texts = {prefix: tokenizer.decode(data[0]["input_ids"]) for prefix, data in sets.items()}
     assert texts == {f"eval/{name}/": f"{U1}{name}<|im_end|>" for name in ("one", "two")}
 
@@ -357,15 +354,13 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
     rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in strings]
 
     def load(path):
-        return dataset.load(
-            accelerator, path, "train", preference_row, tokenizer, {}, max_length=99
-        )[:]
+        return load_rows(accelerator, path, preference_row, tokenizer, max_length=99)[:]
 
     expected = [pair(tokenizer, row) for row in rows if row["chosen"]]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
         assert data["row"] == [number for number, row in enumerate(rows, 1) if row["chosen"]], name
-        for key in expected[0].keys() - {"longest"}:
+        for key in expected[0].keys() - {"longest", "notes"}:
             assert data[key] == [row[key] for row in expected], (name, key)
     for kind in ("jsonl", "parquet", "csv", "jsonl.gz"):
         write(tmp_path / kind / f"part-1.{kind}", rows[2:])
@@ -491,15 +486,8 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
         )
     path = tmp_path / "calls.parquet"
     datasets.Dataset.from_list(raw).to_parquet(path)
-    data = dataset.load(
-        accelerator,
-        str(path),
-        "train",
-        sft_row,
-        tokenizer,
-        {},
-        max_length=1000,
-        loss_on="assistant",
+    data = load_rows(
+        accelerator, str(path), sft_row, tokenizer, max_length=1000, loss_on="assistant"
     )
     for row, (chat, tools) in zip(data, clean, strict=True):
         text = tokenizer.apply_chat_template(chat, tools, tokenize=False)
@@ -509,8 +497,8 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
             and "tools[" in text
         )
         assert row["n_targets"] == sum(row["targets"])
-    with pytest.raises(BadRow, match="refuses the messages or tools: Expecting"):
-        sft(tokenizer, {"messages": clean[0][0], "tools": "[{"})
+    with pytest.raises(BadRow, match="column 'tools': expected a list of JSON schemas"):
+        formats.standard({"messages": clean[0][0], "tools": "[{"})
 
 
 def test_templates_that_refuse(tokenizer):
@@ -597,7 +585,7 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
             tmp_path / "a.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]
         )
     )
-    data = dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
+    data = load_rows(accelerator, path, preference_row, tokenizer, max_length=12)
     assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
     assert capsys.readouterr().out == (
@@ -637,9 +625,7 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         {"messages": [user("a"), {"role": "bot", "content": "b"}]},
     ]  # fmt: skip
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    data = dataset.load(
-        accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant"
-    )
+    data = load_rows(accelerator, path, sft_row, tokenizer, max_length=12, loss_on="assistant")
     assert (
         data["row"][:] == [1, 2]
         and data["length"][:] == [12, 12]
@@ -649,7 +635,9 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert capsys.readouterr().out == (
         f"reading {path} ...\n"
         f"data {path}: 2 usable rows; 2 of 8 left out (empty answer): rows 3, 5; "
-        "3 of 8 left out (no message of role assistant, found bot, user): rows 6, 7, 8; "
+        "1 of 8 left out (no message of role assistant, found bot, user): row 8; "
+        "1 of 8 left out (no message of role assistant, found none): row 7; "
+        "1 of 8 left out (no message of role assistant, found user): row 6; "
         "1 of 8 left out (nothing to learn within --max_length 12, the longest has 14 tokens): row 4; "
         "1 truncated (--max_length 12, the longest has 13 tokens): row 2\n"
     )
@@ -662,15 +650,13 @@ def test_rows_may_begin_with_a_thousand_empty_lists(tokenizer, accelerator, tmp_
         {"prompt": "a", "chosen": "b", "rejected": "cc"}
     ]
     path = str(write_jsonl(tmp_path / "pairs.jsonl", pairs))
-    data = dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
+    data = load_rows(accelerator, path, preference_row, tokenizer, max_length=12)
     assert data["row"][:] == [1002] and data["chosen_ids"][:] == [
         [*plain(tokenizer, "b"), tokenizer.eos_token_id]
     ]
     texts = [{"prompt": "", "completion": ""}] * 1001 + [{"prompt": "a", "completion": "b"}]
     path = str(write_jsonl(tmp_path / "texts.jsonl", texts))
-    data = dataset.load(
-        accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant"
-    )
+    data = load_rows(accelerator, path, sft_row, tokenizer, max_length=12, loss_on="assistant")
     assert (
         data["row"][:] == [1002]
         and data["prompt_ids"][:] == [plain(tokenizer, "a")]
@@ -690,9 +676,7 @@ def test_a_late_list_changes_no_string(tokenizer, accelerator, tmp_path, name):
     read = list(files.load(path, "train").read(0, len(rows)))
     assert read == rows and [type(row["answer"]) for row in read[-2:]] == [int, str]
     path = write(tmp_path / f"few-{name}", rows[-40:])
-    data = dataset.load(
-        accelerator, path, "train", sft_row, tokenizer, {}, max_length=9999, loss_on="assistant"
-    )
+    data = load_rows(accelerator, path, sft_row, tokenizer, max_length=9999, loss_on="assistant")
     assert data["answer"][:] == ["007"] * 38 + ["7", "007"]
     texts = [tokenizer.decode(ids).split("assistant\n")[1] for ids in data["input_ids"]]
     assert texts == ["ok<|im_end|>"] * 38 + ["late<|im_end|>", "ok<|im_end|>"]
@@ -728,13 +712,12 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     def load(tokenizer=None, columns=None, **changes):
         settings = {"max_length": 50, "loss_on": "assistant", **changes}
         before = len(CALLS)
-        data = dataset.load(
+        data = load_rows(
             accelerator,
             str(path),
-            "train",
             counted,
             tokenizer or make_tokenizer(),
-            columns or {},
+            columns=columns or {},
             **settings,
         )
         return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["targets"])
@@ -793,7 +776,7 @@ def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
         rows = [{"prompt": "aa", "completion": answer}]
         path = str(write_jsonl(tmp_path / f"{answer}.jsonl", rows))
         settings = {"max_length": 50, "loss_on": "assistant"}
-        data = dataset.load(accelerator, path, "train", sft_row, make_tokenizer(), {}, **settings)
+        data = load_rows(accelerator, path, sft_row, make_tokenizer(), **settings)
         return data[:]["input_ids"]
 
     tokenise = dataset.tokenise

@@ -13,6 +13,7 @@ import torch
 from common.batches import rows_of_update
 from common.mixture import Mixture
 from preference_recipes.data import dataset
+from preference_recipes.data.conversion import Converter
 from preference_recipes.rollouts import reward_calls
 from preference_recipes.rollouts.samples import Samples
 from runs import recipe, refuses, write_jsonl
@@ -90,15 +91,11 @@ def test_a_mixture_of_files(accelerator, tokenizer, tmp_path, capsys):
     )
     two = str(write_jsonl(tmp_path / "two.jsonl", [{"text": "c"}, {"text": ""}, {"text": "d"}]))
 
+    settings = dict(max_length=99, loss_on="assistant")
+    converter = Converter(sft["sft_row"], tokenizer, {}, settings)
+
     def load(names, weights=None):
-        how = dict(
-            function=sft["sft_row"],
-            tokenizer=tokenizer,
-            columns={},
-            max_length=99,
-            loss_on="assistant",
-        )
-        return dataset.load_mixture(accelerator, names, weights, "train", **how)
+        return dataset.load_mixture(accelerator, names, weights, "train", converter)
 
     rows, mixture = load([one, two], [2, 0.5])
     assert mixture == Mixture((2, 2), (2, 0.5)) and mixture.samples == 5
@@ -112,19 +109,16 @@ def test_a_mixture_of_files(accelerator, tokenizer, tmp_path, capsys):
     assert said[4] == f"mixed: {one} 2 rows x 2 = 4; {two} 2 rows x 0.5 = 1; 5 samples an epoch"
     assert load([one, two], [2, 0.5])[0]._fingerprint == rows._fingerprint
     others = [
-        load(one)[0],
+        load([one])[0],
         load([one, two])[0],
         load([two, one], [2, 0.5])[0],
         load([one, two], [2, 1])[0],
         load([one], [2])[0],
     ]
     assert len({rows._fingerprint, *(other._fingerprint for other in others)}) == 6
-    how = dict(
-        function=sft["sft_row"], tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant"
-    )
-    alone = dataset.load(accelerator, one, "train", **how)
-    for names, weights in ((one, None), ([one], None), ([one], [1.0])):
-        assert load(names, weights)[0]._fingerprint == alone._fingerprint
+    alone = dataset.load(accelerator, one, "train", converter)
+    for weights in (None, [1.0]):
+        assert load([one], weights)[0]._fingerprint == alone._fingerprint
     for weights in ([1], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
         refuses(
             "--dataset_weights",

@@ -15,13 +15,14 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from preference_recipes.data import chat, dataset, thoughts
+from preference_recipes.data import chat, thoughts
 from preference_recipes.data.chat import stop_tokens
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
 from runs import recipe, refuses, write_jsonl
+from templates import load_rows
 
 sft = runpy.run_path(str(recipe("sft")))
 sft_row = sft["sft_row"]
@@ -345,16 +346,6 @@ def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(argume
     assert tokenizer.decode(ids) == 'add{"x": true}<|im_end|>'
 
 
-def test_thinking_that_is_dropped_within_an_answer_is_named():
-    """As at inference the template does not show it to the model, so it is not learned."""
-    tokenizer = templates.tokenizer("qwen2_5")
-    thinks = message("assistant", "three.", reasoning_content="one two")
-    messages = [thinks, message("user", "six"), message("assistant", "four.")]
-    answer = chat.encode_answer(tokenizer, [message("user", "five")], messages)
-    assert answer.notes == [chat.DROPS_EARLIER]
-    assert "one two" not in tokenizer.decode(answer.ids)
-
-
 @pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3"])
 def test_all_messages_of_an_answer_are_learned_where_the_last_ones_thinking_is_dropped(name):
     tokenizer = templates.tokenizer(name)
@@ -409,9 +400,7 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     chat = [message("user", "five"), CALL, message("user", "six"), message("assistant", "seven")]
     rows = [{"messages": chat}, {"messages": chat[:2]}, {"messages": [chat[0], chat[3]]}]
     path = str(write_jsonl(tmp_path / "calls.jsonl", rows))
-    data = dataset.load(
-        accelerator, path, "train", sft_row, tokenizer, {}, max_length=10_000, loss_on="assistant"
-    )
+    data = load_rows(accelerator, path, sft_row, tokenizer, max_length=10_000, loss_on="assistant")
     assert data["row"][:] == [1, 3] and "notes" not in data.column_names
     texts = [[tokenizer.decode(ids) for _, ids in learned(row)] for row in data]
     assert texts == [[plain_answer(name, "seven")]] * 2
@@ -477,7 +466,6 @@ def test_system_messages_and_tools_are_read(name):
     notes = " ".join(row.get("notes", []))
     text = tokenizer.decode(row["input_ids"])
     assert ("be brief" in text) != ("role 'system'" in notes)
-    assert ("adds" in text) != ("tools that the chat template does not write" in notes)
     ((_, ids),) = learned(row)
     assert tokenizer.decode(ids) == plain_answer(name, CHAT[1]["content"])
 
@@ -712,7 +700,7 @@ def test_a_system_message_in_the_last_question_is_read_before_each_answer(functi
     if function is preference_row:
         pair = {"prompt": history, "chosen": CHAT[3:], "rejected": [message("assistant", "six")]}
         row = preference_row(pair, tokenizer, 1000)
-        assert row["prompt_ids"] == prompt and "notes" not in row
+        assert row["prompt_ids"] == prompt and row["notes"] == []
         assert tokenizer.decode(row["chosen_ids"]) == " six seven<|im_end|>"
         return
     row = sft_row({"messages": [*history, *CHAT[3:]]}, tokenizer, 1000, "assistant")
@@ -722,19 +710,6 @@ def test_a_system_message_in_the_last_question_is_read_before_each_answer(functi
         (tokenizer.decode(prompt), " six seven<|im_end|>"),
     ]
     assert row["notes"] == []
-
-
-@pytest.mark.parametrize("call_id", [{}, {"id": "call_1"}, {"id": "abcdefghi"}])
-def test_calls_get_the_ids_that_mistral_wants(call_id):
-    tokenizer = mistral()
-    call = {**CALL, "tool_calls": [{**CALL["tool_calls"][0], **call_id}]}
-    result = message("tool", "5", **({"tool_call_id": call_id["id"]} if call_id else {}))
-    history = [message("user", "five"), call, result]
-    answer = chat.encode_answer(tokenizer, history, [message("assistant", "six")])
-    number = "abcdefghi" if call_id.get("id") == "abcdefghi" else "000000000"
-    expected = f'[TOOL_CALLS] add{{"x": 1}}{number}<|im_end|>[TOOL_RESULTS] 5{number}'
-    assert tokenizer.decode(answer.context).endswith(expected)
-    assert tokenizer.decode(answer.ids) == " six<|im_end|>" and answer.context == answer.prompt
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("own_alpaca")])
@@ -794,6 +769,22 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
     assert none["reason"] == "no answer that is to be learned"
 
 
+def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
+    """A shorter context need not be the beginning of the longer one, token by token."""
+    answers = iter(
+        [
+            chat.Answer([1, 2, 3], [1, 2, 3], [4, 7], [True, False], []),
+            chat.Answer([1, 2, 3], [1, 5], [6], [True], []),
+        ]
+    )
+    monkeypatch.setattr(chat, "encode_answer", lambda *args: next(answers))
+    prompt, (chosen, rejected), _ = chat.encode_answers(
+        templates.tokenizer("qwen3"), CHAT[:1], [CHAT[1:2]] * 2
+    )
+    assert prompt == [1] and rejected == ([5, 6], [True, True])
+    assert chosen == ([2, 3, 4, 7], [True, True, True, False])
+
+
 def test_one_answer_of_a_pair_thinks():
     """The prompt is what both answers continue; the one that thinks begins with what opens its thinking."""
     tokenizer = templates.tokenizer("deepseekv3")
@@ -808,20 +799,6 @@ def test_one_answer_of_a_pair_thinks():
         THOUGHT + end,
         "three four." + end,
     ]
-
-
-def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
-    """A shorter context need not be the beginning of the longer one, token by token."""
-    answers = iter(
-        [
-            chat.Answer([1, 2, 3], [1, 2, 3], [4, 7], [True, False], []),
-            chat.Answer([1, 2, 3], [1, 5], [6], [True], []),
-        ]
-    )
-    monkeypatch.setattr(chat, "encode_answer", lambda *args, **kwargs: next(answers))
-    pair = chat.encode_preference(templates.tokenizer("qwen3"), CHAT[:1], CHAT[1:2], CHAT[1:2])
-    assert pair.prompt == [1] and pair.rejected == ([5, 6], [True, True])
-    assert pair.chosen == ([2, 3, 4, 7], [True, True, True, False])
 
 
 def test_every_token_is_learned_once_though_histories_repeat():

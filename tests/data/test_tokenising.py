@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 
 import templates
 from common import launch
-from preference_recipes.data import chat, conversion, dataset
+from preference_recipes.data import chat, conversion
 from preference_recipes.data.pairs import preference_row
 from runs import refuses, write_jsonl
+from templates import load_rows
 
 # ---------------------------------------------------------------------------------------------- a prompt once
 
@@ -80,7 +81,7 @@ def load(accelerator, monkeypatch, path, cache, **settings):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     settings = {"max_length": 64, "strings_as_messages": False, **settings}
     tokenizer = templates.tokenizer("qwen3")
-    rows = dataset.load(accelerator, str(path), "train", preference_row, tokenizer, {}, **settings)
+    rows = load_rows(accelerator, str(path), preference_row, tokenizer, **settings)
     return rows[:], rows._fingerprint, len(list((cache / "tokenised").rglob("*.arrow")))
 
 

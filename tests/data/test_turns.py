@@ -44,8 +44,6 @@ ANSWERS = {
     "not learned": [say("assistant", "BAD", train=False), say("user", "And then?"), NOON],
     "not learned, alone": [say("assistant", "BAD", loss_mask=0), say("assistant", "Noon.")],
 }
-# They write a conversation alike whatever follows, so that SFT learns it in one sequence.
-APPENDING = ["qwen2_5", "deepseekv3", "gemma4", "nemotron_3_nano"]
 
 
 def of_targets(ids, targets):
@@ -58,14 +56,11 @@ def in_sft(tokenizer, answer):
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-@pytest.mark.parametrize("name", [*APPENDING, "llama3_1", "gptoss"])
+@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3", "gemma4"])
 def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
     tokenizer = templates.tokenizer(name)
     answer = ANSWERS[kind]
     learned = in_sft(tokenizer, answer)
-    if name == "gptoss" and kind == "a user":  # it ends an earlier answer in another way
-        end = tokenizer.convert_tokens_to_ids(["<|return|>", "<|end|>"])
-        learned[learned.index(end[0])] = end[1]
     given = {"prompt": [ASK], "tools": [CLOCK]}
     pair = {**given, "chosen": answer, "rejected": [NO]}
     read = [
@@ -84,21 +79,11 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
     assert 0 < len(learned) < len(taught["completion_ids"])
 
 
-def test_in_a_template_that_rewrites_turns_each_is_learned_as_it_is_written_at_last():
-    tokenizer = templates.tokenizer("qwen3")
-    thinks = [say("assistant", "One.", reasoning_content="hm"), *ANSWERS["a user"][1:]]
-    for answer, parts, said in (
-        (ANSWERS["a user"], ["One.", "<think>\n\n</think>\n\nNoon."], False),
-        (thinks, ["One.", "<think>\n\n</think>\n\nNoon."], True),
-        (ANSWERS["a result"], ['<tool_call>\n{"name": "clock", "arguments": {"zone": "CET"}}\n</tool_call>', "<think>\n\n</think>\n\nNoon."], False),
-    ):  # fmt: skip
-        row = pairs.preference_row({"prompt": [ASK], "chosen": answer, "rejected": [NO], "tools": [CLOCK]}, tokenizer, LONG)  # fmt: skip
-        learned = of_targets(row["chosen_ids"], row["chosen_targets"])
-        assert tokenizer.decode(learned) == "".join(part + "<|im_end|>" for part in parts)
-        bare = [{**part, "reasoning_content": ""} for part in answer]
-        text = tokenizer.apply_chat_template([ASK, *bare], [CLOCK], tokenize=False)
-        assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == text.removesuffix("\n")
-        assert any("earlier messages" in note for note in row.get("notes", [])) == said
+def test_an_answer_whose_turns_the_template_rewrites_is_left_out():
+    """As one sequence it would be learned as no model writes it."""
+    row = {"prompt": [ASK], "chosen": ANSWERS["a user"], "rejected": [NO]}
+    found = pairs.preference_row(row, templates.tokenizer("qwen3"), LONG)
+    assert "writes the earlier turns of an answer differently" in found["reason"]
 
 
 def test_answers_with_nothing_to_learn_are_left_out():
@@ -186,45 +171,20 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
 
 
 # ============================================================ a prompt that ends with the assistant
-BEGUN = say("assistant", "It is ")
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gemma4", "phi3_5", "smolvlm"])
-def test_the_model_goes_on_with_a_message_that_ends_the_prompt(name):
-    tokenizer = templates.tokenizer(name)
-    prompt = [ASK, BEGUN]
-    parts = [{**part, "content": [{"type": "text", "text": part["content"]}]} for part in prompt]
-    text = tokenizer.apply_chat_template(
-        parts if name == "smolvlm" else prompt, tokenize=False, continue_final_message=True
-    )
-    whole = text.rstrip() + " noon." + templates.end_of(name)  # Llama's takes off the space
-    rest = say("assistant", "noon.")
-    pair = pairs.preference_row({"prompt": prompt, "chosen": [rest], "rejected": "late."}, tokenizer, LONG)  # fmt: skip
-    sampled = prompts.prompt_row({"prompt": prompt}, tokenizer, LONG, 8)
-    answered = sft_row({"prompt": prompt, "completion": [rest]}, tokenizer, LONG, "assistant")
-    labelled = labels.labelled_row({"prompt": prompt, "completion": "noon.", "label": 1}, tokenizer, LONG)  # fmt: skip
-    taught = prompts.taught_row({"prompt": prompt, "completion": [rest]}, tokenizer, LONG, 9, [], None, True)  # fmt: skip
-    for row in (pair, sampled, answered, labelled, taught):
-        assert tokenizer.decode(row["prompt_ids"]) == text
-        assert any("prompts end with a message" in note for note in row["notes"])
-    for ids in (
-        pair["chosen_ids"],
-        of_targets(answered["input_ids"], answered["targets"]),
-        labelled["chosen_ids"],
-        taught["completion_ids"],
-    ):
-        assert text + tokenizer.decode(ids) == whole
-    assert text + tokenizer.decode(pair["rejected_ids"]) == whole.replace("noon", "late")
-    assert pair["prompt_ids"] == sampled["prompt_ids"] == taught["context_ids"]
-
-
-def test_a_begun_message_may_be_followed_by_several():
+@pytest.mark.parametrize("last", [say("assistant", "It is "), CALL])
+def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
+    """A template would open a second turn after it."""
     tokenizer = templates.tokenizer("qwen2_5")
-    answer = [say("assistant", "noon."), say("user", "And then?"), NOON]
-    row = pairs.preference_row({"prompt": [ASK, BEGUN], "chosen": answer, "rejected": [NO]}, tokenizer, LONG)  # fmt: skip
-    assert tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\nIt is ")
-    learned = of_targets(row["chosen_ids"], row["chosen_targets"])
-    assert tokenizer.decode(learned) == "noon.<|im_end|>Noon.<|im_end|>"
+    row = {"prompt": [ASK, last], "chosen": [NOON], "rejected": [NO]}
+    labelled = {"prompt": [ASK, last], "completion": "noon.", "label": 1}
+    for call in (
+        lambda: pairs.preference_row(row, tokenizer, LONG),
+        lambda: prompts.prompt_row(row, tokenizer, LONG, 8),
+        lambda: labels.labelled_row(labelled, tokenizer, LONG),
+        lambda: sft_row(labelled | {"label": None}, tokenizer, LONG, "assistant"),
+    ):
+        with pytest.raises(BadRow, match="the prompt ends with a message of the assistant"):
+            call()
 
 
 def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
@@ -234,11 +194,6 @@ def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
     text = tokenizer.apply_chat_template(both, tokenize=False)
     assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == text.removesuffix("\n")
     assert tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\n")
-
-
-def test_a_call_cannot_be_continued():
-    with pytest.raises(BadRow, match="cannot be continued"):
-        prompts.prompt_row({"prompt": [ASK, CALL]}, templates.tokenizer("qwen2_5"), LONG, 8)
 
 
 # ============================================================ transcripts that differ early
@@ -255,10 +210,6 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
     assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"
     plain = pairs.preference_row(row, tokenizer, LONG)
     assert "transcripts that differ before the last answer" in plain["reason"]
-    begun = {"prompt": "\n\nHuman: Why?\n\nAssistant: Well,", "chosen": " so.", "rejected": " no."}
-    found = pairs.preference_row(begun, tokenizer, LONG, strings_as_messages=True)
-    whole = tokenizer.decode(found["prompt_ids"] + found["chosen_ids"])
-    assert whole.endswith("<|im_start|>assistant\nWell, so.<|im_end|>")
     row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
     ends = pairs.preference_row(row, tokenizer, LONG, strings_as_messages=True)
     assert ends["reason"] == "answer that does not end with a message of the assistant"

@@ -14,6 +14,7 @@ from preference_recipes.data.sequences import Sequences
 from preference_recipes.models.packing import Packer
 from preference_recipes.tools import preview
 from runs import ASSETS, launch, recipe, write_jsonl
+from templates import load_rows
 
 SETTINGS = {"max_length": 200, "strings_as_messages": False}
 ROWS = {
@@ -56,7 +57,7 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
     converter = dataset.Converter(function, tokenizer, {}, settings)
     values = converter.convert_row(ROWS[format], 0)
     lines = preview.describe_row(ROWS[format], values, converter)
-    data = dataset.load(Accelerator(), str(path), "train", function, tokenizer, {}, **settings)
+    data = load_rows(Accelerator(), str(path), function, tokenizer, **settings)
     if is_pair:
         [row] = data
         prompts = [row["prompt_ids"]] * 2

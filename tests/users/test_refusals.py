@@ -63,12 +63,10 @@ TABLE = [
     # Data.
     ("dpo", [*MODEL, "--dataset_name", "none.jsonl"], 1, ["'none.jsonl' does not exist (looked in"]),
     ("dpo", [*MODEL, "--dataset_name", "empty.jsonl"], 1, ["'empty.jsonl'", "holds no rows"]),
-    ("dpo", [*MODEL, "--dataset_name", "torn.jsonl"], 1, ["torn.jsonl, row 2: malformed JSON"]),
+    ("dpo", [*MODEL, "--dataset_name", "torn.jsonl"], 1, ["torn.jsonl, row 2: Expecting"]),
     ("dpo", [*MODEL, "--dataset_name", "columns.jsonl"], 1, ["row 1: no 'chosen'", "found ['a']"]),
     ("dpo", [*MODEL, "--dataset_name", "number.jsonl"], 1, ["row 1: column 'prompt'", "found 5"]),
     ("dpo", [*MODEL, "--dataset_name", "same.jsonl"], 1, ["no usable row", "chosen equal to rejected"]),
-    ("dpo", [*MODEL, "--dataset_name", "owner/never"], 1, ["'owner/never'", "could not be read"]),
-    ("dpo", [*OWN, "--dataset_split", "test"], 1, ["split 'test'", "['train']"]),
     ("dpo", [*OWN, "--columns", "prompt"], 1, ["--columns prompt: expected", "such as prompt=question"]),
     ("dpo", [*OWN, "--dataset_weights", 1, 2], 1, ["--dataset_weights 1.0 2.0: expected 1 number"]),
     # Reward functions.
