@@ -101,7 +101,7 @@ def sft_row(
     """Returns the columns of a row, see `dataset.load`.
 
     `input_ids` and `targets` hold the sequences of the row one after the other, whose lengths are
-    `sequence_lengths`. The others are `prompt_ids length n_targets truncated reason longest notes`.
+    `sequence_lengths`. The others are `prompt_ids length n_targets truncated reason notes`.
     """
     prompt, completion = formats.conversation(row)
     if strings_as_messages:
@@ -129,7 +129,6 @@ def sft_row(
         "n_targets": sum(targets),
         "truncated": any(len(ids) > max_length for ids, _ in whole),
         "reason": reason,
-        "longest": max((len(ids) for ids, _ in whole), default=0),
         "notes": notes,
     }
 

@@ -86,11 +86,9 @@ def backend_of(tokenizer):
 def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> list[int]:
     """Returns the ids of a text as a model would write it after another.
 
-    They are those of both texts together, cut between them; this counts where a tokenizer puts a
-    space in front of a text's first word. If a token spans the border, no such cut exists, and the
-    text is tokenised alone: of `ab` and `cd`, where `bc` is a token, the ids of `c` and `d`.
-
-    Of `before` what follows its last marker is enough: a tokenizer first cuts texts at these.
+    They are those of both texts together, cut between them: a tokenizer may put a space in front of
+    a first word. If a token spans the border, the text is tokenised alone. Of `before` what follows
+    its last marker is enough, since a tokenizer first cuts texts at these.
     """
     markers = [found.start() for found in added_tokens(tokenizer).finditer(before[-200:])]
     if markers:
@@ -116,8 +114,7 @@ def decode(tokenizer, ids: list[int]) -> str:
 def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
     """Returns the texts of answers without special tokens, but with the markers of thoughts.
 
-    Some tokenizers have markers that are special tokens. Without these, a thought would run into
-    what follows it.
+    Of some tokenizers these are special, too, and a thought would run into what follows it.
     """
     left_out = tokens_left_out(tokenizer, len(tokenizer))
     kept = [[token for token in ids if token not in left_out] for ids in answers]
@@ -138,8 +135,7 @@ def tokens_left_out(tokenizer, _size: int) -> set[int]:
 def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
     """Returns the ids of a prompt and of each answer, for strings without a chat template.
 
-    The prompt gets a BOS if this tokenizer adds one to texts, and every answer an EOS at its end,
-    unless they have them already.
+    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
     """
     prompt_ids = encode(tokenizer, prompt)
     answer_ids = [encode_after(tokenizer, prompt, prompt_ids, answer) for answer in answers]
@@ -190,9 +186,6 @@ def read(path: str) -> str:
 def set_defaults(tokenizer, text: str) -> None:
     """Gives variables of a tokenizer's chat template default values, which are saved with it.
 
-    Args:
-        text: a JSON object of names and values.
-
     Raises:
         SystemExit: a variable that the template does not have, and so would ignore.
     """
@@ -217,13 +210,9 @@ def beginning_with(tokenizer, expressions: dict[str, str]) -> str | dict[str, st
 
 
 def with_variables(tokenizer, values: dict | str | None):
-    """Returns a tokenizer whose template has these values, of a row's column, for its variables.
+    """Returns a tokenizer whose template has the values of a row's column for its variables.
 
-    Args:
-        values: by name, or a JSON text of that. Names that the template does not have do nothing.
-
-    Raises:
-        BadRow: it is no object.
+    They are an object or its JSON. Names that the template does not have do nothing.
     """
     if not values or tokenizer.chat_template is None:
         return tokenizer
@@ -291,7 +280,6 @@ def render(
 
     Args:
         tools: JSON schemas of what the messages may call.
-        add_generation_prompt: end with what precedes an answer.
         style: how the template wants messages; found by trial if not given.
 
     Raises:
@@ -409,10 +397,9 @@ def find_style(tokenizer, _template: str, _eos: int) -> Style:
 def end_in(tokenizer, ending: str, followed: str) -> str:
     """Returns the beginning of an ending up to and with the token that ends an answer.
 
-    That also ends an answer that is followed: Phi-3 writes `<|end|><eos>` after the last answer,
-    but `<|end|>` after others. If they have nothing in common (gpt-oss: `<|return|>`, `<|end|>`),
-    the last answer's own end counts. An EOS is the end wherever it is; of other tokens the last
-    one that both have (Cohere: `<|END_RESPONSE|><|END_OF_TURN_TOKEN|>`).
+    That also ends an answer that is followed: Phi-3 writes `<|end|><eos>` after the last one, but
+    `<|end|>` after others. If they have nothing in common (gpt-oss), the last answer's own counts.
+    An EOS is the end wherever it is; of other tokens the last one that both have (Cohere).
     """
     found = [match.span() for match in added_tokens(tokenizer).finditer(ending)]
     shared = [span for span in found if followed.startswith(ending[: span[1]])]
@@ -437,12 +424,10 @@ class Answer(NamedTuple):
 
     Attributes:
         prompt: what the model reads at inference before it answers.
-        context: what precedes the answer in training: `prompt`, or only its beginning where the
-            template does not write this answer after all of it.
-        ids: the answer, up to and with the token that ends it; empty if the template does not write
-            what the user gave.
+        context: `prompt`, or only its beginning if the template writes this answer after that.
+        ids: the answer with the token that ends it; none if the template does not write it.
         targets: which of `ids` the model writes itself, and should learn to.
-        notes: what the user should know about it. The run prints each, with its number of rows.
+        notes: what the user should know. The run prints each, with its number of rows.
     """
 
     prompt: list[int]
@@ -453,11 +438,7 @@ class Answer(NamedTuple):
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
-    """Returns what a model reads before it answers these messages; nothing if there are none.
-
-    Raises:
-        BadRow: there is no chat template, or it refuses the messages.
-    """
+    """Returns what a model reads before it answers these messages; nothing if there are none."""
     text = ""
     if messages:
         text = render(tokenizer, messages, tools, add_generation_prompt=True)
@@ -471,7 +452,7 @@ def encode_answer(
     tools=None,
     prompt: Prompt | None = None,
 ) -> Answer:
-    """Returns what `encode_turn` does, with the targets of an answer of several messages.
+    """Returns the token ids of an answer of one or several messages, see `Answer`.
 
     Results of tools, messages of a user and what says that it is not learned are no targets. There
     are no ids if the template rewrites one message of the answer once others follow.
@@ -492,18 +473,7 @@ def encode_answer(
 
 
 def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
-    r"""Returns the token ids of an answer of one message, all to learn, and of what precedes it.
-
-    Example, with ChatML:
-
-        history    user: Hi
-        answer     assistant: Yes
-        context    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
-        ids        Yes<|im_end|>
-
-    Raises:
-        BadRow: the chat template refuses the messages.
-    """
+    """Returns the token ids of an answer of one message, all to learn, and of what precedes it."""
     whole = render(tokenizer, [*history, answer], tools)
     written = as_read(tokenizer, prompt.text, whole, history, tools)
     context, text = split_answer(prompt.text, written)
@@ -532,17 +502,14 @@ def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Pro
 def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, str]:
     r"""Returns the context of an answer, and the answer with all that follows it.
 
-    Args:
-        thinks: a thought will be put in front of the answer, so it does not follow another one.
-
-    Examples:
-
        prompt                  whole                   context                 answer
     1. <bot>                   <bot>Yes                <bot>                   Yes
     2. <bot><think></think>    <bot>Yes                <bot><think></think>    Yes
     3. <bot>\n\n               <bot>\nYes              <bot>\n\n               Yes
     4. <bot><think>            <bot>Yes                <bot>                   Yes
     5. <bot><think></think>    <bot><think>Why ...     <bot>                   <think>Why ...
+
+    If a thought will be put in front of the answer, 2 is as 4.
     """
     if whole.startswith(prompt):  # 1.
         return prompt, whole[len(prompt) :]
@@ -563,15 +530,9 @@ def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
     """Returns `whole`, a history with its answer, with the history as the prompt has it.
 
     gpt-oss drops the thinking of a tool call as soon as an answer follows; Mistral writes a system
-    message into the last message of the user, and not at all once that is answered. At inference
-    the model reads both before it answers. Example:
-
-        prompt      <user>Hi<bot>Think<bot>Call<tool>5<bot>
-        whole       <user>Hi<bot>Call<tool>5<bot>Yes<end>
-        returned    <user>Hi<bot>Think<bot>Call<tool>5<bot>Yes<end>
-
-    The answer begins after the last generation prompt before the place of its content, which the
-    rendering of another answer shows. If there is none, what ends the prompt takes its place.
+    message into the last message of the user, and not at all once that is answered. The answer
+    begins after the last generation prompt before the place of its content, which the rendering of
+    another answer shows. If there is none, what ends the prompt takes its place.
     """
     if whole.startswith(prompt):
         return whole
@@ -593,11 +554,9 @@ def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
     r"""Returns an answer up to and with the token that ends it, and whether there is one.
 
-    Examples, with the ending of the template:
-
-        <end>\n     Yes<end>\n      Yes<end>
-        <end>\n     call<call>\n    call<call>    a tool call may end differently
-        \n\n        Yes.\n\n        Yes.          no token ends an answer
+    <end>\n     Yes<end>\n      Yes<end>
+    <end>\n     call<call>\n    call<call>    a tool call may end differently
+    \n\n        Yes.\n\n        Yes.          no token ends an answer
     """
     style = style_of(tokenizer)
     eos = tokenizer.eos_token
@@ -623,12 +582,8 @@ def with_thinking(tokenizer, prompt: str, history: list, answer: dict, tools) ->
     """Returns what `split_answer` does, with the thinking that the template drops of the answer.
 
     It goes where the answer begins, in place of an empty thought there or at the end of the prompt.
-    Example, of DeepSeek-R1:
-
-        given       <think>Why</think>Yes
-        prompt      <bot><think>
-        rendered    <bot>Yes<end>
-        returned    <bot> and <think>Why</think>Yes<end>
+    Of DeepSeek-R1, `<bot>Yes<end>` after the prompt `<bot><think>` becomes `<bot>` and
+    `<think>Why</think>Yes<end>`.
     """
     bare = thoughts.removed(answer)
     bare["content"] = bare["content"].lstrip()  # that whitespace comes back with the thinking
@@ -652,8 +607,7 @@ def with_thinking(tokenizer, prompt: str, history: list, answer: dict, tools) ->
 def why_unwritten(tokenizer, history: list, answer: dict, text: str, tools) -> str:
     """Returns why an answer cannot be learned, since the template does not write it; else "".
 
-    Args:
-        text: what the template writes for the answer. What is found there needs no trial.
+    What is found in `text`, the template's own, needs no trial.
     """
     is_left_out = functools.partial(leaves_out, tokenizer, [*history, answer], len(history), tools)
     if answer.get("tool_calls") and is_left_out("tool_calls"):
@@ -665,7 +619,7 @@ def why_unwritten(tokenizer, history: list, answer: dict, text: str, tools) -> s
 def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -> bool:
     """Whether the template writes the same if one message lacks a field, or the end of a content.
 
-    A content may be left out in part: all from a marker on that is never closed.
+    A content may be left out from a marker on that is never closed.
     """
 
     def write(message: dict) -> str:
@@ -685,10 +639,8 @@ def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -
 def unwritten_roles(tokenizer, messages: list[dict], tools, text: str) -> list[str]:
     """Returns notes on messages that the chat template leaves out without a word.
 
-    At inference it leaves them out as well, so the rows are used. The user should know it.
-
-    Args:
-        text: what the template writes for them. What is found there needs no trial.
+    At inference it does so as well, so the rows are used. What is found in `text`, the template's
+    own, needs no trial.
     """
     return [
         f"{DROPS_ROLE} (role {message['role']!r})"
@@ -775,16 +727,9 @@ def encode_answers(
 ) -> tuple[list[int], list[Sequence], list[str]]:
     """Returns the token ids of a prompt and of one or two answers to it, and notes.
 
-    An answer is empty if the chat template does not write it. If one answer continues only a
-    beginning of the generation prompt, that beginning is the prompt of both, and the rest is put at
-    the start of the other answer. Example, where the generation prompt ends with `<think>`:
-
-        answers    <think>Why</think>Yes and No
-        returned   prompt <bot>, answers <think>Why</think>Yes<end> and No<end>
-
-    Args:
-        prompt, answers: strings, or message lists.
-        tools: see `render`.
+    All are strings, or message lists. If one answer continues only a beginning of the generation
+    prompt, that is the prompt of both, and the rest begins the other answer: after `<bot><think>`
+    the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
     """
     if isinstance(prompt, str):
         prompt_ids, *ids_of_answers = encode_plain(tokenizer, prompt, *answers)
@@ -808,12 +753,6 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
     A turn is never tokenised again: what comes back is appended to the ids that were sampled. So a
     template must add to what it wrote. One that does not: its generation prompt ends with
     `<bot><think>`, and it writes an earlier answer as `<bot>Yes`.
-
-    Args:
-        tools: with them, results of calls come back; without, messages of a user.
-
-    Raises:
-        BadRow: it rewrites answers, or leaves out what comes back, or the tools.
     """
     prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
     text, end = render_beyond_answer(tokenizer, MARKED, [QUESTION], None)
@@ -838,16 +777,8 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
 def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     r"""Returns what the template writes after an answer's last token, up to the next answer.
 
-    Example: of ChatML, `\n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n`
-
-    Args:
-        messages: what comes back, at least one message. It may be anything, such as what the model
-            wrote itself, so control tokens that are spelled out in it are split by an invisible
-            space.
-        tools: JSON schemas of what the model may call.
-
-    Raises:
-        BadRow: the template refuses the messages.
+    Of ChatML `\n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n`. What comes back
+    may be anything, so control tokens spelled out in it are split by an invisible space.
     """
 
     def split_token(found: re.Match) -> str:
@@ -866,12 +797,7 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
 def render_beyond_answer(
     tokenizer, answer: dict, messages: list[dict], tools: list[dict] | None
 ) -> tuple[str, int]:
-    """Renders a conversation that goes on after an answer; also returns where the answer ends.
-
-    Raises:
-        BadRow: the template refuses the messages, leaves out the answer, or ends it differently
-            once it is followed.
-    """
+    """Renders a conversation that goes on after an answer; also returns where the answer ends."""
     text = render(tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True)
     word = MARK if MARK in text else CALLED  # a template may drop the content of a call
     end = style_of(tokenizer).end  # maybe ""
@@ -898,10 +824,7 @@ def fingerprint(tokenizer) -> str:
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
-    """Returns the tokens that end a response.
-
-    They are EOS, those of the model's generation config, and what ends a turn of the chat template.
-    """
+    """Returns what ends a response: EOS, the end of a turn, what the generation config says."""
     own = model.generation_config.eos_token_id
     own = [own] if isinstance(own, int) else own or []
     return {tokenizer.eos_token_id, *own, *encode(tokenizer, style_of(tokenizer).end)[-1:]}

@@ -57,10 +57,9 @@ forked: dict[str, Any] = {}
 
 @dataclass
 class Converter:
-    """Applies a row function to rows.
+    """Applies a row function to rows, see `dataset.load`.
 
     Attributes:
-        function: see `dataset.load`.
         columns: the user's columns by the format's, see `formats.column_names`.
         settings: passed to the function; `max_length` among them.
     """
@@ -73,12 +72,8 @@ class Converter:
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
-        These are `notes`, one a line; `longest`, the tokens of the row's longest sequence before
-        it was cut; `roles`, those of its messages, "" for strings; `row`, the row's number from 1;
-        `answer`, "" if it has none; and the checksum.
-
-        Raises:
-            BadRow: whatever fails, with the number of the row.
+        These are `notes`, one a line; `roles` of its messages, "" for strings; `row`, its number
+        from 1; `answer`, "" if it has none; the checksum. `BadRow` has the number, too.
         """
         as_messages = bool(self.settings.get("strings_as_messages"))
         try:
@@ -96,7 +91,6 @@ class Converter:
         return {
             **values,
             "notes": "\n".join(notes),
-            "longest": values.get("longest", values["length"]),
             "roles": " ".join(formats.roles_of(row, as_messages)),
             "row": index + 1,
             "answer": answer_column.to_text(answer),
@@ -122,14 +116,7 @@ class Converter:
 
 # ============================================================ all rows
 def tokenise(name: str, split: str, converter: Converter) -> list[str]:
-    """Reads a data set and converts all its rows, unless an earlier run has kept the result.
-
-    Returns:
-        The files with the result.
-
-    Raises:
-        SystemExit: see `dataset.load`.
-    """
+    """Converts all rows of a data set, unless an earlier run did; returns the result's files."""
     source = files.find(name, split)
     key = cache_key(source, converter)
     # Not next to the data: a folder of `save_to_disk` is the user's own, and may be read-only.
@@ -154,11 +141,7 @@ def kept_files(folder: Path) -> list[str]:
 
 
 def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) -> None:
-    """Writes what the converter makes of all rows into a folder, whole or not at all.
-
-    Raises:
-        SystemExit: a row that fits no format.
-    """
+    """Writes what the converter makes of all rows into a folder, whole or not at all."""
     try:
         first = converter.convert_row(next(rows.read(0, 1)), 0)
     except BadRow as error:
@@ -214,9 +197,7 @@ def converted_rows(spans: list[range]) -> Iterator[dict]:
 def number_of_processes(rows: int) -> int:
     """Returns how many processes are worth their start for a data set of so many rows.
 
-    One process of each machine tokenises. It takes its share of the cores that it may use, because
-    the processes that wait for it may use theirs. Example: 100,000 rows on 64 cores with 8 training
-    processes are shared out among 8.
+    One process of each machine tokenises, and takes its share of the cores that it may use.
     """
     if multiprocessing.get_start_method() != "fork":
         return 1
@@ -235,7 +216,7 @@ def feature_of(name: str, value) -> datasets.Value | datasets.List:
 def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
     """Returns a column of numbers or words as one array.
 
-    It is read in parts: read at once it would take half a kilobyte per row.
+    It is read in parts: at once it would take half a kilobyte per row.
     """
     parts = dataset.select_columns(name).iter(10_000)
     return np.concatenate([part[name] for part in parts])
@@ -243,14 +224,7 @@ def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
 
 # ============================================================ usable rows, and notes on the others
 def read_usable(name: str, kept: list[str], settings: dict) -> tuple[datasets.Dataset, list[str]]:
-    """Returns the usable rows of what `tokenise` wrote, and notes on what was left out or cut.
-
-    Args:
-        settings: those of the row function.
-
-    Raises:
-        SystemExit: no row is usable.
-    """
+    """Returns the usable rows of what `tokenise` wrote, and notes on what was left out or cut."""
     converted = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in kept])
     notes = describe_unusable(converted, settings) + describe_notes(converted)
     file = Path(kept[0]).parents[3] / UNREAD  # `datasets` adds three folders
@@ -258,7 +232,7 @@ def read_usable(name: str, kept: list[str], settings: dict) -> tuple[datasets.Da
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
     is_usable = column(converted, "reason") == ""
-    converted = converted.remove_columns(["notes", "longest", ERROR, CHECKSUM])
+    converted = converted.remove_columns(["notes", ERROR, CHECKSUM])
     usable = converted.select(np.flatnonzero(is_usable), new_fingerprint=content)
     if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
@@ -269,27 +243,19 @@ def read_usable(name: str, kept: list[str], settings: dict) -> tuple[datasets.Da
 def describe_unusable(converted: datasets.Dataset, settings: dict) -> list[str]:
     """Returns which rows are left out, by reason, and which are truncated, with the limits.
 
-    Example: `["2 of 9 left out (empty answer): rows 3, 4",
-    "1 truncated (--max_length 12, the longest has 17 tokens): row 2"]`
+    Example: `["2 of 9 left out (empty answer): rows 3, 4", "1 truncated (--max_length 12): row 2"]`
     """
     rows = column(converted, "row")
     reasons = column(converted, "reason")
-    lengths = column(converted, "longest")
     notes = []
     for reason in np.unique(reasons[reasons != ""]):
-        is_meant = reasons == reason
+        found = rows[reasons == reason]
         why = with_limits(reason, settings)
-        if why != reason:
-            why += f", the longest has {lengths[is_meant].max():,} tokens"
-        count = f"{is_meant.sum()} of {len(reasons)}"
-        notes.append(f"{count} left out ({why}): {row_numbers(rows[is_meant])}")
-
-    is_cut = column(converted, "truncated") & (reasons == "")
-    if is_cut.any():
-        limits = [with_limits(name, settings) for name in LIMITS if name in settings]
-        longest = f"the longest has {lengths[is_cut].max():,} tokens"
-        why = ", ".join([*limits, longest])
-        notes.append(f"{is_cut.sum()} truncated ({why}): {row_numbers(rows[is_cut])}")
+        notes.append(f"{len(found)} of {len(rows)} left out ({why}): {row_numbers(found)}")
+    cut = rows[column(converted, "truncated") & (reasons == "")]
+    if len(cut):
+        limits = ", ".join(with_limits(name, settings) for name in LIMITS if name in settings)
+        notes.append(f"{len(cut)} truncated ({limits}): {row_numbers(cut)}")
     return notes
 
 
@@ -322,27 +288,13 @@ def describe_notes(converted: datasets.Dataset) -> list[str]:
 # ============================================================ the cache's key
 def cache_key(source: files.Source, converter: Converter) -> str:
     """Returns a name for the converted rows, which changes with everything that they depend on."""
-    folder = Path(__file__).parent
+    code = [*Path(__file__).parent.glob("*.py"), Path(inspect.getfile(converter.function))]
     key = [
         source.identity(),
-        *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
-        source_of(converter.function),
+        *(file.read_text("utf-8") for file in sorted(code)),
+        converter.function.__name__,
         chat.fingerprint(converter.tokenizer),
         converter.columns,
         converter.settings,
     ]
     return datasets.fingerprint.Hasher.hash(key)
-
-
-def source_of(function: Callable) -> str:
-    """Returns the source of a function and of those functions of its own module that it calls.
-
-    So the data is not tokenised again when the rest of a recipe changes.
-    """
-    source = inspect.getsource(function)
-    for name in function.__code__.co_names:
-        called = function.__globals__.get(name)
-        is_own = inspect.isfunction(called) and called.__module__ == function.__module__
-        if is_own and called is not function:
-            source += source_of(called)
-    return source

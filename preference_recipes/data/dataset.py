@@ -13,13 +13,7 @@ from accelerate.utils import gather_object
 from common import as_list, distributed
 from common.mixture import Mixture
 from preference_recipes.data import answer_column, files, formats
-from preference_recipes.data.conversion import (
-    PLAIN_STRINGS,
-    Converter,
-    column,
-    read_usable,
-    tokenise,
-)
+from preference_recipes.data.conversion import Converter, column, read_usable, tokenise
 
 __all__ = ["Data", "column", "load", "load_data", "load_evaluation_sets", "load_mixture"]
 
@@ -57,7 +51,6 @@ def load_data(accelerator, args, tokenizer, *, function, exact_match=False, **se
     All processes must call it.
 
     Args:
-        args: `SharedArgs`.
         function: makes token ids of a row, see `load`.
         exact_match: whether responses are compared with the held-out sets' column `answer`.
         settings: passed to `function`, besides `max_length` and `strings_as_messages`.
@@ -83,24 +76,17 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     """Loads a data set and applies a row function such as `pairs.preference_row` to every row.
 
     That is done once: the result is cached on disk under a key made of everything it depends on.
-    Rows that cannot be used are left out before any permutation, counted and printed by reason.
+    Rows that cannot be used are left out, counted and printed by reason.
 
     Args:
         converter: its function is called as `function(row, tokenizer=tokenizer, **settings)`. It
-            returns the columns of the result; among them `length`, the number of tokens of the row
-            (of a pair, those of both sequences), `reason`, why a row is left out ("" if it is not),
-            and `truncated`, whether something was cut off. It may return `notes`, a list of what
-            the run prints about such rows, and `longest`, the tokens of its longest sequence before
-            anything was cut. It raises `BadRow` if a row fits no format.
+            returns columns; among them `length`, the tokens of the row (of a pair, those of both
+            sequences), `reason`, why it is left out ("" if it is not), `truncated`, whether
+            something was cut off, and maybe `notes` for the user. It raises `BadRow`.
 
     Returns:
-        The usable rows. Besides the columns of the function they have `row`, the number in the file
-        (from 1), `roles`, see `Converter.convert_row`, and, where the data has one, `answer` as
-        text ("" where a row has none).
-
-    Raises:
-        SystemExit: a row that fits no format (row number, column, expectation), or nothing usable
-            left. On all processes.
+        The usable rows, also with `row`, the number in the file (from 1), `roles`, and `answer` as
+        text where the data has one.
     """
     accelerator.print(f"reading {name} ...", flush=True)
     # The first process of each machine fills the cache, and the others read what it wrote.
@@ -111,24 +97,16 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     kept = gather_object([kept])[first]
     read_cache = partial(read_usable, name, kept, converter.settings)
     usable, notes = distributed.all_or_none(accelerator, True, read_cache)
-    warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
-    others = [note for note in notes if note not in warnings]
-    accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *others]))
-    for warning in warnings:
-        accelerator.print(f"WARNING: {warning}")
+    accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
     return usable
 
 
 def load_mixture(
     accelerator, names: list[str], weights: list[float] | None, split: str, converter: Converter
 ) -> tuple[datasets.Dataset, Mixture]:
-    """Loads one or several training sets; see `load`.
+    """Returns the rows of training sets one after the other, and how they are mixed.
 
-    Args:
-        weights: one for each set, see `Mixture`; default 1.
-
-    Returns:
-        The usable rows of all sets one after the other, and how they are mixed.
+    A set without a weight has weight 1.
     """
     weights = [1.0] * len(names) if weights is None else weights
     if len(weights) != len(names) or not all(0 < weight < math.inf for weight in weights):
@@ -156,11 +134,7 @@ def load_mixture(
 def load_evaluation_sets(
     accelerator, names: list[str] | None, split: str, converter: Converter
 ) -> dict[str, datasets.Dataset]:
-    """Loads the held-out sets; see `load`.
-
-    Returns:
-        Each set by the prefix of its tags: `eval/`, or `eval/<name>/` where there are several.
-    """
+    """Loads held-out sets by the prefix of their tags: `eval/`, or `eval/<name>/` of several."""
     names = names or []
     stems = [files.stem(name) for name in names]
     if len(set(stems)) < len(stems):

@@ -35,11 +35,9 @@ class Rows:
     """The rows of a data set, of which one at a time is in memory.
 
     Attributes:
-        parts: of files read here: files, the first of their rows that counts, and the one after
-            the last.
+        parts: files read here, the first of their rows that counts, and the one after the last.
         table: what `datasets` reads; None for files read here.
         column_names: the columns of all rows, in the order in which they first appear.
-        number: how many rows there are.
     """
 
     parts: list[tuple[list[Path], int, int]]
@@ -67,7 +65,6 @@ class Source:
     """Where the rows of one split are; nothing but the names of files has been read.
 
     Attributes:
-        name: as the user gave it.
         files: of each split, if they are read here.
         table: what `datasets` reads; None for files read here.
     """
@@ -85,11 +82,7 @@ class Source:
         return [self.split, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)]
 
     def rows(self) -> Rows:
-        """Reads all rows once, and returns them with their number and columns.
-
-        Raises:
-            SystemExit: a row that cannot be read, or no rows.
-        """
+        """Reads all rows once, and returns them with their number and columns."""
         if self.table is not None:
             rows = Rows([], self.table, self.table.column_names, len(self.table))
         else:
@@ -122,13 +115,8 @@ def load(name: str, split: str) -> Rows:
 def find(name: str, split: str) -> Source:
     """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
-    A single file is the split `train`. As on the hub, the file names in a folder say the split
-    (`train*`, `test*` ...); if none does, all files are `train`. If only some do, a note names the
-    files that are not read. A folder may also be one that `save_to_disk` wrote. The name of a file
-    or a folder is never a pattern.
-
-    Raises:
-        SystemExit: nothing there.
+    A single file is the split `train`. As on the hub, the file names in a folder say the split; if
+    none does, all files are `train`. The name of a file or a folder is never a pattern.
     """
     path = Path(name)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -171,11 +159,7 @@ def find_on_hub(name: str, split: str) -> Source:
 
 # ============================================================ which files
 def data_files(name: str) -> list[Path]:
-    """Returns the data files that a local name stands for; none for a data set on the hub.
-
-    Raises:
-        SystemExit: nothing is there, or a file that is no data.
-    """
+    """Returns the data files that a local name stands for; none for a data set on the hub."""
     path = Path(name)
     if path.is_dir():
         return [file for file in path.rglob("*") if is_data_file(file)]
@@ -262,11 +246,7 @@ def value_of(entry: str | dict) -> dict:
 
 
 def checked_rows(path: Path) -> Iterator[dict]:
-    """Yields the rows of a file, of which each can be read.
-
-    Raises:
-        SystemExit: a row that cannot be read, or that is no object; with its number, from 1.
-    """
+    """Yields the rows of a file, of which each can be read; else ends the run with its number."""
     number = 1
     try:
         for entry in entries_of(path):

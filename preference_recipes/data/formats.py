@@ -46,11 +46,7 @@ NO_ASSISTANT = "no message of role assistant"
 
 # ============================================================ columns
 def column_names(pairs: list[str] | None) -> dict[str, str]:
-    """Maps each format column to the user's: `["prompt=question"]` -> `{"prompt": "question"}`.
-
-    Raises:
-        SystemExit: not of the form COLUMN=YOUR_COLUMN, an unknown column, or one named twice.
-    """
+    """Maps each format column to the user's: `["prompt=question"]` -> `{"prompt": "question"}`."""
     columns = {}
     for pair in pairs or []:
         column, _, users_name = pair.partition("=")
@@ -116,9 +112,6 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
 
     Its own columns stay: a reward function may ask for them. ShareGPT's `conversations` are
     messages; Alpaca's `instruction` and `input` are the user's, and `output` is the completion.
-
-    Raises:
-        BadRow: a column of the format has a value of another kind, or one holds images or sound.
     """
     for column in MEDIA_COLUMNS:
         # A text or a number may be something else, such as the name of a container's image.
@@ -168,23 +161,17 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     """Returns a row whose messages begin with its column `system`, unless one begins them already.
 
     That is its `messages` or its `prompt`, or else both answers of a pair. Strings become turns.
-
-    Raises:
-        BadRow: its strings are read as plain text, which has no system message.
     """
     refuse_unless(isinstance(row["system"], str), row, "system", "a string")
     if is_plain_text(row):
-        if not strings_as_messages:
+        names = [name for name in TEXT_COLUMNS if row.get(name) is not None]
+        if not strings_as_messages or names[0] != "prompt":
             raise BadRow(
                 "column 'system' is next to strings, and plain text has no system message: "
                 "--strings_as_messages makes them turns of a chat that begins with it"
             )
-        names = ["prompt", "chosen", "rejected"]
-        texts = preference(row) if is_pair(row) else ()
-        if not texts:
-            names = [name for name in ("prompt", "completion") if row.get(name) is not None]
-            texts = tuple(row[name] for name in names)
-        row = row | dict(zip(names, as_turns(*texts)))
+        prompt, *answers = (row[name] for name in names)
+        row = row | dict(zip(names, as_turns(prompt, *answers)))
     name = leading_column(row)
     names = [name] if name in ("messages", "prompt") else []
     if is_pair(row) and not row.get("prompt"):
@@ -202,9 +189,6 @@ def conversation(row: dict) -> tuple[Text, Text]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
     The prompt of `messages` and of `text` is empty.
-
-    Raises:
-        BadRow: none of these is there, or a value is of another kind.
     """
     refuse_label(row)
     if row.get("messages") is not None:
@@ -280,9 +264,6 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
 
     Prompt and answer are strings, or both are message lists. Of `messages`, the answer is what the
     assistant says last, in one message or several.
-
-    Raises:
-        BadRow: there is no label, or `conversation` refuses the rest.
     """
     label = str(row.get("label")).lower()
     if label not in LABELS:
@@ -303,20 +284,13 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
 def preference(row: dict) -> tuple[Text, Text, Text]:
     """Returns a preference row as (prompt, chosen, rejected), the prompt stated once.
 
-    All three are strings, or all three are message lists: 1. if all are strings; 2. if the answers
-    begin with the assistant; 3. if they begin with the prompt. Examples, with `U` and `A` for
-    messages of user and assistant:
+    All three are strings, or all three are message lists. With `U` and `A` for messages:
 
            prompt    chosen    rejected    returned
         1. "Why?"    "So."     "No."       see `preference_of_strings`
         2. "Why?"    [A1]      "No."       [U] [A1] [A2]
-        2. [U]       "So."     "No."       [U] [A1] [A2]
         3. none      [U A1]    [U A2]      [U] [A1] [A2]
         3. "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    (as in UltraFeedback)
-
-    Raises:
-        BadRow: a column is missing or has a value of another kind; in 3 the answers do not begin
-            with the same prompt, or not with that of column `prompt`.
     """
     refuse_label(row)
     prompt = row.get("prompt")
@@ -348,12 +322,8 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
     r"""Returns (prompt, chosen, rejected) of strings, the prompt stated once.
 
-    Answers may be hh-rlhf transcripts that share their beginning. That is the prompt, unless column
-    `prompt` states another. Example:
-
-        chosen      \n\nHuman: Why?\n\nAssistant: Because.
-        rejected    \n\nHuman: Why?\n\nAssistant: Be silent.
-        prompt      \n\nHuman: Why?\n\nAssistant:
+    hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
+    prompt, unless column `prompt` states another.
     """
     shared = chosen[: chat.n_common(chosen, rejected)]
     if HH_MARKER in shared and shared.startswith(prompt or ""):
@@ -371,12 +341,7 @@ def end_of_prompt(chosen: list[dict], rejected: list[dict]) -> int:
     """Returns how many messages two conversations share as their prompt; 0 if there is none.
 
     Both answers begin with the assistant, have at least one message, and the prompt does not end
-    with the assistant. Examples, with `U` and `A` for messages of user and assistant:
-
-        chosen         rejected       prompt      answers
-        U1 A1 U2 A2    U1 A1 U2 A3    U1 A1 U2    A2          A3
-        U1 A1 U2 A2    U1 A1 U3 A3    U1          A1 U2 A2    A1 U3 A3
-        U1 A1          U1 A1          U1          A1          A1
+    with the assistant: U1 A1 U2 A2 and U1 A1 U3 A3 share U1.
     """
 
     def are_answers_from(place: int) -> bool:
@@ -413,7 +378,7 @@ def is_plain_text(row: dict) -> bool:
 
 
 def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
-    r"""Returns a prompt and its answers as message lists: strings become turns.
+    """Returns a prompt and its answers as message lists: strings become turns.
 
     Either all are strings, or all are message lists. If the prompt is empty and there is an answer,
     nothing is asked, so both stay strings. A transcript of hh-rlhf has several turns.

@@ -6,12 +6,8 @@ from preference_recipes.data import formats, pairs
 def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
     """Returns what `pairs.row_of_answers` returns, and `n_answers`.
 
-    A pair has a good answer, the chosen one, and a bad one, so `n_answers` is 2. Any other row has
-    one answer and a `label`, true or false: its ids are `chosen_ids` or `rejected_ids`, and the
-    other list is empty. So are the targets.
-
-    Raises:
-        BadRow: the row fits neither format, or the chat template refuses it.
+    A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
+    answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
     """
     how = (tokenizer, max_length, strings_as_messages)
     if formats.is_pair(row):

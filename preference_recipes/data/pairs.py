@@ -7,11 +7,7 @@ from preference_recipes.data.messages import has_text, learned_turns
 def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
-    """Returns the token ids of one pair, see `row_of_answers`.
-
-    Raises:
-        BadRow: the row is no preference, or the chat template refuses it.
-    """
+    """Returns the token ids of one pair, see `row_of_answers`."""
     prompt, chosen, rejected = formats.preference(row)
     answers = {"chosen": chosen, "rejected": rejected}
     return row_of_answers(row, prompt, answers, tokenizer, max_length, strings_as_messages)
@@ -25,19 +21,14 @@ def row_of_answers(
     max_length: int,
     strings_as_messages: bool,
 ) -> dict:
-    """Returns the token ids of a prompt and its answers, and whether the row can be used.
+    """Returns the token ids of a prompt and of its answers: `chosen`, `rejected` or both.
 
     What is longer than `max_length` is cut at the end; prompt and one answer count together.
 
-    Args:
-        answers: `chosen`, `rejected` or both.
-
     Returns:
         `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_targets` and `rejected_targets`,
-        which tokens of the answers count, see `chat.Answer`; `length`, the tokens of all sequences
-        together, the prompt in each; `truncated`, whether anything was cut; `reason`, why the row
-        must be left out, "" if it can be used; `longest`, the tokens of prompt and longer answer
-        before the cut; `notes`, see `dataset.load`.
+        which tokens of the answers count; `length`, the tokens of all sequences together, the
+        prompt in each; `truncated reason notes`, see `dataset.load`.
     """
     texts = list(answers.values())
     if strings_as_messages:
@@ -52,8 +43,8 @@ def row_of_answers(
         if not all(sequence.ids for sequence in sequences):
             reason = chat.why_left_out(notes)
 
-    longest = len(prompt_ids) + max(len(sequence.ids) for sequence in sequences)
-    room = max(max_length - len(prompt_ids), 0)
+    n_prompt = len(prompt_ids)
+    room = max(max_length - n_prompt, 0)
     prompt_ids = prompt_ids[:max_length]
     cut = [chat.Sequence(ids[:room], targets[:room]) for ids, targets in sequences]
     if not reason and not room:
@@ -72,9 +63,8 @@ def row_of_answers(
         "chosen_targets": of_answers["chosen"].targets,
         "rejected_targets": of_answers["rejected"].targets,
         "length": sum(len(prompt_ids) + len(ids) for ids, _ in cut),
-        "truncated": longest > max_length,
+        "truncated": len(prompt_ids) < n_prompt or cut != sequences,
         "reason": reason,
-        "longest": longest,
         "notes": notes,
     }
 

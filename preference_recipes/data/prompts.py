@@ -21,9 +21,6 @@ def prompt_row(
 
     Args:
         tools: JSON schemas of what an environment lets the model call; None: column `tools`.
-
-    Raises:
-        BadRow: the row has no prompt, or the chat template refuses it.
     """
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]
@@ -68,18 +65,14 @@ def taught_row(
 ) -> dict:
     """Returns what `prompt_row` does for one row, and what a distillation needs besides.
 
-    Where there are several teachers that is `teacher`, the name of the row's own. Where the teacher
-    reads another prompt it is `teacher_prompt_ids`. With completions it is `completion_ids`, empty
-    if the row has none, `completion_targets`, which of them the model writes itself, and the tokens
-    before them, `context_ids` and `teacher_context_ids`.
+    Of several teachers that is `teacher`, the row's own; `teacher_prompt_ids`, if the teacher reads
+    another column; and with completions `completion_ids`, empty if the row has none,
+    `completion_targets`, which of them the model writes, and what precedes them, `context_ids` and
+    `teacher_context_ids`.
 
     Args:
-        teacher_names: of several teachers; none if there is one.
         teacher_prompt: the column with the teacher's prompt; None: it reads the student's.
         with_completion: read the column `completion`, too. It is cut to `max_new_tokens`.
-
-    Raises:
-        BadRow: a column is missing, or its value is of another kind.
     """
     formats.require(row, "prompt", expected="'prompt'")
     has_completion = with_completion and row.get("completion") is not None
@@ -106,7 +99,6 @@ def taught_row(
         of_teacher = prompt_row(row_of_teacher, *how)
         values["teacher_prompt_ids"] = of_teacher["prompt_ids"]
         values["reason"] = values["reason"] or of_teacher["reason"]
-        values["longest"] = max(values["length"], of_teacher["length"])
     if with_completion:
         add_completion(values, row, row_of_teacher, tokenizer, max_new_tokens, has_completion)
     return values
@@ -130,8 +122,6 @@ def add_completion(
     if answer.ids and not any(values["completion_targets"]):
         values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
     values["truncated"] = len(answer.ids) > room
-    if values["truncated"]:
-        values["longest"] = len(answer.ids)
     values["context_ids"] = answer.context
     values["teacher_context_ids"] = answer_of_teacher.context
     values["notes"] += answer.notes

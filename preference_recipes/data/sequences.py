@@ -9,10 +9,8 @@ import pyarrow.compute
 class Sequences:
     """All sequences of a data set, numbered in the order of its rows.
 
-    A row holds one, or one for each answer; see `sft_row`. The sequences of a row are all in one
-    update, but in any of its micro-batches: the mean over the update's tokens does not depend on
-    where they are. Example: if rows 0, 1 and 2 hold one, two and one, row 1 holds the sequences
-    1 and 2.
+    A row holds one, or one for each answer; see `sft_row`. Those of a row are all in one update, in
+    any of its micro-batches: the mean over the update's tokens does not depend on where they are.
 
     Attributes:
         lengths: tokens of each sequence.

@@ -42,10 +42,7 @@ def of_field(message: dict) -> str:
 
 
 def split(content: str) -> tuple[str, str, str]:
-    """Returns what a content has before the marker that closes its thinking, that, and the rest.
-
-    Example: `<think>Why</think>Yes` gives `<think>Why`, `</think>` and `Yes`; `Yes` is all rest.
-    """
+    """Returns what a content has before the marker that closes its thinking, that, and the rest."""
     closers = list(re.finditer(CLOSERS, content))
     if not closers:
         return "", "", content
@@ -60,15 +57,10 @@ def removed(message: dict) -> dict:
 
 
 def written(message: dict, template: str) -> str:
-    r"""Returns the thinking of a message as it stands before the rest of its content.
+    """Returns the thinking of a message as it stands before the rest of its content.
 
     In the content it has markers, though the prompt may have written what opens it. From a field it
-    gets the first of `MARKERS` that the template has. Examples, with _ for a space:
-
-        content                     reasoning_content    returned
-        <think>Why</think> Yes      none                 <think>Why</think>_
-        Why</think> Yes             none                 <think>Why</think>_
-        Yes                         Why                  <think>\nWhy\n</think>\n\n
+    gets the first of `MARKERS` that the template has.
     """
     thought = of_message(message)
     before, closer, rest = split(message["content"])
@@ -83,11 +75,7 @@ def written(message: dict, template: str) -> str:
 
 
 def outside_of(text: str) -> str:
-    """Returns what a response says outside its thoughts.
-
-    Examples that give `Yes`: `<think>a</think>Yes`; `a</think>Yes`, whose thought the prompt has
-    opened; `Yes<think>a`, whose thought was cut.
-    """
+    """Returns what a response says outside its thoughts, whoever opened or closed them."""
     for opener, closer in MARKERS:
         # Of each thought that is opened here, keep what follows its end.
         before, *opened = text.split(opener)
@@ -98,10 +86,7 @@ def outside_of(text: str) -> str:
 
 
 def opened_by(prompt: str) -> tuple[str, str]:
-    """Returns the markers of the thought that a prompt opens at its end; two "" if it opens none.
-
-    Templates of models that always think write `<think>` there.
-    """
+    """Returns the markers of the thought that a prompt opens at its end; else two empty texts."""
     for opener, closer in MARKERS:
         if prompt.rstrip().endswith(opener):
             return opener, closer
@@ -109,10 +94,10 @@ def opened_by(prompt: str) -> tuple[str, str]:
 
 
 def is_closed(text: str) -> bool:
-    r"""Whether a text is a thought and nothing else, as far as its form tells; it may be empty.
+    """Whether a text is a thought and nothing else, as far as its form tells; it may be empty.
 
     Templates have more markers than `MARKERS`. So it must begin and end with any, the last must
-    look as if it closes, and a word for thinking must be somewhere. `<think>\n` is none.
+    look as if it closes, and a word for thinking must be somewhere.
     """
     text = text.strip()
     markers = ANY_MARKER.findall(text)
