@@ -253,7 +253,7 @@ FAULTS = {
     ),
     "turns_of_others_learned": Fault(
         "preference_recipes/data/chat.py",
-        replace("encode_answer", 'message["role"] == "assistant"', by="True"),
+        replace("encode_answer", "targets[n:]", by="[True] * (len(ids) - n)"),
         "data/test_turns.py::test_the_mask_of_an_answer_is_that_of_sft[qwen2_5-a result]",
     ),
     "none_counts_as_zero": Fault(

@@ -164,12 +164,14 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     """
     refuse_unless(isinstance(row["system"], str), row, "system", "a string")
     if is_plain_text(row):
-        names = [name for name in TEXT_COLUMNS if row.get(name) is not None]
-        if not strings_as_messages or names[0] != "prompt":
+        if not strings_as_messages:
             raise BadRow(
                 "column 'system' is next to strings, and plain text has no system message: "
                 "--strings_as_messages makes them turns of a chat that begins with it"
             )
+        if is_pair(row):  # transcripts may state the prompt twice
+            row = row | dict(zip(("prompt", "chosen", "rejected"), preference(row)))
+        names = [name for name in TEXT_COLUMNS if row.get(name) is not None]
         prompt, *answers = (row[name] for name in names)
         row = row | dict(zip(names, as_turns(prompt, *answers)))
     name = leading_column(row)

@@ -116,113 +116,6 @@ def pair(tokenizer, row: dict, max_length: int = 1000) -> dict:
 # ---------------------------------------------------------------------------------------------- formats
 
 
-def test_sft_formats():
-    messages = [user(U1), assistant(A1)]
-    assert formats.conversation({"messages": messages}) == ([], messages)
-    assert formats.conversation({"text": "abc"}) == ("", "abc")
-    assert formats.conversation({"prompt": U1, "completion": A1}) == (U1, A1)
-    for prompt in (U1, messages[:1]):
-        for completion in (A1, messages[1:]):
-            if not isinstance(prompt, str) or not isinstance(completion, str):
-                assert formats.conversation({"prompt": prompt, "completion": completion}) == (
-                    messages[:1],
-                    messages[1:],
-                )
-    # A key that only other rows have comes as null: templates ask whether it is there.
-    assert formats.conversation(
-        {"messages": [{**user(U1), "tool_calls": None}, assistant(A1)]}
-    ) == ([], messages)
-
-
-@pytest.mark.parametrize("prompt", [U1, [user(U1)], None])
-@pytest.mark.parametrize("as_list", [False, True])
-def test_preference_formats(prompt, as_list):
-    inside = [user(U1)] if prompt is None else []
-    chosen, rejected = (
-        ([*inside, assistant(A1)], [*inside, assistant(B2)]) if inside or as_list else (A1, B2)
-    )
-    expected = (
-        (U1, A1, B2)
-        if isinstance(prompt, str) and not as_list
-        else ([user(U1)], [assistant(A1)], [assistant(B2)])
-    )
-    assert (
-        formats.preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}) == expected
-    )
-
-
-@pytest.mark.parametrize("prompt", [None, U1, [user(U1)], "  " + U1])
-@pytest.mark.parametrize("system", [[], [message("system", "Be brief.")]])
-def test_a_prompt_inside_message_lists_is_stated_once(prompt, system):
-    """UltraFeedback repeats its string prompt inside both lists; some sets put a system message before it."""
-    context = [*system, user(U1)]
-    row = {
-        "prompt": prompt,
-        "chosen": [*context, assistant(A1)],
-        "rejected": [*context, assistant(B2)],
-    }
-    assert formats.preference(row) == (context, [assistant(A1)], [assistant(B2)])
-
-
-def test_prompt_inside_conversations():
-    context = [user(U1), assistant(A1), user(U2)]
-    chosen, rejected = [*context, assistant(A2)], [*context, assistant(B2)]
-    assert formats.preference({"chosen": chosen, "rejected": rejected}) == (
-        context,
-        [assistant(A2)],
-        [assistant(B2)],
-    )
-    # Equal answers: the prompt is not the whole conversation, so the pair is left out and not refused.
-    assert formats.preference({"chosen": chosen, "rejected": chosen}) == (
-        context,
-        [assistant(A2)],
-        [assistant(A2)],
-    )
-    # They part at a user's message: the answer begins with the assistant's turn before it.
-    other = [user(U1), assistant(A1), user("Why?"), assistant(B2)]
-    assert formats.preference({"chosen": chosen, "rejected": other}) == (
-        [user(U1)],
-        chosen[1:],
-        other[1:],
-    )
-    with pytest.raises(BadRow, match="do not begin with all of the prompt in column 'prompt'"):
-        formats.preference({"prompt": "something else", "chosen": chosen, "rejected": rejected})
-    with pytest.raises(BadRow, match="do not begin with the same prompt"):
-        formats.preference(
-            {"chosen": [user(U1), assistant(A1)], "rejected": [user(U2), assistant(A1)]}
-        )
-
-
-def test_hh_rlhf_transcripts():
-    prompt = f"\n\nHuman: {U1}\n\nAssistant: {A1}\n\nHuman: {U2}\n\nAssistant:"
-    row = {
-        "chosen": f"{prompt} {A2}",
-        "rejected": f"{prompt} two {B2}",
-    }  # the answers, too, begin alike
-    assert formats.preference(row) == (prompt, f" {A2}", f" two {B2}")
-    with pytest.raises(BadRow, match="no column 'prompt'"):
-        formats.preference({"chosen": A1, "rejected": B2})
-
-
-def test_columns_name_the_users_own(tokenizer, accelerator, tmp_path):
-    rows = [
-        {"question": "2+2?", "answer": "So #### 4", "messages": [user("x"), assistant("y")]},
-        {"question": "3?", "answer": "3"},
-    ]
-    path = str(write_jsonl(tmp_path / "gsm8k.jsonl", rows))
-    columns = formats.column_names(["prompt=question", "completion=answer"])
-    assert columns == {"prompt": "question", "completion": "answer"}
-    data = load_rows(
-        accelerator, path, sft_row, tokenizer, columns=columns, max_length=99, loss_on="assistant"
-    )
-    expected = [
-        [*plain(tokenizer, row["question"] + row["answer"]), tokenizer.eos_token_id] for row in rows
-    ]
-    assert data["input_ids"][:] == expected
-    assert data["answer"][:] == ["So #### 4", "3"] and data["row"][:] == [1, 2]
-    assert data["prompt_ids"][:] == [plain(tokenizer, row["question"]) for row in rows]
-
-
 def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(
     tokenizer, accelerator, tmp_path
 ):
@@ -360,7 +253,7 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
         assert data["row"] == [number for number, row in enumerate(rows, 1) if row["chosen"]], name
-        for key in expected[0].keys() - {"longest", "notes"}:
+        for key in expected[0].keys() - {"notes"}:
             assert data[key] == [row[key] for row in expected], (name, key)
     for kind in ("jsonl", "parquet", "csv", "jsonl.gz"):
         write(tmp_path / kind / f"part-1.{kind}", rows[2:])
@@ -592,8 +485,8 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         f"reading {path} ...\n"
         f"data {path}: 3 usable rows; 4 of 17 left out (chosen equal to rejected): rows 8, 9, 10 and 1 more; "
         "3 of 17 left out (empty answer): rows 5, 6, 7; 2 of 17 left out (empty prompt): rows 3, 4; "
-        "5 of 17 left out (prompt fills --max_length 12, the longest has 19 tokens): rows 12, 13, 14 and 2 more; "
-        "1 truncated (--max_length 12, the longest has 18 tokens): row 2\n"
+        "5 of 17 left out (prompt fills --max_length 12): rows 12, 13, 14 and 2 more; "
+        "1 truncated (--max_length 12): row 2\n"
     )
 
 
@@ -638,8 +531,8 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         "1 of 8 left out (no message of role assistant, found bot, user): row 8; "
         "1 of 8 left out (no message of role assistant, found none): row 7; "
         "1 of 8 left out (no message of role assistant, found user): row 6; "
-        "1 of 8 left out (nothing to learn within --max_length 12, the longest has 14 tokens): row 4; "
-        "1 truncated (--max_length 12, the longest has 13 tokens): row 2\n"
+        "1 of 8 left out (nothing to learn within --max_length 12): row 4; "
+        "1 truncated (--max_length 12): row 2\n"
     )
 
 
@@ -742,28 +635,6 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     write_rows("zz")
     calls, ids, _ = load()
     assert calls >= 3 and ids != first[1]
-
-
-def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
-    """Nor does it mind a change elsewhere in the recipe."""
-
-    def key(name: str, end: str, other: str) -> str:
-        source = (
-            f"def cut(text):\n    return text + '{end}'\n\n"
-            f"def row_of(row, **settings):\n    return {{'text': cut(row['text'])}}\n\n"
-            f"def loss(x):\n    return x * {other}\n"
-        )
-        path = tmp_path / f"{name}.py"
-        path.write_text(source)
-        source = types.SimpleNamespace(identity=lambda: ["rows"])
-        function = runpy.run_path(str(path))["row_of"]
-        return conversion.cache_key(source, conversion.Converter(function, tokenizer, {}, {}))
-
-    tokenizer = make_tokenizer()
-    first = key("first", end=".", other="2")
-    assert (
-        key("loss_changed", end=".", other="3") == first != key("row_changed", end="!", other="2")
-    )
 
 
 def test_the_processes_of_a_machine_read_what_its_first_one_wrote(

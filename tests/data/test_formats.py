@@ -16,6 +16,11 @@ from runs import recipe, refuses, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
+SETTINGS = {
+    sft_row: {"loss_on": "assistant"},
+    preference_row: {},
+    prompt_row: {"max_new_tokens": 8},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,22 +32,12 @@ def message(role: str, content: str) -> dict:
     return {"role": role, "content": content}
 
 
-def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="train", **settings):
+def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="train"):
     """The usable rows of a file."""
-    if function is sft_row:
-        settings["loss_on"] = "assistant"
-    if function is prompt_row:
-        settings["max_new_tokens"] = 8
     named = formats.column_names(list(columns))
+    settings = SETTINGS[function]
     return load_rows(
-        accelerator,
-        str(path),
-        function,
-        tokenizer,
-        columns=named,
-        split=split,
-        max_length=4000,
-        **settings,
+        accelerator, path, function, tokenizer, named, split, max_length=4000, **settings
     )
 
 
@@ -55,40 +50,49 @@ def rows_of(path, split="train") -> list[dict]:
 # ---------------------------------------------------------------------------------------------- names
 
 
-NAMES = ["run[1].jsonl", "a*.jsonl", "run[1].csv", "run[1].parquet"]
+def write(path, rows: list[dict]) -> None:
+    """Rows of a text, as the file kind that the name says."""
+    if path.suffix == ".csv":
+        path.write_text("text\n" + "".join(row["text"] + "\n" for row in rows))
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        write_jsonl(path, rows)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["run[1].jsonl", "a*.jsonl", "run[1].csv", "run[1].parquet"])
 def test_a_name_is_a_name_and_no_pattern(tmp_path, name):
     """Beside each file stands one that its name would match."""
-
-    def write(path, row: dict) -> None:
-        content = json.dumps([row] if ".json" in path.suffixes else row).encode()
-        if path.suffix == ".csv":
-            content = f"text\n{row['text']}\n".encode()
-        if path.suffix == ".parquet":
-            datasets.Dataset.from_list([row]).to_parquet(path)
-        else:
-            path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-    write(tmp_path / name, {"text": "mine"})
-    write(
-        tmp_path / name.replace("[1]", "1").replace("*", "b").replace("?", "1"), {"text": "other"}
-    )
+    write(tmp_path / name, [{"text": "mine"}])
+    write(tmp_path / name.replace("[1]", "1").replace("*", "b"), [{"text": "other"}])
     assert rows_of(tmp_path / name) == [{"text": "mine"}]
 
 
-@pytest.mark.parametrize("suffix", [".csv"])
-def test_the_name_of_a_folder_is_no_pattern_either(tmp_path, suffix):
+def test_the_name_of_a_folder_is_no_pattern_either(tmp_path):
     for folder in ("set[1]", "set1"):
         (tmp_path / folder).mkdir()
         for part in ("train", "test"):
-            text = f"{folder} {part}"
-            lines = json.dumps({"text": text}) if suffix == ".jsonl" else f"text\n{text}"
-            (tmp_path / folder / f"{part}-[0]{suffix}").write_text(f"{lines}\n")
+            write(tmp_path / folder / f"{part}-[0].csv", [{"text": f"{folder} {part}"}])
     assert rows_of(tmp_path / "set[1]") == [{"text": "set[1] train"}]
     assert rows_of(tmp_path / "set[1]", "test") == [{"text": "set[1] test"}]
-    assert rows_of(tmp_path / "set1") == [{"text": "set1 train"}]
+
+
+def test_a_link_to_a_file_whose_name_says_no_format(tokenizer, accelerator, tmp_path):
+    """As `hf_hub_download` returns: the hub's cache keeps files under their hashes."""
+    (tmp_path / "train.jsonl").symlink_to(write_jsonl(tmp_path / "0a1b2c", [{"text": "a"}]))
+    assert rows_of(tmp_path / "train.jsonl") == [{"text": "a"}]
+
+
+def test_folders_of_save_to_disk(tmp_path):
+    rows = {
+        name: datasets.Dataset.from_list([{"text": name, "n": 1}]) for name in ("train", "test")
+    }
+    rows["train"].save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
+    for path, split in (("one", "train"), ("both", "train"), ("both", "test")):
+        before = sorted((tmp_path / path).rglob("*"))
+        assert rows_of(tmp_path / path, split) == [{"text": split, "n": 1}]
+        assert sorted((tmp_path / path).rglob("*")) == before  # nothing is written beside the data
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -97,63 +101,56 @@ def test_the_name_of_a_folder_is_no_pattern_either(tmp_path, suffix):
 MIXED = [
     {"prompt": "a", "answer": "046", "when": "2024-01-31", "n": 1},
     {"prompt": "b", "answer": 46, "when": "2024-02-01T10:00:00", "n": 1.5},
-    {"prompt": "c", "answer": True, "when": None, "n": [1, "x"], "late": {"deep": "1"}},
+    {"prompt": "c], [{é\u2028", "answer": True, "when": None, "n": [1, "x"], "late": {"deep": "1"}},
     {"prompt": "d", "answer": None, "late": {"deep": 1, "other": 12345678901234567890}},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz", "folder"])
 def test_each_row_keeps_the_types_of_its_json(tmp_path, name):
+    """Lines end at a line feed alone, not at what Unicode takes for an end of line."""
     path = tmp_path / name
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\n" for row in MIXED)
     if name == "folder":
         path.mkdir()
         write_jsonl(path / "0.jsonl", MIXED[:2])
         write_jsonl(path / "1.jsonl", MIXED[2:])
+    elif name.endswith("gz"):
+        path.write_bytes(gzip.compress(text.encode()))
     else:
-        text = (
-            json.dumps(MIXED, indent=1)
-            if name.endswith("json")
-            else "".join(json.dumps(row) + "\r\n\n" for row in MIXED)
-        )
-        path.write_bytes(
-            gzip.compress(text.encode()) if name.endswith("gz") else b"\xef\xbb\xbf" + text.encode()
-        )
+        text = json.dumps(MIXED, indent=1) if name.endswith("json") else text
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     names = ["prompt", "answer", "when", "n", "late"]
     expected = [{column: row.get(column) for column in names} for row in MIXED]
     assert json.dumps(rows_of(path)) == json.dumps(expected)  # 1 is not True, and not 1.0
-    assert json.dumps(rows_of(path, "train[1:3]")) == json.dumps(expected[1:3])
-    assert json.dumps(rows_of(path, "train[75%:]+train[:1]")) == json.dumps(
-        [expected[3], expected[0]]
-    )
+    assert rows_of(path, "train[1:3]") == expected[1:3]
+    assert rows_of(path, "train[75%:]+train[:1]") == [expected[3], expected[0]]
 
 
 def test_answers_that_look_like_dates_or_numbers_stay_text(tmp_path, accelerator, tokenizer):
-    answers = ["2024-01-31", "2024-02-01", "046"]
-    rows = [{"prompt": "when?", "completion": answer, "answer": answer} for answer in answers]
-    path = write_jsonl(
-        tmp_path / "rows.jsonl", [*rows, {"prompt": "n", "completion": "46", "answer": 46}]
-    )
-    data = load(accelerator, tokenizer, path)
-    assert data["answer"][:] == [*answers, "46"]
+    answers = ["2024-01-31", "2024-02-01", "046", 46]
+    rows = [{"prompt": "when?", "completion": "so", "answer": answer} for answer in answers]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert load(accelerator, tokenizer, path)["answer"][:] == list(map(str, answers))
     prompts = load(accelerator, tokenizer, path, prompt_row)
-    assert [json.loads(columns)["answer"] for columns in prompts["columns"]] == [*answers, 46]
+    assert [json.loads(columns)["answer"] for columns in prompts["columns"]] == answers
 
 
 def test_a_column_that_appears_late_is_read(tmp_path, accelerator, tokenizer):
     chat = [message("user", "a"), message("assistant", "b")]
-    rows = [{"messages": chat, "pad": "x" * 20_000}] * 1500 + [{"messages": chat, "answer": "7"}]
-    data = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
+    rows = [{"messages": chat, "pad": "x" * 200}] * 1500 + [{"messages": chat, "answer": "7"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    data = load(accelerator, tokenizer, path)
     assert len(data) == 1501 and data["answer"][-2:] == ["", "7"]
-    named = load(accelerator, tokenizer, tmp_path / "rows.jsonl", columns=["answer=pad"])
-    assert named["answer"][-2:] == ["x" * 20_000, ""]
     refuses("no column 'none'", "['messages', 'pad', 'answer']",
-            call=lambda: load(accelerator, tokenizer, tmp_path / "rows.jsonl", columns=["text=none"]))  # fmt: skip
+            call=lambda: load(accelerator, tokenizer, path, columns=["text=none"]))  # fmt: skip
 
 
 @pytest.mark.parametrize("name, text, parts", [
     ("a.jsonl", '{"text": "a"}\n{"text": \n', ["row 2", "Expecting value"]),
     ("a.jsonl", '{"text": "a"}\n["text"]\n', ["row 2", "a JSON object", '["text"]']),
     ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', ["row 2", "column 'text'", "a string", "found 5"]),
+    ("a.jsonl", '{"text": "a"}\n{"text": "\\ud83d"}\n', ["row 2", "TypeError"]),  # half a character
     ("a.json", '[{"text": "a"},\n {"text": "b"}', ["',' delimiter", "line 2 column 15"]),
     ("a.json", '[{"text": "a"},\n 2]', ["row 2", "a JSON object", "found 2"]),
 ])  # fmt: skip
@@ -162,291 +159,256 @@ def test_an_error_names_the_row_at_fault(tmp_path, accelerator, tokenizer, name,
     refuses(name, *parts, call=lambda: load(accelerator, tokenizer, tmp_path / name))
 
 
-def test_every_row_of_a_file_comes_as_it_is(tmp_path):
-    rows = [{"a": '], "[{é\u2028'}, {}, {"b": [{"c": 1.5e3}, "\\", None]}, {"d": {"e": {}}}]
-    for text in (json.dumps(rows), f" {json.dumps(rows, indent=3, ensure_ascii=False)}\n\n"):
-        (tmp_path / "a.json").write_text(text, encoding="utf-8")
-        assert list(files.checked_rows(tmp_path / "a.json")) == rows
-        # Lines end at a line feed alone, not at what Unicode takes for an end of line.
-        (tmp_path / "b.jsonl").write_text(
-            "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
-        )
-        assert list(files.checked_rows(tmp_path / "b.jsonl")) == rows
-
-
-# ---------------------------------------------------------------------------------------------- preferences
+# ---------------------------------------------------------------------------------------------- formats
 
 
 SYSTEM, QUESTION = message("system", "Be brief."), message("user", "Why?")
 YES, NO = message("assistant", "Because."), message("assistant", "No.")
 BEFORE = [message("user", "One?"), message("assistant", "One.")]
+HH = "\n\nHuman: Why?\n\nAssistant:"
 
 
-@pytest.mark.parametrize("prompt, inside, whole", [
-    ([SYSTEM, QUESTION], [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
-    ([QUESTION], [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
-    ("Why?", [SYSTEM, *BEFORE, QUESTION], [SYSTEM, *BEFORE, QUESTION]),
-    ("Be brief.", [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
-    ([message("human", "Why?")], [QUESTION], [QUESTION]),
+@pytest.mark.parametrize("row, expected", [
+    ({"messages": [QUESTION, YES]}, ([], [QUESTION, YES])),
+    ({"text": "abc"}, ("", "abc")),
+    ({"prompt": "Why?", "completion": "Because."}, ("Why?", "Because.")),
+    ({"prompt": "Why?", "completion": [YES]}, ([QUESTION], [YES])),
+    ({"prompt": [QUESTION], "completion": "Because."}, ([QUESTION], [YES])),
+    ({"prompt": QUESTION, "completion": YES}, ([QUESTION], [YES])),
+    # A key that only other rows have comes as null: templates ask whether it is there.
+    ({"messages": [{**QUESTION, "tool_calls": None}, YES]}, ([], [QUESTION, YES])),
+    # An empty prompt asks nothing: it was learned as an empty turn of the user.
+    ({"prompt": "", "completion": [YES]}, ([], [YES])),
+    ({"prompt": [], "completion": [YES]}, ([], [YES])),
 ])  # fmt: skip
-def test_nothing_of_a_prompt_is_lost_beside_conversations(prompt, inside, whole):
-    row = {"prompt": prompt, "chosen": [*inside, YES], "rejected": [*inside, NO]}
-    assert formats.preference(row) == (whole, [YES], [NO])
+def test_conversations(row, expected):
+    assert formats.conversation(row) == expected
 
 
-PAIR_OF_STRINGS = {"chosen": "Because.", "rejected": "No."}
-PAIR_OF_LISTS = {"chosen": [YES], "rejected": [NO]}
-TRANSCRIPTS = {
-    "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
-    "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
-}
+@pytest.mark.parametrize("row, expected", [
+    (("Why?", "Because.", "No."), ("Why?", "Because.", "No.")),
+    (([QUESTION], "Because.", "No."), ([QUESTION], [YES], [NO])),
+    (("Why?", [YES], [NO]), ([QUESTION], [YES], [NO])),
+    (("", [YES], [NO]), ([], [YES], [NO])),
+    ((None, [QUESTION, YES], [QUESTION, NO]), ([QUESTION], [YES], [NO])),
+    # UltraFeedback repeats its string prompt inside both lists; some sets put messages before it.
+    (("  Why?", [QUESTION, YES], [QUESTION, NO]), ([QUESTION], [YES], [NO])),
+    (("Why?", [SYSTEM, *BEFORE, QUESTION, YES], [SYSTEM, *BEFORE, QUESTION, NO]), ([SYSTEM, *BEFORE, QUESTION], [YES], [NO])),
+    # Equal answers: the prompt is not the whole conversation, so the pair is left out, not refused.
+    ((None, [*BEFORE, QUESTION, YES], [*BEFORE, QUESTION, YES]), ([*BEFORE, QUESTION], [YES], [YES])),
+    # They part at a user's message: the answer begins with the assistant's turn before it.
+    ((None, [*BEFORE, QUESTION, YES], [*BEFORE, message("user", "And?"), NO]), (BEFORE[:1], [*BEFORE[1:], QUESTION, YES], [*BEFORE[1:], message("user", "And?"), NO])),
+    ((None, HH + " Because.", HH + " Be silent."), (HH, " Because.", " Be silent.")),  # they begin alike
+    ((HH, HH + " So.", HH + " No."), (HH, " So.", " No.")),
+    (("", HH + " So.", HH + " No."), (HH, " So.", " No.")),
+    # Nothing says so of other strings: an answer may begin with the question.
+    (("2+2", "2+2=4", "2+2=5"), ("2+2", "2+2=4", "2+2=5")),
+])  # fmt: skip
+def test_preferences(row, expected):
+    assert formats.preference(dict(zip(("prompt", "chosen", "rejected"), row))) == expected
 
 
-@pytest.mark.parametrize(
-    "row, as_messages",
-    [
-        ({"prompt": "Why?", **PAIR_OF_STRINGS}, True),
-        (TRANSCRIPTS, True),
-        ({"prompt": "Why?", **PAIR_OF_LISTS}, False),
-        ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
-        ({"prompt": [QUESTION], **PAIR_OF_LISTS}, False),
-        ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
-        ({"prompt": "\n\nHuman: Why?\n\nAssistant:", **TRANSCRIPTS}, True),
-        ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
-    ],
-)
+@pytest.mark.parametrize("prompt, chosen, rejected, why", [
+    ([message("system", "Be long."), QUESTION], [SYSTEM, QUESTION, YES], [SYSTEM, QUESTION, NO], "do not begin with all of the prompt in"),
+    ([SYSTEM, QUESTION], [QUESTION, YES], [QUESTION, NO], "do not begin with all of the prompt in"),
+    (None, [QUESTION, YES], [SYSTEM, NO], "do not begin with the same prompt"),
+    # Else the user's message would be learned, or rejected, as part of an answer.
+    ([QUESTION], [YES], [QUESTION, NO], "do not begin with the same prompt"),
+    ([QUESTION], [QUESTION, YES], [NO], "do not begin with the same prompt"),
+    (None, "Because.", "No.", "no column 'prompt'"),
+])  # fmt: skip
+def test_pairs_that_contradict_themselves_are_refused(prompt, chosen, rejected, why):
+    with pytest.raises(BadRow, match=why):
+        formats.preference({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+
+
+@pytest.mark.parametrize("row, as_messages", [
+    ({"prompt": "Why?", "chosen": "Because.", "rejected": "No."}, True),
+    ({"chosen": HH + " Because.", "rejected": HH + " No."}, True),
+    ({"prompt": HH, "chosen": HH + " Because.", "rejected": HH + " No."}, True),
+    ({"prompt": "Why?", "chosen": [YES], "rejected": [NO]}, False),
+    ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
+    ({"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}, False),
+    ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
+    ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
+    ({"conversations": [{"from": "human", "value": "Why?"}], "chosen": YES, "rejected": NO}, False),
+])  # fmt: skip
 def test_a_column_system_begins_the_chat(row, as_messages):
     """Beside strings, too, where they are turns; with an empty one the row is as without."""
     found = formats.standard({**row, "system": SYSTEM["content"]}, as_messages)
-    prompt, *answers = formats.preference(found)
-    if as_messages:
-        prompt, *answers = formats.as_turns(prompt, *answers)
-    assert (prompt, *answers) == ([SYSTEM, QUESTION], [YES], [NO])
+    assert formats.preference(found) == ([SYSTEM, QUESTION], [YES], [NO])
     plain = formats.standard(row, as_messages)
     assert formats.standard({**row, "system": ""}, as_messages) == {**plain, "system": ""}
 
 
-@pytest.mark.parametrize("as_messages", [False, True])
-def test_a_single_message_is_read_as_a_list_of_one(as_messages, tokenizer):
-    """With a column `system` it was lost, or the system message came after it; as turns it ended in a traceback."""
-    row = {"prompt": QUESTION, "completion": YES}
-    assert formats.standard(row, as_messages) == row  # reward functions get it as it is
-    ids = [
-        prompt_row(given, tokenizer, 1000, 8, strings_as_messages=as_messages)["prompt_ids"]
-        for given in (row, {"prompt": [QUESTION]})
-    ]
-    assert ids[0] == ids[1]
-    alone = formats.standard({"prompt": QUESTION, "system": "Be brief."}, as_messages)
-    assert alone["prompt"] == [SYSTEM, QUESTION]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Why?", **PAIR_OF_STRINGS},
-        {"prompt": "Why?", "completion": "Because."},
-        {"prompt": "Why?"},
-        TRANSCRIPTS,
-    ],
-)
-def test_a_column_system_beside_plain_strings_is_refused(row):
-    with pytest.raises(BadRow, match=r"column 'system' is next to strings.*strings_as_messages"):
-        formats.standard({**row, "system": "Be brief."})
-    answer = {"completion": "Because."} if "completion" in row else {}
-    if answer:
-        found = formats.standard({**row, "system": "Be brief."}, True)
-        assert formats.conversation(found) == ([SYSTEM, QUESTION], [YES])
+def test_a_column_system_beside_other_columns():
+    begun = {"messages": [SYSTEM, QUESTION, YES], "system": "Be long."}
+    assert formats.standard(begun)["messages"] == [SYSTEM, QUESTION, YES]
+    row = {"prompt": "", "completion": [YES], "system": "Be brief."}
+    assert formats.conversation(formats.standard(row)) == ([SYSTEM], [YES])
     text = {"text": "Be brief. Why? Because.", "system": "Be brief."}
     assert formats.standard(text) == text
+    strings = {"prompt": "Why?", "completion": "Because.", "system": "Be brief."}
+    assert formats.conversation(formats.standard(strings, True)) == ([SYSTEM, QUESTION], [YES])
+    with pytest.raises(BadRow, match=r"column 'system' is next to strings.*strings_as_messages"):
+        formats.standard(strings)
 
 
-@pytest.mark.parametrize("prompt", ["", []])
-def test_an_empty_prompt_next_to_messages_asks_nothing(prompt):
-    """It was learned as an empty turn of the user."""
-    row = {"prompt": prompt, "completion": [YES]}
-    assert formats.conversation(row) == ([], [YES])
-    pair = {"prompt": prompt, "chosen": [YES], "rejected": [NO]}
-    assert formats.preference(pair) == ([], [YES], [NO])
-
-
-@pytest.mark.parametrize("calls", ["[]", []])
-def test_a_message_without_a_content_must_call_something(calls):
-    """Data that hold calls as JSON say "[]" where there are none."""
-    empty = {"role": "assistant", "content": None, "tool_calls": calls}
-    with pytest.raises(BadRow, match="expected a list of messages"):
-        formats.conversation({"messages": [QUESTION, empty]})
-
-
-@pytest.mark.parametrize("prompt", ["", []])
-def test_a_system_message_begins_the_prompt_of_a_completion_that_nobody_asks_for(prompt):
-    """It came after an empty message of the user, or into the completion."""
-    row = {"prompt": prompt, "completion": [YES], "system": "Be brief."}
-    assert formats.conversation(formats.standard(row)) == ([SYSTEM], [YES])
-
-
-@pytest.mark.parametrize("prompt, inside", [
-    ([message("system", "Be long."), QUESTION], [SYSTEM, QUESTION]),
-    ([SYSTEM, QUESTION], [QUESTION]),  # the system message would be lost
-    # The same words by somebody else.
-    ([message("user", "Because.")], [QUESTION, YES, message("user", "And?")]),
-])  # fmt: skip
-def test_a_prompt_that_contradicts_its_conversations_is_refused(prompt, inside):
-    row = {"prompt": prompt, "chosen": [*inside, YES], "rejected": [*inside, NO]}
-    with pytest.raises(BadRow, match="do not begin with all of the prompt in column 'prompt'"):
-        formats.preference(row)
+def test_columns_name_the_users_own():
+    columns = formats.column_names(["prompt=question", "completion=answer"])
+    assert columns == {"prompt": "question", "completion": "answer"}
+    row = {"question": "2+2?", "answer": "4", "messages": [QUESTION], "text": "a"}
+    found = formats.conversation(formats.standard(formats.rename_columns(row, columns)))
+    assert found == ("2+2?", "4")
+    found = formats.rename_columns(row, formats.column_names(["text=text"]))
+    assert formats.conversation(found) == ("", "a")
+    for pairs in (["prompt"], ["other=a"], ["text=a", "text=b"]):
+        refuses("each once, such as prompt=question", call=lambda pairs=pairs: formats.column_names(pairs))  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- the formats of other tools
-
-
-# What a chat template is given stands in the ids as JSON, so that a test can read it back.
-AS_JSON = (
-    "{% if tools %}{{ 'tools' + (tools | tojson) + '\\n' }}{% endif %}"
-    "{% for m in messages %}{{ (m | tojson) + '<|end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '' }}{% endif %}"
-)
-
-
-@pytest.fixture
-def reader(tokenizer, accelerator, tmp_path, monkeypatch):
-    """A function that loads rows and returns the messages and the tools that the template was given."""
-    monkeypatch.setattr(tokenizer, "chat_template", AS_JSON)
-
-    def read(
-        rows: list[dict], function=sft_row, name="rows.jsonl", ids="input_ids", **settings
-    ) -> list[tuple[list[dict], object]]:
-        path = tmp_path / name
-        if name.endswith(".parquet"):
-            datasets.Dataset.from_list(rows).to_parquet(path)
-        else:
-            write_jsonl(path, rows)
-        data = load(accelerator, tokenizer, path, function, **settings)
-        found = []
-        for row in data[ids]:
-            lines = tokenizer.decode(row).replace("<|end|>", "").strip().split("\n")
-            tools = (
-                json.loads(lines.pop(0).removeprefix("tools"))
-                if lines[0].startswith("tools")
-                else None
-            )
-            messages = [json.loads(line) for line in lines]
-            for given in messages:
-                given.pop("thinking", None)  # transformers' second name for `reasoning_content`
-            found.append((messages, tools))
-        return found
-
-    return read
-
-
-def call(name: str, **arguments) -> dict:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def said(sender: str, value: str) -> dict:
     return {"from": sender, "value": value}
 
 
-ALPACA = {
-    "instruction": "Describe a process of making crepes.",
-    "input": "",
-    "output": "Making crepes is easy.",
-}
-ALPACA_INPUT = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
-QUESTIONS = [
-    [message("user", ALPACA["instruction"])],
-    [message("user", "识别并解释\n细胞理论和日心说。")],
-]
-PARAMETERS = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
-BARE_TOOL = {"name": "search", "description": "Search", "parameters": PARAMETERS}
-TOOL = {"type": "function", "function": BARE_TOOL}
+def call(name: str, **arguments) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_alpaca(reader, name):
-    rows = [ALPACA, ALPACA_INPUT, {**ALPACA, "input": None}]
-    answers = [[message("assistant", row["output"])] for row in rows]
-    questions = [*QUESTIONS, QUESTIONS[0]]
-    assert reader(rows, name=name) == [
-        (prompt + answer, None) for prompt, answer in zip(questions, answers)
-    ]
-    assert reader(rows, prompt_row, name, ids="prompt_ids") == [
-        (prompt, None) for prompt in questions
-    ]
-    more = {**ALPACA, "system": "Be brief.", "history": [["One?", "One."]]}
-    assert reader([more], name=name) == [([SYSTEM, *BEFORE, *QUESTIONS[0], *answers[0]], None)]
-    pair = {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No."}
-    assert reader([pair], preference_row, name, ids="chosen_ids") == [([YES], None)]
-    assert reader([pair], preference_row, name, ids="rejected_ids") == [([NO], None)]
-
-
-def test_only_the_output_of_alpaca_is_learned(tokenizer, accelerator, tmp_path):
-    (row,) = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", [ALPACA_INPUT]))
-    learned = [token for token, target in zip(row["input_ids"], row["targets"]) if target]
-    assert tokenizer.decode(learned) == ALPACA_INPUT["output"] + "<|end|>"
-    # The reward function of PPO gets the row's own columns.
-    (row,) = load(accelerator, tokenizer, tmp_path / "rows.jsonl", prompt_row)
-    assert {**json.loads(row["columns"]), **ALPACA_INPUT} == json.loads(row["columns"])
-
-
-# As in the original file: everything once more, as a text.
-ALPACA_TEXT = {**ALPACA_INPUT, "text": "Below is an instruction ... ### Response:\n细胞理论是"}
-
-
-@pytest.mark.parametrize("row", [
-    ALPACA_TEXT,
-    {"prompt": QUESTIONS[1], "completion": ALPACA_INPUT["output"], "text": ALPACA_TEXT["text"]},
-    {"conversations": [said("human", "识别并解释\n细胞理论和日心说。"), said("gpt", "细胞理论是")], "text": "a"},
-])  # fmt: skip
-def test_a_column_text_beside_another_format_is_learned_only_on_request(
-    row, tokenizer, accelerator, tmp_path
-):
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    (found,) = load(accelerator, tokenizer, path)
-    learned = [token for token, target in zip(found["input_ids"], found["targets"]) if target]
-    assert tokenizer.decode(learned) == ALPACA_INPUT["output"] + "<|end|>"
-    (found,) = load(accelerator, tokenizer, path, columns=["text=text"])
-    assert tokenizer.decode(found["input_ids"]).removesuffix("<|end|>") == row["text"]
-    assert all(found["targets"][1:])
-
-
-@pytest.mark.parametrize("more, is_read", [
-    ({"image": {"path": "a.png"}}, False), ({"image": "python:3.12"}, True),
-])  # fmt: skip
-def test_a_prompt_with_an_image(more, is_read, tokenizer, accelerator, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [QUESTION], **more}])
-    read = lambda: load(accelerator, tokenizer, path, prompt_row)
-    if is_read:  # the name of a container's image
-        assert len(read()) == 1
+def read(row: dict, tmp_path, name="rows.parquet") -> dict:
+    """A row as a file gives it, with the columns of our own formats."""
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list([row]).to_parquet(path)
     else:
-        refuses("row 1", "only text is supported", call=read)
+        write_jsonl(path, [row])
+    return formats.standard(rows_of(path)[0])
 
 
-def test_columns_of_alpaca_may_have_other_names(reader):
-    """As in Dolly: `context` and `response`."""
-    row = {
-        "instruction": "识别并解释",
-        "context": "细胞理论和日心说。",
-        "response": "细胞理论是",
-        "text": "a",
-    }
-    for other in ({}, {"conversations": [said("human", "a"), said("gpt", "b")]}, {"prompt": "a"}):
-        found = reader([row | other], columns=["input=context", "output=response"])
-        assert found == [(QUESTIONS[1] + [message("assistant", "细胞理论是")], None)]
+ALPACA = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
+ASKED, ANSWERED = (
+    message("user", "识别并解释\n细胞理论和日心说。"),
+    message("assistant", "细胞理论是"),
+)
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 
 
-@pytest.mark.parametrize("name, written", [
-    ("qwen2_5", '{"name": "add", "arguments": {"x": 1}}'),
-    ("llama3_2", '{"name": "add", "parameters": {"x": 1}}'),
-    ("qwen3", '{"name": "add", "arguments": {"x": 1}}'),
-    ("deepseekv3", 'add\n```json\n{"x": 1}\n```'),  # its template takes only texts
+@pytest.mark.parametrize("row, expected", [
+    (ALPACA, ([ASKED], [ANSWERED])),
+    ({**ALPACA, "input": None, "instruction": ASKED["content"]}, ([ASKED], [ANSWERED])),
+    ({**ALPACA, "system": "Be brief.", "history": [["One?", "One."]]}, ([SYSTEM, *BEFORE, ASKED], [ANSWERED])),
+    # As in the original file: everything once more, as a text.
+    ({**ALPACA, "text": "Below is an instruction ... ### Response:\n细胞理论是"}, ([ASKED], [ANSWERED])),
+    ({"conversations": [said("human", "Why?"), said("gpt", "Because.")], "text": "a"}, ([], [QUESTION, YES])),
+    ({"conversations": [said("human", "Why?"), said("gpt", "Because.")], "system": "Be brief."}, ([], [SYSTEM, QUESTION, YES])),
+    ({"prompt": "Why?", "completion": "Because.", "text": "a"}, ("Why?", "Because.")),
 ])  # fmt: skip
-@pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}])
-def test_the_arguments_of_a_call_may_be_a_text(name, written, given):
-    """As OpenAI's API has them, and as only they fit into a column of a parquet file."""
-    call = {"type": "function", "id": "0", "function": {"name": "add", "arguments": given}}
-    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    tokenizer = templates.tokenizer(name)
-    row = sft_row({"messages": messages}, tokenizer, 1000, "assistant")
-    assert written in tokenizer.decode(row["input_ids"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_alpaca_and_sharegpt(row, expected, name, tmp_path):
+    standard = read(row, tmp_path, name)
+    assert formats.conversation(standard) == expected
+    assert standard.items() >= {**row, **{key: standard[key] for key in ("messages", "prompt") if key in row}}.items()  # fmt: skip
+
+
+def test_calls_and_tools_of_sharegpt(tmp_path):
+    calls = [{"name": "search", "arguments": {"title": "Inception", "year": None}}, {"name": "b"}]
+    row = {
+        "conversations": [
+            said("human", "A film?"),
+            said("function_call", json.dumps(calls)),
+            said("observation", '{"year": 2010}'),
+            said("gpt", "It is of 2010."),
+        ],
+        "tools": json.dumps([TOOL["function"]]),
+    }
+    found = read(row, tmp_path)
+    assert found["tools"] == [TOOL]
+    assert formats.conversation(found)[1] == [
+        message("user", "A film?"),
+        {"role": "assistant", "content": "", "tool_calls": [call("search", title="Inception", year=None), call("b")]},
+        message("tool", '{"year": 2010}'),
+        message("assistant", "It is of 2010."),
+    ]  # fmt: skip
+    assert formats.standard({"messages": [QUESTION], "tools": "[]"})["tools"] is None
+    with pytest.raises(BadRow, match="column 'tools': expected a list of JSON schemas"):
+        formats.standard({"messages": [QUESTION], "tools": "[{"})
+
+
+def test_columns_of_alpaca_may_have_other_names():
+    """As in Dolly: `context` and `response`."""
+    row = {"instruction": "识别并解释", "context": "细胞理论和日心说。", "response": "细胞理论是", "text": "a"}  # fmt: skip
+    columns = formats.column_names(["input=context", "output=response"])
+    for other in ({}, {"conversations": [said("human", "a"), said("gpt", "b")]}, {"prompt": "a"}):
+        found = formats.standard(formats.rename_columns(row | other, columns))
+        assert formats.conversation(found) == ([ASKED], [ANSWERED])
+
+
+def parts(role: str, *given: tuple[str, str], key="value", **more) -> dict:
+    return {"role": role, "content": [{"type": kind, key: value} for kind, value in given], **more}
+
+
+CALLED = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call("search", title="Inception")] * 2}  # fmt: skip
+CALL_TEXT = '{"name": "search", "arguments": {"title": "Inception"}}'
+
+
+@pytest.mark.parametrize("given, expected", [
+    (parts("assistant", ("text", "Be"), ("text", "cause."), loss_weight=1.0), {**YES, "loss_weight": 1.0}),
+    (parts("assistant", ("text", "Because."), key="text"), YES),
+    (parts("assistant", ("reasoning", "Hm."), ("tool_call", CALL_TEXT), ("tool_call", CALL_TEXT)), CALLED),
+    (parts("assistant", ("thinking", "So."), ("text", "Because."), key="thinking") | {"content": [{"type": "thinking", "thinking": "So."}, {"type": "text", "text": "Because."}]}, {**YES, "reasoning_content": "So."}),
+    # An empty part says nothing, and a field of this name that a message has already is kept.
+    (parts("assistant", ("thinking", ""), ("text", "Because."), reasoning_content="Why"), {**YES, "reasoning_content": "Why"}),
+])  # fmt: skip
+def test_content_as_parts(given, expected, tmp_path):
+    found = read({"messages": [QUESTION, given]}, tmp_path, "rows.jsonl")
+    assert formats.conversation(found) == ([], [QUESTION, expected])
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1", "expected text", "'image_url'"]),
+    ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
+    ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py"]),
+    ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5"]),
+    ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
+    ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": "[]"}]}, ["column 'messages'", "a list of messages"]),
+    ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
+    ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
+    ({"instruction": "a", "output": 5}, ["column 'output'", "a string", "found 5"]),
+    ({"instruction": "a", "output": "b", "history": [["One?"]]}, ["ValueError"]),
+])  # fmt: skip
+def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
+    refuses("rows.jsonl", "row 2", *words, call=lambda: load(accelerator, tokenizer, path))
+
+
+def test_columns_of_other_data_are_no_format():
+    """A class beside a text, a label beside a pair, and the name of a container's image."""
+    assert formats.conversation({"text": "a", "label": True}) == ("", "a")
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
+    assert formats.preference(pair) == ("a", "b", "c")
+    assert formats.standard({"prompt": "a", "image": "python:3.12"})["image"] == "python:3.12"
+
+
+def test_a_set_has_the_roles_of_its_rows(accelerator, tokenizer, tmp_path):
+    chat = [message("user", "a"), message("assistant", "b")]
+    rows = [{"messages": [message("user", "a")]}, {"messages": chat}, {"text": "c"}]
+    data = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert data["row"][:] == [2, 3] and data["roles"][:] == ["user assistant", ""]
+    assert formats.roles_of({"prompt": "a", "completion": "b"}, True) == ["user", "assistant"]
+
+
+def test_a_pair_that_ends_with_the_users_turn_is_left_out(tokenizer):
+    """The turn was learned as the end of the answer."""
+    row = {"prompt": [QUESTION], "chosen": [YES, message("user", "And?")], "rejected": [NO]}
+    assert preference_row(row, tokenizer, 100)["reason"].startswith("answer that does not end with")
+
+
+# ---------------------------------------------------------------------------------------------- calls
 
 
 def calls_written(name: str, content, calls) -> str:
@@ -457,41 +419,34 @@ def calls_written(name: str, content, calls) -> str:
     return tokenizer.decode(row["input_ids"])
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "gptoss", "deepseekv3"])
+@pytest.mark.parametrize("name, written", [
+    ("qwen2_5", '{"name": "add", "arguments": {"x": 1}}'),
+    ("llama3_2", '{"name": "add", "parameters": {"x": 1}}'),
+    ("gptoss", 'to=functions.add<|channel|>commentary json<|message|>{"x": 1}'),
+    ("deepseekv3", 'add\n```json\n{"x": 1}\n```'),  # its template takes only texts
+])  # fmt: skip
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
-@pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}])
-def test_a_call_may_have_its_name_outside_of_function(name, key, given):
-    """Most templates refused it, or wrote a call without arguments."""
-    function = {"name": "add", "arguments": {"x": 1}}
-    expected = calls_written(name, "", [{"id": "c1", "type": "function", "function": function}])
-    call = {"id": "c1", "name": "add", key: given}
-    assert calls_written(name, [], [call]) == expected
-    assert calls_written(name, "", call) == calls_written(name, "", json.dumps([call])) == expected
+@pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}, json.dumps('{"x": 1}')])
+def test_a_call_may_be_flat_or_nested_and_its_arguments_a_text(name, written, key, given):
+    """As OpenAI's API has them, and as only they fit into a column of a parquet file."""
+    function = {"name": "add", key: given}
+    nested = [{"type": "function", "id": "0", "function": function}]
+    expected = calls_written(name, None, nested)
+    assert written in expected
+    flat = {"id": "0", **function}
+    for calls in ([flat], flat, json.dumps([flat]), json.dumps(nested)):
+        assert calls_written(name, "", calls) == expected
 
 
 ABSENT = object()
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3"])
-@pytest.mark.parametrize("form", ["nested", "flat", "json"])
-@pytest.mark.parametrize(
-    "given, meant",
-    [
-        (json.dumps('{"x": 1}'), {"x": 1}),
-        ("", {}),
-        (None, {}),
-        (ABSENT, {}),
-    ],
-)
-def test_what_else_arguments_may_be(name, form, given, meant):
-    """A JSON text inside one was quoted; without `arguments` a nested call ended the run, a flat one not."""
+@pytest.mark.parametrize("given", ["", None, ABSENT])
+def test_without_arguments_there_are_none(given):
     function = {"name": "add"} | ({} if given is ABSENT else {"arguments": given})
-    calls = [{"id": "c1", "type": "function", "function": function}]
-    if form != "nested":
-        calls = [{"id": "c1", **function}]
-    whole = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": meant}}
-    expected = calls_written(name, "", [whole])
-    assert calls_written(name, "", json.dumps(calls) if form == "json" else calls) == expected
+    expected = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    for call in ({"type": "function", "function": function}, function):
+        assert messages.nested(call, "message 1") == expected
 
 
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
@@ -499,10 +454,14 @@ def test_what_else_arguments_may_be(name, form, given, meant):
 def test_arguments_that_are_no_object_are_refused(key, given):
     """They were learned as a quoted text, or whatever the template made of them."""
     for call in ({"name": "add", key: given}, {"function": {"name": "add", key: given}}):
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        row = {"messages": [QUESTION, answer]}
-        with pytest.raises(BadRow, match="the arguments of a call of 'add'"):
-            sft_row(row, templates.tokenizer("qwen2_5"), 1000, "assistant")
+        with pytest.raises(BadRow, match="message 1: the arguments of a call of 'add'"):
+            messages.nested(call, "message 1")
+
+
+@pytest.mark.parametrize("none", ["", "[]", " null", []])
+def test_no_calls_may_be_written_as_json(none):
+    given = [{**QUESTION, "tool_calls": none}, {**YES, "tool_calls": none}]
+    assert messages.as_messages(given, "user") == [QUESTION, YES]
 
 
 def test_the_value_of_sharegpt_is_the_content_whatever_else_the_message_has():
@@ -510,171 +469,7 @@ def test_the_value_of_sharegpt_is_the_content_whatever_else_the_message_has():
     assert found == [{"role": "assistant", "content": "So."}]
 
 
-@pytest.mark.parametrize("none", ["", "[]", " null", []])
-def test_no_calls_may_be_written_as_json(none):
-    row = {"messages": [{**QUESTION, "tool_calls": none}, {**YES, "tool_calls": none}]}
-    tokenizer = templates.tokenizer("qwen2_5")
-    plain = sft_row({"messages": [QUESTION, YES]}, tokenizer, 1000, "assistant")
-    assert sft_row(row, tokenizer, 1000, "assistant") == plain
-
-
-def test_a_pair_that_ends_with_the_users_turn_is_left_out(tokenizer):
-    """The turn was learned as the end of the answer."""
-    row = {"prompt": [QUESTION], "chosen": [YES, message("user", "And?")], "rejected": [NO]}
-    assert preference_row(row, tokenizer, 100)["reason"].startswith("answer that does not end with")
-
-
-def test_transcripts_that_repeat_the_column_prompt_are_learned_without_it():
-    prompt = "\n\nHuman: Why?\n\nAssistant:"
-    for stated in (prompt, "", "\n\nHuman: Why?"):
-        row = {"prompt": stated, "chosen": prompt + " So.", "rejected": prompt + " No."}
-        assert formats.preference(row) == (prompt, " So.", " No.")
-    # Nothing says so of other strings: an answer may begin with the question.
-    row = {"prompt": "2+2", "chosen": "2+2=4", "rejected": "2+2=5"}
-    assert formats.preference(row) == ("2+2", "2+2=4", "2+2=5")
-
-
-SHAREGPT = [
-    said("human", "A film?"),
-    said("function_call", '{"name": "search", "arguments": {"title": "Inception", "year": null}}'),
-    said("observation", '{"year": 2010}'),
-    said("gpt", "It is of 2010."),
-]
-SHAREGPT_AS_CHAT = [
-    message("user", "A film?"),
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [call("search", title="Inception", year=None)],
-    },
-    message("tool", '{"year": 2010}'),
-    message("assistant", "It is of 2010."),
-]
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_sharegpt(reader, name):
-    tools = json.dumps([BARE_TOOL])
-    assert reader([{"conversations": SHAREGPT, "tools": tools}], name=name) == [
-        (SHAREGPT_AS_CHAT, [TOOL])
-    ]
-    assert reader([{"conversations": SHAREGPT[:1] + SHAREGPT[3:], "tools": "[]"}], name=name) == [
-        ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], None)
-    ]
-    both = [{"conversations": [said("system", "Be brief."), said("human", "Why?"), said("gpt", "Because.")]},
-            {"conversations": [said("human", "Why?"), said("gpt", "Because.")], "system": "Be brief."}]  # fmt: skip
-    for row in both:
-        assert reader([row], name=name) == [([SYSTEM, QUESTION, YES], None)]
-        assert reader([{**row, "conversations": row["conversations"][:-1], "chosen": said("gpt", "Because."), "rejected": said("gpt", "No.")}],
-                      preference_row, name, ids="prompt_ids") == [([SYSTEM, QUESTION], None)]  # fmt: skip
-    named = [{"dialog": SHAREGPT[:1] + SHAREGPT[3:], "functions": tools}]
-    assert reader(named, name=name, columns=["messages=dialog", "tools=functions"]) == [
-        ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], [TOOL])
-    ]
-
-
-def test_several_calls_of_one_turn(reader):
-    calls = [{"name": "a", "arguments": {"x": 1}}, {"name": "b"}]
-    turn = said("function_call", json.dumps(calls))
-    assert reader([{"conversations": [SHAREGPT[0], turn]}])[0][0][1]["tool_calls"] == [
-        call("a", x=1),
-        call("b"),
-    ]
-
-
-def parts(role: str, *given: tuple[str, str], key="value", **more) -> dict:
-    return {"role": role, "content": [{"type": kind, key: value} for kind, value in given], **more}
-
-
-def test_content_as_parts(reader):
-    text = '{"name": "search", "arguments": {"title": "Inception"}}'
-    rows = [
-        {"messages": [parts("user", ("text", "Why?"), loss_weight=0.0), parts("assistant", ("text", "Be"), ("text", "cause."), loss_weight=1.0)]},
-        {"messages": [parts("user", ("text", "Why?"), key="text"), parts("assistant", ("text", "Because."), key="text")]},
-        {"messages": [parts("user", ("text", "Why?")), parts("assistant", ("reasoning", "Hm."), ("tool_call", text), ("tool_call", text)),
-                      parts("tool", ("text", "2010")), parts("assistant", ("reasoning", "So."), ("text", "Because."))], "tools": json.dumps([TOOL])},
-    ]  # fmt: skip
-    searched = call("search", title="Inception")
-    expected = [
-        ([{**QUESTION, "loss_weight": 0.0}, {**YES, "loss_weight": 1.0}], None),
-        ([QUESTION, YES], None),
-        ([QUESTION, {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [searched, searched]},
-          message("tool", "2010"), {**YES, "reasoning_content": "So."}], [TOOL]),
-    ]  # fmt: skip
-    assert reader(rows) == expected
-    assert [
-        reader([row], name=f"{number}.parquet")[0] for number, row in enumerate(rows)
-    ] == expected
-    # An empty part says nothing, and a field of this name that a message has already is kept.
-    empty = [{"type": "thinking", "thinking": ""}, {"type": "text", "text": "So."}]
-    kept = {"role": "assistant", "content": empty, "reasoning_content": "Why"}
-    assert formats.conversation({"messages": [QUESTION, kept]})[1][1]["reasoning_content"] == "Why"
-    thinking = [QUESTION, {**YES, "reasoning_content": "So."}]
-    assert reader([{"messages": thinking}]) == [(thinking, None)]
-
-
-IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
-
-
-@pytest.mark.parametrize("row, words", [
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1", "'image_url'", "expected text"]),
-    ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
-    ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py"]),
-    ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5"]),
-    ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
-    ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
-    ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
-    ({"instruction": "a", "output": 5}, ["column 'output'", "a string", "found 5"]),
-])  # fmt: skip
-def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
-    refuses("rows.jsonl", "row 2", *words, call=lambda: load(accelerator, tokenizer, path))
-
-
-def test_labels_of_other_data_are_no_format(tokenizer, accelerator, tmp_path):
-    """A class beside a text, and a label beside a pair, are columns like any other."""
-    classes = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": True}])
-    assert len(load(accelerator, tokenizer, classes)) == 1
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
-    pairs = write_jsonl(tmp_path / "b.jsonl", [pair])
-    assert len(load(accelerator, tokenizer, pairs, preference_row)) == 1
-
-
-def test_a_link_to_a_file_whose_name_says_no_format(tokenizer, accelerator, tmp_path):
-    """As `hf_hub_download` returns: the hub's cache keeps files under their hashes."""
-    blob = write_jsonl(tmp_path / "0a1b2c", [{"messages": [QUESTION, YES]}])
-    (tmp_path / "train.jsonl").symlink_to(blob)
-    assert len(load(accelerator, tokenizer, tmp_path / "train.jsonl")) == 1
-
-
-def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):
-    rows = {
-        name: datasets.Dataset.from_list([{"text": name, "n": 1}]) for name in ("train", "test")
-    }
-    rows["train"].save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
-    for path, split in (("one", "train"), ("both", "train"), ("both", "test")):
-        before = sorted((tmp_path / path).rglob("*"))
-        data = load(accelerator, tokenizer, tmp_path / path, split=split)
-        assert tokenizer.decode(data[0]["input_ids"]) == f"{split}<|end|>"
-        assert sorted((tmp_path / path).rglob("*")) == before  # nothing is written beside the data
-
-
-# ---------------------------------------------------------------------------------------------- roles
-
-
-def test_a_set_has_the_roles_of_its_rows(accelerator, tokenizer, tmp_path):
-    chat = [message("user", "a"), message("assistant", "b")]
-    rows = [{"messages": [message("user", "a")]}, {"messages": chat}, {"text": "c"}]
-    data = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
-    assert data["row"][:] == [2, 3] and data["roles"][:] == ["user assistant", ""]
-
-
-@pytest.mark.parametrize("bare, whole", [("chosen", "rejected"), ("rejected", "chosen")])
-def test_one_answer_that_repeats_the_prompt_and_one_that_does_not_are_refused(bare, whole):
-    """Else the user's message would be learned, or rejected, as part of an answer."""
-    row = {"prompt": [QUESTION], bare: [YES], whole: [QUESTION, NO]}
-    with pytest.raises(BadRow, match="do not begin with the same prompt"):
-        formats.preference(row)
-    answers = {**row, whole: [NO]}
-    assert formats.preference(answers)[0] == [QUESTION]
+def test_openais_first_form_of_a_call():
+    given = {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": ""}}
+    found = messages.as_messages([given], "user")
+    assert found == [{"role": "assistant", "content": "", "tool_calls": [call("a")]}]

@@ -24,7 +24,7 @@ def test_a_label_says_which_list_the_answer_is_in(tokenizer, label):
     assert found["prompt_ids"] == pair["prompt_ids"]
     assert found[answer] == pair["chosen_ids"] and found[none] == []
     assert (found["n_answers"], found["reason"]) == (1, "")
-    assert found["length"] == found["longest"] == len(found["prompt_ids"]) + len(found[answer])
+    assert found["length"] == len(found["prompt_ids"]) + len(found[answer])
 
 
 def test_prompt_and_completion_are_the_same_row(tokenizer):

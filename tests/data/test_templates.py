@@ -309,14 +309,6 @@ def test_dropped_thinking_is_put_in_front_of_the_content(answer, lead, content):
     assert tokenizer.decode(ids) == expected
 
 
-def test_a_call_is_whole_where_the_template_drops_its_thinking_and_its_content():
-    """The content, one letter, also occurs in the call."""
-    tokenizer = templates.tokenizer("llama3_2")
-    answer = {**CALL, "content": "e", "reasoning_content": "one two"}
-    ids = chat.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
-    assert tokenizer.decode(ids) == "<think>\none two\n</think>\n\n" + CALLS["llama3_2"]
-
-
 @pytest.mark.parametrize(
     "content, expected",
     [
@@ -344,28 +336,6 @@ def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(argume
     row = {"messages": [message("user", "five"), message("assistant", "", tool_calls=[call])]}
     ((_, ids),) = learned(sft_row(row, tokenizer, 10_000, "assistant"))
     assert tokenizer.decode(ids) == 'add{"x": true}<|im_end|>'
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3"])
-def test_all_messages_of_an_answer_are_learned_where_the_last_ones_thinking_is_dropped(name):
-    tokenizer = templates.tokenizer(name)
-    history = [message("user", "five")]
-    others = [message("assistant", "three four."), message("user", "six")]
-    last = message("assistant", "three four.", reasoning_content="one two")
-    answer = chat.encode_answer(tokenizer, history, [*others, last])
-    text = tokenizer.decode(answer.context + answer.ids)
-    # As the template writes it, with the thinking in front of the last content.
-    written = tokenizer.apply_chat_template([*history, *others, last], tokenize=False)
-    before, content, _ = written.rpartition("three four.")
-    end = templates.end_of(name)
-    assert "one two" not in written and written.count("three four.") == 2
-    assert text in (
-        f"{before}<think>\none two\n</think>\n\n{content}{end}",
-        f"{before.removesuffix('<think>')}<think>\none two\n</think>\n\n{content}{end}",
-    )
-    n_context = len(tokenizer.decode(answer.context))
-    assert "five" in text[:n_context] and text[n_context:].count("three four.") == 2
-    assert any("drops the thinking" in note for note in answer.notes)
 
 
 CALL = message(
