@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -27,6 +27,9 @@ def describe(accelerator: Accelerator) -> str:
 
 def unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Returns the module inside a prepared one, as it was before DDP, DeepSpeed and compilation."""
+    is_compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+    if accelerator.distributed_type == DistributedType.NO and not is_compiled:
+        return model  # accelerate would import DeepSpeed
     return accelerator.unwrap_model(model, keep_torch_compile=False)
 
 

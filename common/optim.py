@@ -1,10 +1,12 @@
 """Parameter groups, AdamW and Muon, the schedule and its words, step counts held at zero."""
 
+import math
 import sys
 from collections.abc import Collection
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.pytorch_utils import Conv1D
 
 from common import counted, engine
@@ -108,15 +110,32 @@ def warmup_updates(warmup_steps: float, total_updates: int) -> int:
     return share_of(total_updates, warmup_steps)
 
 
-def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int):
-    """Returns the schedule of the learning rates, a `LambdaLR`.
+def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> LambdaLR:
+    """Returns the schedule of the learning rates: warm-up, then `args.lr_scheduler_type`.
 
-    It is not prepared: accelerate would step it `num_processes` times per update.
+    The rates are those of `transformers.get_scheduler`, whose module imports all of peft. It is not
+    prepared: accelerate would step it `num_processes` times per update.
     """
-    from transformers import get_scheduler  # slow to import
-
+    kind = args.lr_scheduler_type
     warmup = warmup_updates(args.warmup_steps, total_updates)
-    return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_updates)
+
+    def share_of_peak(update: int) -> float:
+        if kind == "constant":
+            return 1.0
+        if update < warmup:
+            return update / warmup
+        after_warmup = update - warmup
+        if kind == "inverse_sqrt":
+            timescale = warmup or 10_000
+            return 1 / math.sqrt((after_warmup + timescale) / timescale)
+        falling = max(1, total_updates - warmup)
+        if kind == "linear":
+            return max(0, total_updates - update) / falling
+        if kind == "cosine":
+            return (1 + math.cos(math.pi * (after_warmup / falling))) / 2
+        return 1.0  # constant_with_warmup
+
+    return LambdaLR(optimizer, share_of_peak)
 
 
 def describe_schedule(args, total_updates: int, scheduler) -> str:

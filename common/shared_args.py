@@ -10,10 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-# The schedules of `transformers.get_scheduler` that need no further settings.
-SchedulerType = Literal[
-    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-]
+SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
 
 
 # What the limits of `arg` mean.
@@ -83,7 +80,7 @@ class UpdateArgs:
     max_epochs: int = arg(1, "passes over the data", at_least=0)
     max_steps: int = arg(0, "updates; 0: as many as the epochs hold", at_least=0)
     learning_rate: float = arg(1e-5, "peak learning rate", with_lora=1e-4, at_least=0)
-    lr_scheduler_type: SchedulerType = arg("linear", "see transformers.get_scheduler")
+    lr_scheduler_type: SchedulerType = arg("linear", "as transformers names them")
     warmup_steps: float = arg(0.03, "updates of warm-up; below 1: a share of all", at_least=0)
     weight_decay: float = arg(0.0, "on matrices only, not on biases and norms", at_least=0)
     optimizer: Literal["adamw", "muon"] = arg(

@@ -83,7 +83,7 @@ class Args(RolloutArgs):
     max_new_tokens: int = arg(1024, "longest response; completions are cut to it", at_least=1)
     train_batch_size: int = arg(128, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
-    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "see transformers.get_scheduler")
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "as transformers names them")
 
 
 # ============================================================ the algorithm

@@ -99,7 +99,7 @@ class Args(RewardArgs):
     train_batch_size: int = arg(256, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
     learning_rate: float = arg(1e-6, "peak learning rate", with_lora=1e-5, at_least=0)
-    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "see transformers.get_scheduler")
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "as transformers names them")
 
 
 # ============================================================ the algorithm

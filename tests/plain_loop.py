@@ -29,8 +29,6 @@ def schedule(kind: str, step: int, warmup: int, total: int, peak: float) -> floa
         return peak * (1 - done)
     if kind == "cosine":
         return peak * (1 + math.cos(math.pi * done)) / 2
-    if kind == "polynomial":  # of degree one, and it ends at 1e-7, not at 0
-        return 1e-7 + (peak - 1e-7) * (1 - done)
     raise ValueError(kind)
 
 

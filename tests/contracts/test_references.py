@@ -109,7 +109,7 @@ SFT = {
     "completion": dict(
         lr_scheduler_type="cosine", max_steps=5, micro_train_batch_size=4, logging_steps=2
     ),
-    "all": dict(lr_scheduler_type="polynomial", max_steps=5, micro_train_tokens=150, packing=True),
+    "all": dict(lr_scheduler_type="cosine", max_steps=5, micro_train_tokens=150, packing=True),
 }
 
 

@@ -2,13 +2,16 @@
 
 import math
 import types
+import typing
 
 import pytest
 import torch
+import transformers
 
 from common import optim
+from common.shared_args import SchedulerType
 
-KINDS = ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
+KINDS = typing.get_args(SchedulerType)
 
 
 def rates_of(kind, warmup_steps, updates):
@@ -37,6 +40,19 @@ def test_warm_up_never_takes_the_only_update(kind, warmup_steps):
     assert said.startswith(
         f"learning rate actor 0.5, critic 2; {kind}, 1 update, 0 of them warm-up"
     )
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rates_are_those_of_transformers(kind, warmup_steps):
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
+    reference = transformers.get_scheduler(kind, optimizer, warmup_steps, 12)
+    expected = []
+    for _ in range(12):
+        expected.append(reference.get_last_lr()[0])
+        optimizer.step()
+        reference.step()
+    assert rates_of(kind, warmup_steps, 12)[0] == expected
 
 
 @pytest.mark.parametrize("warmup_steps, updates", [(0.03, 2), (1, 2), (5, 2), (0.1, 12)])

@@ -691,14 +691,3 @@ def test_evaluation_by_sampling(inputs):
     assert "eval/exact_match" not in first
     # Nothing was learned: the same draws, the same values.
     assert last == {**first, "global_step": 2}
-
-
-def test_the_end_of_a_polynomial_schedule_is_that_of_the_actors_rate(inputs):
-    """transformers takes it as 1e-7, by the optimizer's own rate; the critic's ends in proportion."""
-    output = inputs / "polynomial"
-    changes = dict(warmup_steps=0, max_steps=2, lr_scheduler_type="polynomial")
-    run(inputs, output, "kl in the loss", **changes)
-    half = (3e-3 - 1e-7) / 2 + 1e-7
-    for tag, peak in (("learning_rate", 3e-3), ("critic_learning_rate", 2e-2)):
-        expected = [peak, half * peak / 3e-3]
-        assert [line[tag] for line in lines(output)] == pytest.approx(expected, rel=1e-6)
