@@ -236,8 +236,8 @@ def read_usable(name: str, kept: list[str], settings: dict) -> tuple[datasets.Da
     usable = converted.select(np.flatnonzero(is_usable), new_fingerprint=content)
     if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
-    # `any` reads until it finds the first answer.
-    return usable if any(usable["answer"]) else usable.remove_columns(["answer"]), notes
+    has_answers = (column(usable, "answer") != "").any()
+    return usable if has_answers else usable.remove_columns(["answer"]), notes
 
 
 def describe_unusable(converted: datasets.Dataset, settings: dict) -> list[str]:
