@@ -6,16 +6,11 @@ student's and the teacher's distribution of each token of a response, given thos
 
     loss = mean over all response tokens of KL(s || t), or of another divergence by --beta
 
-Demo, offline:
+The demo, offline:
     python recipes/distill.py
-One GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/distill.py \
-        --model_name_or_path M --dataset_name D --teacher_model_name_or_path T
-N GPUs:
+Your own model and data on 8 GPUs; accelerate_configs/ has the other ways to launch:
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 \
         recipes/distill.py --model_name_or_path M --dataset_name D --teacher_model_name_or_path T
-DeepSpeed fp16:
-    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/distill.py
 
 Every metric: docs/distill.md. Every argument: docs/arguments.md
 """

@@ -5,16 +5,11 @@ h = log [pi(chosen)/ref(chosen)] - log [pi(rejected)/ref(rejected)]:
 
     loss = -log sigmoid(beta * h)
 
-Demo, offline:
+The demo, offline:
     python recipes/dpo.py
-One GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/dpo.py \
-        --model_name_or_path M --dataset_name D
-N GPUs:
+Your own model and data on 8 GPUs; accelerate_configs/ has the other ways to launch:
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/dpo.py \
         --model_name_or_path M --dataset_name D
-DeepSpeed fp16:
-    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/dpo.py
 
 Every metric: docs/dpo.md. Every argument: docs/arguments.md
 """

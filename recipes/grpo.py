@@ -7,16 +7,11 @@ standard deviation:
 
     loss = average of -min(r_t A, clip(r_t, 1 - c_low, 1 + c_high) A) + kl_coef * KL_t
 
-Demo, offline:
+The demo, offline:
     python recipes/grpo.py
-One GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/grpo.py \
-        --model_name_or_path M --dataset_name D --reward_function MODULE:NAME
-N GPUs:
+Your own model and data on 8 GPUs; accelerate_configs/ has the other ways to launch:
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 \
         recipes/grpo.py --model_name_or_path M --dataset_name D --reward_function MODULE:NAME
-DeepSpeed fp16:
-    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/grpo.py
 
 Every metric: docs/grpo.md. Every argument: docs/arguments.md
 """
@@ -500,7 +495,9 @@ def make_rollout(
         is_trained &= samples.ended
     if not is_trained.any():
         return None
-    refuse_negative(scores, args)
+    if args.advantage_std == "mean" and (scores < 0).any():
+        least = scores.nan_to_num(0.0).min()
+        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {least:g}")
     advantages = estimate_advantages(
         scores, args.n_samples_per_prompt, args.baseline, args.advantage_std, is_trained
     )
@@ -519,13 +516,6 @@ def make_rollout(
     # `skip_rollout` counts prompts from the last rollout that had something to train on.
     state.prompts_seen_when_trainable = state.position.prompts_seen
     return made
-
-
-def refuse_negative(scores: torch.Tensor, args: Args) -> None:
-    """Refuses negative scores where they are divided by the mean of their group."""
-    negative = scores[scores < 0]
-    if args.advantage_std == "mean" and len(negative):
-        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {negative.min():g}")
 
 
 def sample_groups(

@@ -6,16 +6,11 @@ r = log pi(answer)/ref(answer), and z the KL of the policy from the reference:
     good: loss = desirable_weight * (1 - sigmoid(beta * (r - z)))
     bad:  loss = undesirable_weight * (1 - sigmoid(beta * (z - r)))
 
-Demo, offline:
+The demo, offline:
     python recipes/kto.py
-One GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/kto.py \
-        --model_name_or_path M --dataset_name D
-N GPUs:
+Your own model and data on 8 GPUs; accelerate_configs/ has the other ways to launch:
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/kto.py \
         --model_name_or_path M --dataset_name D
-DeepSpeed fp16:
-    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/kto.py
 
 Every metric: docs/kto.md. Every argument: docs/arguments.md
 """

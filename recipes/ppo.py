@@ -10,16 +10,11 @@ with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, whitened in the first term, and V cl
 By default the reward of a token is -kl_coef * KL_t, to which the last token adds the score of the
 response.
 
-Demo, offline:
+The demo, offline:
     python recipes/ppo.py
-One GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/ppo.py \
-        --model_name_or_path M --dataset_name D --reward_model_name_or_path R
-N GPUs:
+Your own model and data on 8 GPUs; accelerate_configs/ has the other ways to launch:
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/ppo.py \
         --model_name_or_path M --dataset_name D --reward_model_name_or_path R
-DeepSpeed fp16:
-    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/ppo.py
 
 Every metric: docs/ppo.md. Every argument: docs/arguments.md
 """

@@ -5,16 +5,11 @@ score at the answer's last token:
 
     loss = -log sigmoid(r(chosen) - r(rejected))
 
-Demo, offline:
+The demo, offline:
     python recipes/reward.py
-One GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/reward.py \
-        --model_name_or_path M --dataset_name D
-N GPUs:
+Your own model and data on 8 GPUs; accelerate_configs/ has the other ways to launch:
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 \
         recipes/reward.py --model_name_or_path M --dataset_name D
-DeepSpeed fp16:
-    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/reward.py
 
 Every metric: docs/reward.md. Every argument: docs/arguments.md
 """

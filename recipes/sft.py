@@ -4,16 +4,11 @@ Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Loss of an update, over its t
 
     loss = mean over all target tokens of -log pi(y_t | y_<t)
 
-Demo, offline:
+The demo, offline:
     python recipes/sft.py
-One GPU:
-    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/sft.py \
-        --model_name_or_path M --dataset_name D
-N GPUs:
+Your own model and data on 8 GPUs; accelerate_configs/ has the other ways to launch:
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/sft.py \
         --model_name_or_path M --dataset_name D
-DeepSpeed fp16:
-    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/sft.py
 
 Every metric: docs/sft.md. Every argument: docs/arguments.md
 """
