@@ -3,7 +3,7 @@
     python benchmarks/trees.py ../older recipes/dpo.py [--updates 8] [--rounds 5] -- --model_name_or_path M --dataset_name D ...
 
 What follows `--` are flags of the recipe that both trees know. In each round both trees run twice, in turn: one update, and one plus `--updates`.
-`start` is the CPU time of the first run, from the command to the end of the process; `update` is the difference of the two runs for each update.
+`update` is the difference of the two runs for each update; `start` is what is left of the first one, from the command to the end of the process.
 CPU time counts all processes of a run, in one thread each, so work of others on the machine changes it little. Ratios are ours / other.
 """
 
@@ -54,12 +54,13 @@ def main():
         for tree in trees if number % 2 else reversed(trees):  # who is first changes
             one[tree] = cpu_seconds(tree, args.recipe, 1, flags)
             more[tree] = cpu_seconds(tree, args.recipe, 1 + args.updates, flags)
-        starts.append([one[tree] for tree in trees])
         updates.append([(more[tree] - one[tree]) / args.updates for tree in trees])
+        starts.append([one[tree] - update for tree, update in zip(trees, updates[-1])])
         print(
             "ours, other: start {:.2f} {:.2f}, update {:.3f} {:.3f}".format(
                 *starts[-1], *updates[-1]
-            )
+            ),
+            flush=True,
         )
     for name, pairs in (("start", starts), ("update", updates)):
         ratios = sorted(ours / other for ours, other in pairs)
