@@ -33,7 +33,6 @@ from runs import (
     ASSETS,
     LAUNCHERS,
     launch,
-    lines,
     recipe,
     timeless,
     tiny_llama,
