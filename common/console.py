@@ -17,13 +17,12 @@ from common.run import Run
 KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
 
 
-def begin(checkpoint: Checkpoint, data: str, updates: str = "", exact_match: str = "") -> None:
+def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
     """Prints what is trained on what, and how; once on each node. All processes may call it.
 
     Args:
         data: what the run learns from.
         updates: the arithmetic of its updates, where it is not that of a plain epoch.
-        exact_match: what exact match takes in an evaluation; "" where there is none.
     """
     run = checkpoint.run
     if not run.accelerator.is_local_main_process:
@@ -40,8 +39,6 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "", exact_match: str
     }
     if args.eval_dataset_name is None:
         lines["held out"] = "nothing: give --eval_dataset_name to see more than the training loss"
-    if exact_match:
-        lines["exact match"] = exact_match
     if not args.save_steps:
         lines["checkpoints"] = "none but when a signal ends the run; give --save_steps for others"
     if "tensorboard" in args.report_to:

@@ -193,15 +193,9 @@ class RewardArgs(RolloutArgs):
     environment_timeout: float = arg(
         60.0, "seconds that its calls may take; 0: no limit", at_least=0
     )
-    environment_errors: Literal["stop", "drop"] = arg(
-        "stop", "drop: a response whose environment fails counts as not sampled"
-    )
     normalize_reward: bool = arg(False, "normalise the reward model's scores by its config")
 
-    may_change: ClassVar[set[str]] = RolloutArgs.may_change | {
-        "environment_timeout",
-        "environment_errors",
-    }
+    may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"environment_timeout"}
 
 
 def refuse_changed(args, names: Iterable[str], why: str) -> None:

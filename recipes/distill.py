@@ -315,7 +315,7 @@ def lessons_of(
         batch,
         prompts=[rollout.teacher_prompts[row] for row in rows],
         answers=[rollout.samples.responses[row] for row in rows],
-        is_target=rollout.samples.targets_of(rows),
+        is_target=[rollout.samples.is_sampled[row] for row in rows],
         names=[rollout.teachers[row] for row in rows],
         packer=packer,
     )
@@ -488,7 +488,6 @@ def evaluate(
 def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     teachers.names_and_paths(args)  # exits if none is named, or one twice
-    evaluation.check_settings(args)
     schedule.check_settings(args)
     if args.loss_type == "divergence":
         of_correction = ["sampler_correction", "sampler_correction_max"]

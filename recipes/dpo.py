@@ -236,7 +236,7 @@ def main():
     checkpoint.resume()  # loads what --resume names, and opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"
-    console.begin(checkpoint, data=what, exact_match=answers.describe(sampler))
+    console.begin(checkpoint, data=what)
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured

@@ -148,7 +148,7 @@ def groups_with_advantages(
         return scores_differ(groups)
     if advantage_std == "batch":  # not known yet: the mean of the rollout is subtracted
         return torch.ones(len(groups), dtype=torch.bool)
-    return groups.nan_to_num(0.0).ne(0).any(1)  # NaN is no score
+    return groups.ne(0).any(1)
 
 
 def estimate_advantages(
@@ -165,16 +165,14 @@ def estimate_advantages(
     baseline rloo: arXiv:2402.14740.
 
     Args:
-        scores: `[samples]`, those of a group side by side. NaN: none, as the environment failed.
-            Such a sample counts nowhere, and its advantage is 0.
-        is_trained: bool `[samples]`; None: all that have a score. A sample that is not trained on
-            still counts in its group, but not in `batch`.
+        scores: `[samples]`, those of a group side by side.
+        is_trained: bool `[samples]`; None: all. A sample that is not trained on still counts in its
+            group, but not in `batch`.
     """
-    grouped = scores.double().reshape(-1, group_size)  # NaN where there is no score
-    is_scored = grouped.isfinite()
+    grouped = scores.double().reshape(-1, group_size)
     if is_trained is None:
-        is_trained = is_scored.flatten()
-    means = grouped.nanmean(1, keepdim=True)
+        is_trained = torch.ones_like(scores, dtype=torch.bool)
+    means = grouped.mean(1, keepdim=True)
     advantages = grouped - baselines(grouped, means, baseline)
 
     if advantage_std == "batch":
@@ -184,7 +182,7 @@ def estimate_advantages(
     elif advantage_std == "mean":
         # A group of zeros has advantages of 0.
         advantages = torch.where(means > 0, advantages / means, 0.0)
-    return advantages.where(is_scored, 0.0).flatten().to(scores.dtype)
+    return advantages.flatten().to(scores.dtype)
 
 
 def standardise(advantages: torch.Tensor, is_trained: torch.Tensor, centre: bool) -> torch.Tensor:
@@ -210,11 +208,8 @@ def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torc
         return torch.zeros_like(means)
     if baseline == "group":
         return means
-    # rloo: the mean of the others that have a score.
-    n_others = grouped.isfinite().sum(1, keepdim=True) - 1
-    mean_of_others = (grouped.nansum(1, keepdim=True) - grouped) / n_others
-    # Alone in its group, a response has no others. Its own score makes its advantage 0.
-    return mean_of_others.where(n_others > 0, grouped)
+    # rloo: the mean of the others.
+    return (grouped.sum(1, keepdim=True) - grouped) / (grouped.shape[1] - 1)
 
 
 def std_of_groups(groups: torch.Tensor) -> torch.Tensor:
@@ -486,13 +481,11 @@ def make_rollout(
     """Samples groups, scores them, and computes what their updates need.
 
     Truncated samples that are not trained on (`--mask_truncated`) still count in their group's
-    baseline; failed episodes do not. Returns None if no response is left to train on.
+    baseline. Returns None if no response is left to train on.
     """
     args = run.args
     samples, scores = sample_groups(run, sampler, state.position, judge, packer)
-    is_trained = ~samples.failed
-    if args.mask_truncated:
-        is_trained &= samples.ended
+    is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
         return None
     if args.advantage_std == "mean" and (scores < 0).any():
@@ -571,7 +564,7 @@ def sample_round(
     learned = unpenalised
     if args.reward_scaling == "each":
         scaled = scale_each(unpenalised.parts, judge.weights, args.n_samples_per_prompt)
-        learned = unpenalised.with_total(scaled.where(~samples.failed, math.nan))
+        learned = unpenalised._replace(total=scaled)
     # By the scores without the penalty: a group that is all right, or all wrong, teaches nothing.
     group_is_kept = groups_to_keep(learned.total, args)
     scores = with_penalty(unpenalised, samples, args)  # as they are logged
@@ -590,18 +583,18 @@ def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
         buffer=args.overlong_buffer,
         penalty=args.overlong_penalty,
     )
-    return scores.with_total(total)
+    return scores._replace(total=total)
 
 
 def log_rollout(
     run: Run, sampler: Sampler, samples: Samples, scores: Scores, is_kept: torch.Tensor
 ) -> None:
     """Adds the metrics of sampled groups to the next log line, and records the samples."""
-    response_lengths = samples.nan_where_failed(samples.mask.sum(1))
+    response_lengths = samples.mask.sum(1)
     logged = {
         "reward": scores.total,
         "completions/mean_length": response_lengths,
-        "completions/clipped_ratio": samples.nan_where_failed(~samples.ended),
+        "completions/clipped_ratio": ~samples.ended,
         **samples.of_episodes,
     }
     for name, part in scores.parts.items():
@@ -610,23 +603,11 @@ def log_rollout(
     sampler.means.add_rollout({"frac_groups_dropped": ~is_kept})
     if run.args.n_samples_per_prompt > 1:
         groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-        sampler.means.add_rollout(spread_of_groups(groups))
+        sampler.means.add_rollout({"frac_reward_zero_std": ~scores_differ(groups)})
+        sampler.means.add_rollout({"reward_std": std_of_groups(groups)})
     sampler.means.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     sampler.means.add_rollout({"completions/max_length": response_lengths}, reduce="max")
     run.logger.log_samples(scores.total, samples.examples(sampler.tokenizer, scores, "rollout"))
-
-
-def spread_of_groups(scores: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns metrics of how much the scores of a group differ, each `[groups]`.
-
-    They are NaN where failures have left a group fewer than two scores.
-    """
-    has_two = scores.isfinite().sum(1) > 1
-    are_equal = (~scores_differ(scores)).double()
-    return {
-        "frac_reward_zero_std": are_equal.where(has_two, math.nan),
-        "reward_std": std_of_groups(scores).flatten().where(has_two, math.nan),
-    }
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -759,7 +740,7 @@ def skip_rollout(run: Run, state: State, means: Means) -> None:
 
     message = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
-        "of all groups are zero, or all responses are truncated or failed)"
+        "of all groups are zero, or all responses are truncated)"
     )
     prompts_without_update = position.prompts_seen - state.prompts_seen_when_trainable
     if prompts_without_update >= run.mixture.samples:
@@ -794,7 +775,6 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
 def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored, or that contradict each other."""
     rewards.check_settings(args)
-    evaluation.check_settings(args)
     loss = f"--loss_type {args.loss_type}"
     unused = [  # where, what is not used there, and what to do
         (

@@ -367,7 +367,7 @@ def score(sampler: Sampler, judge: Judge, samples: Samples, packer: Packer) -> S
     args = sampler.args
     scores = judge.score(sampler, samples, packer)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
-    return scores.with_total(total)
+    return scores._replace(total=total)
 
 
 def log_rollout(
@@ -572,7 +572,6 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
 def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     rewards.check_settings(args)
-    evaluation.check_settings(args)
     if args.kl_coef == 0:
         of_kl = ["ref_model_name_or_path", "kl_estimator", "kl_in"]
         refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
@@ -601,8 +600,6 @@ def check_settings(args: Args) -> None:
     if args.kl_target and args.kl_horizon <= samples / 5:
         least = f"--kl_horizon above a fifth of them ({samples / 5:g})"
         sys.exit(f"{arithmetic}: --kl_target needs {least}")
-    if args.environment_errors == "drop":
-        sys.exit("--environment_errors drop: only for GRPO, whose groups can do without a response")
     if args.dual_clip and args.dual_clip <= 1:
         sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
 

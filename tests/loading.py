@@ -76,10 +76,7 @@ def main(folder: str, output_dir: str) -> None:
     reference = prepare.frozen(accelerator, reference)
     held = {id(parameter) for parameter in model.parameters()}
     steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    # It knows whether prompts of unequal length may be read side by side: nothing is tried.
-    sampler = types.SimpleNamespace(
-        accelerator=accelerator, model=model, unwrapped=policy, together="all"
-    )
+    sampler = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
     in_training = is_cut_after_forward(model)  # as each run checks its log-probs first
     with generation.ready_to_generate(sampler):
         gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}

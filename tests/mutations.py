@@ -265,10 +265,10 @@ FAULTS = {
         "preference_recipes/rollouts/reward_calls.py",
         replace(
             "check",
-            "scores = as_plain(scores, 'tolist')",
-            by="scores = as_plain(scores, 'tolist')\n"
+            "expected = f'{source}: expected {len(data_rows)} numbers, one for each response'",
+            by="expected = ''\n"
             "if isinstance(scores, list) and len(scores) == 1:\n"
-            "    scores = scores * len(given.responses)",
+            "    scores = scores * len(data_rows)",
         ),
         f"{RETURNED}[one for all]",
     ),
@@ -276,8 +276,8 @@ FAULTS = {
         "preference_recipes/rollouts/reward_calls.py",
         replace(
             "check",
-            "not is_number or not abs(value) <= LARGEST",
-            by="not is_number or abs(value) > LARGEST",
+            "not abs(value) <= LARGEST",
+            by="abs(value) > LARGEST",
         ),
         RETURNED,
     ),
@@ -295,8 +295,8 @@ FAULTS = {
         "recipes/grpo.py",
         replace(
             "estimate_advantages",
-            "grouped.nanmean(1, keepdim=True)",
-            by="grouped.nanmean()",
+            "grouped.mean(1, keepdim=True)",
+            by="grouped.mean()",
         ),
         GRPO_RUN,
     ),

@@ -3,7 +3,6 @@
 import re
 from decimal import Decimal
 
-from common import counted
 from preference_recipes.data import answer_column, thoughts
 from preference_recipes.data.chat import decode_answers
 from preference_recipes.rollouts import generation
@@ -60,10 +59,7 @@ LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 def is_right(response: str, answer: str | float | list) -> bool:
     """Returns whether a response has the final answer of an answer; of a list, of any entry.
 
-    See `has_answer`.
-
-    Args:
-        answer: as the data has it, or as `answer_column.to_text` keeps it.
+    The answer is as the data has it, or as `answer_column.to_text` keeps it.
     """
     text = answer_column.to_text(answer)
     return any(has_answer(response, entry) for entry in answer_column.entries(text))
@@ -111,9 +107,6 @@ def with_opened_thought(prompt: str, response: str) -> str:
     """Returns a response with the marker in front that opened its thought in the prompt, if any.
 
     Without it, a response that was cut while the model still thought looks like an answer.
-
-    Args:
-        prompt: what the model read.
     """
     opener, _ = thoughts.opened_by(prompt)
     return opener + response
@@ -219,42 +212,12 @@ def as_text(text: str) -> str:
     return text.strip("()") if re.fullmatch(r"\(?\w\)", text) else text
 
 
-def rows_with_answer(eval_set, limit: int | None) -> dict[str, list]:
-    """Returns the columns `row prompt_ids answer` of the first rows that have an answer.
-
-    Args:
-        limit: at most this many rows, see `--exact_match_rows`; None: all.
-    """
-    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered[:limit]]
-
-
-def has_exact_match(args, eval_set) -> bool:
-    """Whether a held-out set has answers, and `--exact_match_rows` asks for some of them."""
-    return "answer" in eval_set.column_names and args.exact_match_rows != 0
-
-
-def describe(sampler: Sampler) -> str:
-    """Returns how many answers an evaluation generates for exact match, in words; "" if none."""
-    args = sampler.args
-    counts = [
-        len(rows_with_answer(eval_set, args.exact_match_rows)["row"])
-        for eval_set in sampler.data.eval_sets.values()
-        if has_exact_match(args, eval_set)
-    ]
-    if not counts:
-        return ""
-    return (
-        f"{counted(sum(counts), 'answer')} of up to {args.max_new_tokens} tokens an evaluation "
-        "(--exact_match_rows N for fewer, 0 for none)"
-    )
-
-
 def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
     """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
 
     Args:
-        eval_set: has the column `prompt_ids`; rows with an empty `answer` are left out.
+        eval_set: has the column `prompt_ids`. Of the rows with an `answer` the first
+            `--exact_match_rows` are answered; None: all.
         prefix: of the set's tags, such as `eval/`.
 
     Returns:
@@ -262,32 +225,32 @@ def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, floa
         responses, see `common/log.py`.
     """
     args = sampler.args
-    if not has_exact_match(args, eval_set):
+    tokenizer = sampler.tokenizer
+    answers = eval_set["answer"][:] if "answer" in eval_set.column_names else []
+    answered = [row for row, answer in enumerate(answers) if answer][: args.exact_match_rows]
+    if not answered:
         return {}, []
-    rows = rows_with_answer(eval_set, args.exact_match_rows)
+    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
     prompts = rows["prompt_ids"]
     responses = generation.generate(
         sampler, prompts, args.max_new_tokens, batch_size=8 * args.micro_train_batch_size
     )
-    tokenizer = sampler.tokenizer
     response_ids = [response.ids for response in responses]
     texts = decode_answers(tokenizer, response_ids)
     prompt_texts = tokenizer.batch_decode(prompts)
-    right = [
-        is_right(with_opened_thought(prompt, text), answer)
-        for prompt, text, answer in zip(prompt_texts, texts, rows["answer"])
-    ]
 
     examples = []
     for number, prompt in enumerate(prompt_texts):
+        answer = rows["answer"][number]
         examples.append(
             {
                 "source": prefix.rstrip("/"),
                 "row": rows["row"][number],
                 "prompt": prompt,
                 "response": tokenizer.decode(response_ids[number]),
-                "answer": " or ".join(answer_column.entries(rows["answer"][number])),
-                "right": right[number],
+                "answer": " or ".join(answer_column.entries(answer)),
+                "right": is_right(with_opened_thought(prompt, texts[number]), answer),
             }
         )
-    return {f"{prefix}exact_match": sum(right) / len(right)}, examples
+    share = sum(example["right"] for example in examples) / len(examples)
+    return {f"{prefix}exact_match": share}, examples

@@ -21,13 +21,10 @@ def importance_weights(
     sequence_mask: the ratio of the whole response, 0 where it is above the maximum; as in TRL.
     none: 1 for all.
 
-    Their mean and maximum are logged, and the share of tokens that were truncated or masked.
-
     Args:
         old: `logps` of the policy before the rollout's first update, and `sampler_logps`,
             `[samples, length]`.
         mask: `[samples, length]`, 0 where there is no token.
-        args: `RolloutArgs`.
     """
     correction = args.sampler_correction
     largest = args.sampler_correction_max
@@ -58,11 +55,6 @@ def sampler_differences(output: dict, old: dict, mask: torch.Tensor) -> dict:
 
     For the first update of a rollout, so both are of the same policy; with `--rollouts_ahead` the
     sampler's is an earlier one.
-
-    Args:
-        output: of the model, with `logps` `[samples, length]`.
-        old: the rollout's values of the same tokens, with `sampler_logps` of the same shape.
-        mask: of the same shape, 0 where there is no token.
     """
     difference = (output["logps"] - old["sampler_logps"]).abs()
     name = "sampling/sampling_logp_difference"

@@ -1,6 +1,5 @@
 """Evaluates responses to held-out prompts: their scores, their lengths, the share that is right."""
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,45 +12,23 @@ from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import EVALUATION_STREAM
 
 
-def check_settings(args) -> None:
-    """Refuses several responses to a prompt if all would be the same.
-
-    Args:
-        args: `RolloutArgs`.
-    """
-    if args.eval_samples > 1 and args.eval_temperature == 0:
-        sys.exit(
-            f"--eval_samples {args.eval_samples} needs --eval_temperature above 0: greedy "
-            "responses to one prompt are all the same"
-        )
-
-
 def results(
     sampler: Sampler, samples: Samples, scores: Scores, eval_set, prefix: str
 ) -> tuple[dict[str, float], list[dict]]:
-    """Returns the line of a held-out set's evaluation, and its samples for the transcript.
+    """Returns the line of a held-out set's evaluation, and its samples for `samples.jsonl`.
 
     Args:
         samples: of `sample_held_out`.
         prefix: of the set's tags, such as `eval/`.
     """
     values = {"scores": scores.total, **of_responses(sampler, samples, eval_set)}
-    for name, part in scores.parts.items():
-        scored = part[~part.isnan()]
-        if len(scored):
-            values[f"rewards/{name}/mean"] = scored
+    values |= {f"rewards/{name}/mean": part for name, part in scores.parts.items()}
     return means(values, prefix), samples.examples(sampler.tokenizer, scores, prefix.rstrip("/"))
 
 
 @torch.no_grad()
 def sample_held_out(sampler: Sampler, eval_set) -> Samples:
-    """Returns the policy's responses to a held-out set. All processes must call it.
-
-    They are greedy, or drawn at `--eval_temperature`, `--eval_samples` to each prompt.
-
-    Args:
-        eval_set: has the columns that `generation.sample` takes.
-    """
+    """Returns the policy's responses to a held-out set. All processes must call it."""
     args = sampler.args
     generator = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
     uniforms = generator.random((len(eval_set), args.eval_samples, args.max_new_tokens))
@@ -61,17 +38,13 @@ def sample_held_out(sampler: Sampler, eval_set) -> Samples:
 def of_responses(sampler: Sampler, samples: Samples, eval_set) -> dict[str, Any]:
     """Returns what responses tell by themselves: their lengths, whether they end, which are right.
 
-    Args:
-        samples: of `sample_held_out`.
-
-    Returns:
-        By name, a number for each sample, or for each prompt that has an answer.
+    By name, a number for each sample, or for each prompt that has an answer.
     """
     values: dict[str, Any] = {
-        "length": samples.nan_where_failed(samples.mask.sum(1)),
-        "eos_rate": samples.nan_where_failed(samples.ended),
+        "length": samples.mask.sum(1),
+        "eos_rate": samples.ended,
+        **samples.of_episodes,
     }
-    values |= samples.of_episodes
     if "answer" in eval_set.column_names:
         values |= shares_of_right(sampler, samples, eval_set["answer"][:])
     return values
@@ -81,9 +54,6 @@ def means(values: dict[str, Any], prefix: str) -> dict[str, float]:
     """Returns the mean of each of these lists, arrays or tensors, by its tag.
 
     NaN counts nowhere, and a tag without any number is left out.
-
-    Args:
-        prefix: of the tags, such as `eval/`.
     """
     result = {}
     for name, of_samples in values.items():
@@ -98,23 +68,18 @@ def shares_of_right(
 ) -> dict[str, np.ndarray]:
     """Returns, by name, for each prompt that has an answer whether responses are right.
 
-    Greedy: whether the one response is. Else the share of the responses that are, and whether one
-    is.
-
-    Args:
-        prompt_answers: one for each prompt, or ""; at least one prompt has one, or the set would
-            not have the column.
+    Greedy: whether the one response is. Else the share that are, and whether one is.
     """
-    prompts = samples.prompt_texts(sampler.tokenizer, range(len(samples)))
+    prompts = sampler.tokenizer.batch_decode(samples.prompts)
     texts = list(map(answers.with_opened_thought, prompts, samples.answers(sampler.tokenizer)))
     n_samples = samples.per_prompt
-    right_of_prompts = []
-    for prompt, answer in enumerate(prompt_answers):
-        if answer:
-            first = prompt * n_samples
-            responses = texts[first : first + n_samples]
-            right_of_prompts.append([answers.is_right(text, answer) for text in responses])
-    is_right = np.array(right_of_prompts)  # bool `[prompts with an answer, samples]`
+    is_right = np.array(
+        [
+            [answers.is_right(text, answer) for text in texts[n * n_samples : (n + 1) * n_samples]]
+            for n, answer in enumerate(prompt_answers)
+            if answer
+        ]
+    )  # bool `[prompts with an answer, samples]`
     if sampler.args.eval_temperature == 0:
         return {"exact_match": is_right[:, 0]}
     return {

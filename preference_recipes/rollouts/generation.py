@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from common import batches, distributed, engine, print_once, zero
+from common import batches, distributed, engine, zero
 from preference_recipes.data import chat
 from preference_recipes.models import checks
 from preference_recipes.rollouts.sampler import Sampler
@@ -26,6 +25,8 @@ CACHE_BYTES = 16 * 2**30
 # A batch drops its finished rows after every 16 tokens. Without that, it would compute them
 # until the last row ends; dropping them after every token would copy the cache too often.
 TOKENS_AT_ONCE = 16
+# With transformers 5.23 these read the padding of a shorter prompt; rwkv mixes the rows of a batch.
+READ_PADDING = ("recurrent_gemma", "minimax")
 # What `generate` calls the cache that it takes and returns: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
@@ -33,9 +34,8 @@ CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "pa
 def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
     """Draws responses to prompts, the same on every process. All processes must call it.
 
-    Rollouts and their evaluations get all their responses through this call: from transformers, or
-    from the servers of `--vllm_url`; one answer each, or with `--environment` episodes of several.
-    All that follows knows only the `Samples` that it returns.
+    From transformers, or from the servers of `--vllm_url`; one answer each, or with `--environment`
+    episodes of several. All that follows knows only the `Samples` that it returns.
 
     Args:
         prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
@@ -67,18 +67,14 @@ def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: f
     )
 
 
-# Generates a response to each prompt, for this process alone. Called with the prompts, `uniforms`
-# `[prompts, max_new_tokens]` and the temperature, see `sample`. It yields the number of a prompt
-# with its response, each as soon as the response has ended, in any order.
+# Generates a response to each prompt, for this process alone, with `uniforms` `[prompts, tokens]`
+# and the temperature. It yields the number of each prompt with its response, once that has ended.
 LocalGenerator = Callable[[list[list[int]], np.ndarray, float], Iterator[tuple[int, Response]]]
 
 
 @contextlib.contextmanager
 def local_generator(sampler: Sampler) -> Iterator[LocalGenerator]:
-    """Yields a `LocalGenerator`: inside the block each process generates at its own pace.
-
-    All processes must enter and leave the block.
-    """
+    """Yields a `LocalGenerator`. All processes must enter and leave the block."""
     if sampler.servers is not None:
         sampler.servers.synchronise(sampler)  # they get the current weights
         yield partial(sampler.servers.generate_locally, sampler)
@@ -98,9 +94,7 @@ def generate_locally(
 ) -> Iterator[tuple[int, Response]]:
     """Generates a response to each prompt by this process's model; see `LocalGenerator`."""
     max_new_tokens = uniforms.shape[1]
-    batch_size = sampler.args.generate_batch_size or responses_that_fit(
-        sampler, prompts, max_new_tokens
-    )
+    batch_size = responses_at_once(sampler, prompts, max_new_tokens)
     lengths = np.array([len(prompt) for prompt in prompts])
     longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
     n_batches = math.ceil(len(prompts) / batch_size)
@@ -130,25 +124,14 @@ def generate(
 ) -> list[Response]:
     """Generates one response to each prompt, up to and including its first stop token.
 
-    The prompts are divided among the processes. All processes must call it.
+    The processes share the prompts, and get all responses. All processes must call it.
 
     Args:
-        prompts: token ids, the same on every process. A prompt may occur several times; within a
-            batch it is read once, see `Rows.read_prompts`.
-        batch_size: responses that a process generates at once; 0: `--generate_batch_size`, or as
-            many as `responses_that_fit` says.
-        temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
-        uniforms: `[prompts, max_new_tokens]` in [0, 1), needed to draw; see `SampleByUniform`.
-
-    Returns:
-        The responses in the order of the prompts, on every process.
+        batch_size: responses that a process generates at once; 0: see `responses_at_once`.
+        temperature, uniforms: as in `LocalGenerator`; greedy decoding needs no `uniforms`.
     """
     stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
-    batch_size = (
-        batch_size
-        or sampler.args.generate_batch_size
-        or responses_that_fit(sampler, prompts, max_new_tokens)
-    )
+    batch_size = batch_size or responses_at_once(sampler, prompts, max_new_tokens)
     lengths = np.array([len(prompt) for prompt in prompts])
     micro_batches = batches.split(sampler.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
@@ -163,12 +146,14 @@ def generate(
     return distributed.gather_rows(responses)
 
 
-def responses_that_fit(sampler: Sampler, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """Returns how many responses a cache of `CACHE_BYTES` holds, each after the longest prompt.
+def responses_at_once(sampler: Sampler, prompts: list[list[int]], max_new_tokens: int) -> int:
+    """Returns `--generate_batch_size`, or how many responses a cache of `CACHE_BYTES` holds.
 
     It is the same on every device, so that a resumed run generates the same wherever it runs. A
     model without attention, such as Mamba, needs less: it is counted as one with a single head.
     """
+    if sampler.args.generate_batch_size:
+        return sampler.args.generate_batch_size
     config = sampler.unwrapped.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -188,224 +173,183 @@ def generate_some(
     temperature: float,
     uniforms: np.ndarray | None,
 ) -> Iterator[tuple[int, Response]]:
-    """Generates responses to some of the prompts as one batch, on this process only.
+    """Yields responses to the prompts of these numbers, each as soon as it has ended.
 
-    Args:
-        numbers: which of the prompts; for the other arguments see `generate`.
-
-    Yields:
-        The number of a prompt, and its response, as soon as that has ended.
+    They are one batch, on this process only, unless the model continues a prompt otherwise where
+    others are beside it.
     """
-    kinds = {"all": lambda number: 0, "one length": lambda number: len(prompts[number])}
-    kind = kinds.get(sampler.together)  # without one, each number is of its own kind
-    for _, group in itertools.groupby(sorted(numbers, key=kind), key=kind):
-        together, draw = list(group), None
+
+    def kind_of(number: int) -> int:
+        kind = sampler.unwrapped.config.model_type
+        if kind == "rwkv":
+            return number
+        return len(prompts[number]) if kind in READ_PADDING else 0
+
+    for _, group in itertools.groupby(sorted(numbers, key=kind_of), key=kind_of):
+        together = list(group)
+        draw = None
         if temperature:
-            draws = torch.from_numpy(uniforms[together]).to(sampler.device)
+            draws = torch.from_numpy(uniforms[together]).to(sampler.accelerator.device)
             draw = SampleByUniform(draws, temperature)
-        rows = Rows(sampler, [prompts[number] for number in together], max_new_tokens, stops, draw)
-        for place, response in generate_batch(rows):
+        batch = [prompts[number] for number in together]
+        for place, response in generate_batch(sampler, batch, max_new_tokens, stops, draw):
             yield together[place], response
 
 
-def generate_batch(rows: "Rows") -> Iterator[tuple[int, Response]]:
-    """Generates one response to each prompt of a batch, on this process only.
+def generate_batch(
+    sampler: Sampler,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stops: set[int],
+    draw: "SampleByUniform | None",
+) -> Iterator[tuple[int, Response]]:
+    """Yields the place of each prompt in a batch with its response, as soon as that has ended.
 
-    Yields:
-        The place of a prompt in the batch, and its response, as soon as that has ended.
-
-    Each round adds some tokens to all rows, and then drops the rows whose responses are finished,
-    so that the rows after them move up.
+    Each round adds some tokens to all rows, drawn or, without `draw`, greedily; and then drops the
+    rows whose responses are finished, so that the rows after them move up.
     """
-    max_new_tokens = rows.max_new_tokens
-    # Without rows to drop there is one round.
-    at_once = TOKENS_AT_ONCE if can_pick_rows(rows.model) else max_new_tokens
-    rows.read_prompts()
+    model = sampler.unwrapped.model
+    ids = batches.pad(
+        prompts, sampler.tokenizer.pad_token_id, sampler.accelerator.device, left=True
+    )
+    length = ids.shape[1]  # of the longest prompt: new tokens begin there
+    padding = np.array([length - len(prompt) for prompt in prompts])
+    places = list(range(len(prompts)))  # of the rows
+    cache = None
+    at_once = max_new_tokens
+    if model._supports_default_dynamic_cache() and not model._is_stateful:
+        # Rows of such a cache can be dropped and repeated. Without that there is one round.
+        at_once = TOKENS_AT_ONCE
+        cache = with_room(DynamicCache(config=model.config), length + max_new_tokens)
+        read_prompts(sampler, prompts, ids, padding, stops, cache)
     while True:
-        rows.extend(min(at_once, max_new_tokens - rows.n_new))
+        n_new = min(at_once, length + max_new_tokens - ids.shape[1])
+        output = run_model(sampler, ids, padding, n_new, stops, cache, draw)
+        ids = output.sequences  # after a stop token comes padding
+        cache = getattr(output, CACHE)
         unfinished = []
-        for row, new_ids in enumerate(rows.new_ids.tolist()):
-            ids = cut_after_stop(new_ids, rows.stops)
-            if ids[-1] in rows.stops or len(ids) == max_new_tokens:
-                yield rows.prompt_of_row[row], Response(ids, rows.logps_of(row)[: len(ids)])
+        for row, new_ids in enumerate(ids[:, length:].tolist()):
+            end = next((n for n, token in enumerate(new_ids, start=1) if token in stops), 0)
+            if end or len(new_ids) == max_new_tokens:
+                response = new_ids[: end or max_new_tokens]
+                logps = [] if draw is None else draw.logps[row, : len(response)].tolist()
+                yield places[row], Response(response, logps)
             else:
                 unfinished.append(row)
         if not unfinished:
             return
-        rows.keep(unfinished)
+        if len(unfinished) < len(places):  # else without a copy of the cache
+            places = [places[row] for row in unfinished]
+            ids = ids[unfinished]
+            padding = padding[unfinished]
+            cache.reorder_cache(torch.tensor(unfinished))
+            if draw is not None:
+                draw.keep(unfinished)
 
 
-class Rows:
-    """Rows of a batch that are generated together: a prompt each, and its response so far.
+def read_prompts(
+    sampler: Sampler,
+    prompts: list[list[int]],
+    ids: torch.Tensor,
+    padding: np.ndarray,
+    stops: set[int],
+    cache: DynamicCache,
+) -> None:
+    """Fills the cache with all prompts but their last tokens, each distinct prompt read once.
 
-    `extend` adds new tokens to all rows, `keep` leaves out those that are finished.
-
-    Attributes:
-        model, pad_token_id: of the run.
-        stops: tokens that end a response.
-        prompts: all of the batch, also those whose rows are dropped.
-        prompt_of_row: the place in `prompts` of the prompt of each row.
-        ids: int64 `[rows, length]`, prompts padded on the left, then the new tokens.
-        prompt_length: of `ids`, padding included: the new tokens begin there.
-        max_new_tokens: the most new tokens that a row may have.
-        padding: `[rows]`, how many places of a row are padding.
-        cache: keys and values of all tokens but each row's last. It is empty at first, or None if
-            the model makes a cache of its own, whose rows cannot be picked.
-        draw: draws the new tokens; None: they are chosen greedily.
-        without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
+    The last tokens are left to the first round: their logits decide the first new ones. Does
+    nothing if no prompt occurs twice.
     """
+    first_row: dict[tuple, int] = {}  # of each distinct prompt: of A A B A those of A 0, of B 2
+    for row, prompt in enumerate(prompts):
+        first_row.setdefault(tuple(prompt), row)
+    length = ids.shape[1] - 1
+    if len(first_row) == len(prompts) or length == 0:
+        return
+    first_rows = list(first_row.values())  # 0 2
+    # This fills the cache. `generate` also draws a token, which is not used.
+    run_model(sampler, ids[first_rows, :length], padding[first_rows], 1, stops, cache, None)
+    place_of = {prompt: place for place, prompt in enumerate(first_row)}
+    copies = [place_of[tuple(prompt)] for prompt in prompts]  # 0 0 1 0
+    cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        stops: set[int],
-        draw: "SampleByUniform | None",
-    ):
-        self.model = sampler.unwrapped.model
-        self.pad_token_id = sampler.tokenizer.pad_token_id
-        self.stops = stops
-        self.prompts = prompts
-        self.prompt_of_row = list(range(len(prompts)))
-        self.ids = batches.pad(prompts, self.pad_token_id, sampler.device, left=True)
-        self.prompt_length = self.ids.shape[1]
-        self.max_new_tokens = max_new_tokens
-        self.padding = np.array([self.prompt_length - len(prompt) for prompt in prompts])
-        self.cache: Any = None
-        if can_pick_rows(self.model):
-            # Its layers get room for all tokens, so that a new one does not copy those before it.
-            places = self.prompt_length + max_new_tokens
-            self.cache = with_room(DynamicCache(config=self.model.config), places)
-        self.draw = draw
-        n_logits = self.model.get_output_embeddings().out_features
-        self.without_probability = list(range(sampler.unwrapped.vocabulary, n_logits))
 
-    @property
-    def new_ids(self) -> torch.Tensor:
-        """The responses so far, `[rows, new tokens]`; after a stop token comes padding."""
-        return self.ids[:, self.prompt_length :]
+def run_model(
+    sampler: Sampler,
+    ids: torch.Tensor,
+    padding: np.ndarray,
+    n_new: int,
+    stops: set[int],
+    cache: DynamicCache | None,
+    draw: "SampleByUniform | None",
+):
+    """Returns transformers' output for these ids and `n_new` tokens after them.
 
-    @property
-    def n_new(self) -> int:
-        """How many new tokens the rows have."""
-        return self.ids.shape[1] - self.prompt_length
-
-    def logps_of(self, row: int) -> list[float]:
-        """Returns the log-probs of the new tokens of a row; none if they were chosen greedily."""
-        return [] if self.draw is None else self.draw.logps[row].tolist()
-
-    def read_prompts(self) -> None:
-        """Fills the cache with all prompts but their last tokens, each distinct prompt read once.
-
-        The last tokens are left to `extend`: their logits decide the first new ones. For example,
-        of the prompts A A B A the rows 0 and 2 are read. The cache of these two is then repeated
-        as 0 0 1 0.
-
-        Does nothing if no prompt occurs twice, or if the model's cache cannot be repeated.
-        """
-        prompts = [tuple(prompt) for prompt in self.prompts]  # A A B A
-        first_row: dict[tuple, int] = {}  # of each distinct prompt: A 0, B 2
-        for row, prompt in enumerate(prompts):
-            first_row.setdefault(prompt, row)
-        length = self.prompt_length - 1
-        is_any_shared = len(first_row) < len(prompts)
-        if not is_any_shared or length == 0 or not can_pick_rows(self.model):
-            return  # `extend` reads all prompts
-
-        first_rows = list(first_row.values())  # 0 2
-        # This fills `self.cache`. `generate` also draws a token, which is not used.
-        self.run_model(self.ids[first_rows, :length], self.padding[first_rows], n_new=1)
-        place_of = {prompt: place for place, prompt in enumerate(first_row)}
-        copies = [place_of[prompt] for prompt in prompts]  # 0 0 1 0
-        self.cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
-
-    def extend(self, n_new: int) -> None:
-        """Adds `n_new` tokens to each row, or fewer if all rows end before."""
-        processors = [] if self.draw is None else [self.draw]
-        output = self.run_model(self.ids, self.padding, n_new=n_new, logits_processor=processors)
-        self.ids = output.sequences
-        self.cache = getattr(output, CACHE)
-
-    def run_model(self, ids: torch.Tensor, padding: np.ndarray, n_new: int, **settings):
-        """Returns transformers' output for these ids and `n_new` tokens after them."""
-        config = GenerationConfig(
-            max_new_tokens=n_new,
-            return_dict_in_generate=True,
-            pad_token_id=self.pad_token_id,
-            eos_token_id=sorted(self.stops) or None,
-            suppress_tokens=self.without_probability or None,
-        )
-        if getattr(self.model.config.get_text_config(), "output_router_logits", False):
-            # Else the auxiliary loss is computed, too, and fails: padding's mask covers the cache.
-            settings["output_router_logits"] = False
-        return self.model.generate(
-            ids,
-            attention_mask=mask_of(ids, padding),
-            generation_config=config,
-            synced_gpus=False,
-            **{CACHE: self.cache},
-            **settings,
-        )
-
-    def keep(self, rows: list[int]) -> None:
-        """Drops all other rows."""
-        if len(rows) == len(self.prompt_of_row):
-            return  # without a copy of the cache
-        self.prompt_of_row = [self.prompt_of_row[row] for row in rows]
-        self.ids = self.ids[rows]
-        self.padding = self.padding[rows]
-        self.cache.reorder_cache(torch.tensor(rows))
-        if self.draw is not None:
-            self.draw.keep(rows)
+    Args:
+        padding: `[rows]`, how many places of a row of `ids` are padding, on the left.
+        cache: of all tokens but each row's last; None: the model makes one of its own.
+    """
+    model = sampler.unwrapped.model
+    n_logits = model.get_output_embeddings().out_features
+    # See `LogProbModel.vocabulary`.
+    without_probability = list(range(sampler.unwrapped.vocabulary, n_logits))
+    config = GenerationConfig(
+        max_new_tokens=n_new,
+        return_dict_in_generate=True,
+        pad_token_id=sampler.tokenizer.pad_token_id,
+        eos_token_id=sorted(stops) or None,
+        suppress_tokens=without_probability or None,
+    )
+    settings = {}
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        # Else the auxiliary loss is computed, too, and fails: padding's mask covers the cache.
+        settings["output_router_logits"] = False
+    is_real = torch.from_numpy(np.arange(ids.shape[1]) >= padding[:, None])
+    return model.generate(
+        ids,
+        attention_mask=is_real.long().to(ids.device),
+        generation_config=config,
+        logits_processor=[] if draw is None else [draw],
+        synced_gpus=False,
+        **{CACHE: cache},
+        **settings,
+    )
 
 
 class RoomyLayer(DynamicLayer):
     """A layer of a cache that has room for all tokens from the start.
 
-    `DynamicLayer` copies all keys and values for each new token. Here they are views of larger
-    tensors, so that only those of the new token are written. The numbers are the same.
-
-    Attributes:
-        places: tokens that there is room for; `with_room` sets it.
-        room: keys and values `[rows, heads, places, head size]`; None before the first token, and
-            in a layer that reads the keys of another one.
+    `DynamicLayer` copies all keys and values for each new token, a quarter of the time of
+    generation. Here they are views of larger tensors, so that only those of the new token are
+    written. The numbers are the same.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    places: int
-    room: tuple[torch.Tensor, torch.Tensor] | None = None
+    places: int  # tokens that there is room for; `with_room` sets it
+    # Of keys and values, `[rows, heads, places, head size]`; none before the first token, and in a
+    # layer that reads the keys of another one.
+    rooms: tuple[torch.Tensor, ...] = ()
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Adds keys and values of new tokens, and returns those of all."""
+        new_states = (key_states, value_states)
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.room = (room_like(key_states, self.places), room_like(value_states, self.places))
+            self.lazy_initialization(*new_states)
+            self.rooms = tuple(
+                new.new_empty(*new.shape[:-2], self.places, new.shape[-1]) for new in new_states
+            )
         old = self.get_seq_length()
         length = old + key_states.shape[-2]
-        room_of_keys, room_of_values = self.room
-        room_of_keys[..., old:length, :] = key_states
-        room_of_values[..., old:length, :] = value_states
-        self.keys = room_of_keys[..., :length, :]
-        self.values = room_of_values[..., :length, :]
+        for room, new in zip(self.rooms, new_states):
+            room[..., old:length, :] = new
+        self.keys, self.values = (room[..., :length, :] for room in self.rooms)
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keeps the rows of these numbers, in this order; a number may occur several times."""
-        if self.room is None:
-            return
-        length = self.get_seq_length()
-        rows = beam_idx.to(self.keys.device)
-        room_of_keys, room_of_values = (room[rows] for room in self.room)
-        self.room = (room_of_keys, room_of_values)
-        self.keys = room_of_keys[..., :length, :]
-        self.values = room_of_values[..., :length, :]
-
-
-def room_like(new: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns an empty tensor for `places` tokens, otherwise of the shape of `new`."""
-    return new.new_empty(*new.shape[:-2], places, new.shape[-1])
+        if self.rooms:
+            length = self.get_seq_length()
+            self.rooms = tuple(room[beam_idx.to(room.device)] for room in self.rooms)
+            self.keys, self.values = (room[..., :length, :] for room in self.rooms)
 
 
 def with_room(cache: DynamicCache, places: int) -> DynamicCache:
@@ -421,42 +365,19 @@ def with_room(cache: DynamicCache, places: int) -> DynamicCache:
     return cache
 
 
-def mask_of(ids: torch.Tensor, padding: np.ndarray) -> torch.Tensor:
-    """Returns the attention mask, int64 `[rows, length]`, of rows that are padded on the left."""
-    is_real = np.arange(ids.shape[1]) >= padding[:, None]
-    return torch.from_numpy(is_real).long().to(ids.device)
-
-
-def can_pick_rows(model) -> bool:
-    """Whether rows of the model's cache can be dropped and repeated."""
-    return model._supports_default_dynamic_cache() and not model._is_stateful
-
-
-def cut_after_stop(response: list[int], stops: set[int]) -> list[int]:
-    """Returns the response up to and including its first stop token; all of it if it has none."""
-    for length, token in enumerate(response, start=1):
-        if token in stops:
-            return response[:length]
-    return response
-
-
 class SampleByUniform(LogitsProcessor):
     """Draws the first token whose cumulative probability exceeds a number given in advance.
 
-    So a response depends on its prompt, the weights and its own row of numbers. It does not depend
-    on any random state. It depends on the batch and the process only as far as rounding does.
-
-    Attributes:
-        uniforms: `[rows, new tokens]` in [0, 1).
-        logps: fp32 `[rows, new tokens]`, the log-probs of the drawn tokens; 0 where none is drawn.
-        n_drawn: tokens drawn so far, of each row.
+    So a response depends on its prompt, the weights and its own row of `uniforms` `[rows, new
+    tokens]` in [0, 1), not on any random state; on the batch and the process only by rounding.
     """
 
     def __init__(self, uniforms: torch.Tensor, temperature: float):
         self.uniforms = uniforms
         self.temperature = temperature
+        # Log-probs of the drawn tokens; 0 where none is drawn.
         self.logps = torch.zeros_like(uniforms, dtype=torch.float32)
-        self.n_drawn = 0
+        self.n_drawn = 0  # tokens so far, of each row
 
     def __call__(self, input_ids, scores):
         """Draws a token for each row, and returns logits of -inf for all others.
@@ -489,8 +410,7 @@ class SampleByUniform(LogitsProcessor):
 def ready_to_generate(sampler: Sampler):
     """Holds the actor's whole weights on every process, so that each generates at its own pace.
 
-    The actor is in evaluation mode inside the block. Everything is undone when the block ends, even
-    by an error.
+    The actor is in evaluation mode inside the block.
     """
     model = sampler.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
@@ -507,61 +427,14 @@ def ready_to_generate(sampler: Sampler):
             undo.enter_context(zero.gathered_for_generation(sampler.model, model))
         elif sampler.accelerator.is_fsdp2:
             undo.enter_context(unsharded(sampler.model, model))
-        if sampler.together is None:
-            sampler.together = generates_together(sampler)
         yield
-
-
-def generates_together(sampler: Sampler) -> str:
-    """Returns which prompts the model may continue in one batch, see `Sampler.together`.
-
-    With transformers 5.23 RecurrentGemma and RWKV read the padding of a shorter prompt, MiniMax is
-    wrong after it from the second token on, and RWKV mixes the rows of any batch.
-    """
-    vocabulary = sampler.unwrapped.vocabulary
-    ids = [7 * i % vocabulary for i in range(24)]
-    prompt, given = ids[16:20], ids[19:]
-    others = {"all": ids[:16], "one length": ids[:4]}
-
-    def logits(*prompts: list[int]) -> torch.Tensor:
-        seen: list[torch.Tensor] = []  # of the last prompt, before each of the given tokens
-
-        def choose(_, scores):
-            seen.append(scores[-1, :vocabulary].float())
-            chosen = torch.full_like(scores, -torch.inf)
-            chosen[:, given[len(seen) - 1]] = 0
-            return chosen
-
-        rows = Rows(sampler, list(prompts), len(given), set(), None)
-        rows.ids[-1, : rows.padding[-1]] = ids[0]  # the usual one's embedding is often zero
-        with sampler.accelerator.autocast():
-            rows.run_model(rows.ids, rows.padding, n_new=len(given), logits_processor=[choose])
-        return torch.stack(seen)
-
-    def continues_alike(other: list[int]) -> bool:
-        difference = (alone - logits(other, prompt)).abs().mean(1) / alone.std(1)
-        # The median over tokens: in half precision a router near a tie chooses another expert.
-        return not difference.median() > tolerance
-
-    alone = logits(prompt)
-    tolerance = 1e-3 if sampler.accelerator.mixed_precision == "no" else 2e-2
-    together = next((name for name in others if continues_alike(others[name])), "none")
-    if together != "all":
-        print_once(
-            f"{type(sampler.unwrapped.model).__name__} continues a prompt in another way where "
-            f"others are beside it: prompts generated together: {together}"
-        )
-    return together
 
 
 @contextlib.contextmanager
 def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
-    Args:
-        prepared: what FSDP2 wrapped. It may hold other models, such as PPO's critic, whose layers
-            stay in shards.
-        model: the one that generates.
+    What FSDP2 prepared may hold other models, such as PPO's critic, whose layers stay in shards.
     """
     # The root, too: it shards what no other module does, such as the final norm.
     modules_that_generate = {prepared, *model.modules()}
@@ -587,8 +460,7 @@ def unsharded(prepared, model):
 def reshards_after_forward(module: FSDPModule) -> bool:
     """Whether FSDP2 shards a module's weights again after its forward pass.
 
-    For most the launch config's `fsdp_reshard_after_forward` decides it. Accelerate keeps a few
-    whole until their backward pass in any case, and so does torch with the root.
+    Accelerate keeps a few whole until their backward pass in any case, torch does with the root.
     """
     # torch has a public method to set it, and none to read it.
     weights = module._get_fsdp_state()._fsdp_param_group

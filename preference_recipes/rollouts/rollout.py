@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from common import distributed
 from common.checkpoint import carried
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Collected, Samples
+from preference_recipes.rollouts.samples import Samples
 from preference_recipes.rollouts.schedule import Position
 
 
@@ -22,7 +24,6 @@ class Rollout:
     """Samples and what their updates need to know about them; on the CPU of every process.
 
     Attributes:
-        samples: prompts and responses.
         is_trained: bool `[samples]`, which are trained on.
         tokens: tensors by name, `[samples, longest response]`, or `[samples, 1]` where all tokens
             of a response have the same value.
@@ -46,8 +47,7 @@ class Rollout:
         """Returns which samples form the next update, in a seeded order.
 
         The updates of a pass differ in size by at most one sample: a small leftover would get a
-        whole optimizer step of its own. Of 10 samples, where `train_batch_size` is 4, they take 4,
-        3 and 3. The samples of a prompt may be split.
+        whole optimizer step of its own.
         """
         n_updates = self.updates_per_pass(args)
         pass_number, update_of_pass = divmod(position.update, n_updates)
@@ -63,15 +63,10 @@ class Rollout:
 @carried
 @dataclasses.dataclass
 class State:
-    """What a run that samples carries from update to update. A checkpoint holds it.
-
-    Attributes:
-        position: where the run is in its prompts and rollouts.
-        rollout: the one whose updates are being made; None: the next one is due.
-    """
+    """What a run that samples carries from update to update. A checkpoint holds it."""
 
     position: Position
-    rollout: Rollout | None = None
+    rollout: Rollout | None = None  # whose updates are being made; None: the next one is due
 
     def state(self) -> "State":
         """Returns what a checkpoint holds."""
@@ -104,8 +99,7 @@ def compute_logps(
     All processes must call it.
 
     Args:
-        names: of the model's outputs, such as `logps`.
-        reference: adds `ref_logps`; None: there is none.
+        names: of the model's outputs, such as `logps`; a reference adds `ref_logps`.
 
     Returns:
         `[samples, longest response]` by name, zero past the end of each response, the same on every
@@ -114,14 +108,21 @@ def compute_logps(
     if not names and reference is None:
         return {}
     temperature = sampler.args.temperature
-    collected = Collected(sampler.accelerator)
+    of_sample = {}  # tensors [response length, names], on the CPU
     with checks.evaluation_mode(sampler.model):
         for rows, batch in samples.scoring_batches(sampler, packer):
-            per_token = {}
+            per_token = []
             if names:
                 output = sampler.model(batch, temperature)
-                per_token = {name: output[name] for name in names}
+                per_token = [output[name] for name in names]
             if reference is not None:
-                per_token["ref_logps"] = reference.logps(batch, temperature)
-            collected.add(rows, batch["mask"], **per_token)
-    return collected.gather()
+                per_token.append(reference.logps(batch, temperature))
+            of_places = torch.stack(per_token, 2).cpu()
+            for row, values, is_token in zip(rows, of_places, batch["mask"].cpu()):
+                # What an environment wrote keeps its places, with values of 0. Only places after
+                # the last token of the model are left out.
+                end = int(is_token.nonzero()[-1]) + 1
+                of_sample[row] = torch.where(is_token[:end, None], values[:end], 0.0)
+    padded = pad_sequence(distributed.gather_rows(of_sample), batch_first=True)
+    all_names = names if reference is None else (*names, "ref_logps")
+    return dict(zip(all_names, padded.unbind(2)))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -19,42 +17,21 @@ from common.progress import Progress
 class Sampler:
     """A policy that responds to prompts, from transformers, vLLM servers or with an environment.
 
-    Attributes:
-        args: of the recipe.
-        data: the run's sets, as `dataset.load_data` returned them.
-        model: the trained model, prepared.
-        unwrapped: the module inside it, whose `model` is the actor.
-        progress: the counters of the run; a sampler only reads them.
-        means: takes what is logged about sampling.
-        stage: plays episodes with the environment of `--environment`; None: a sample is one answer.
-        servers: vLLM servers that sample for this run; None: it generates by itself.
-        together: prompts that a batch continues as the model continues each alone: "all", "one
-            length", "none". None: not tried yet.
+    `unwrapped` is the module inside the prepared model; its own `model` is the actor.
     """
 
     accelerator: Accelerator
     args: Any
     tokenizer: Any
-    data: Any
-    model: nn.Module
-    progress: Progress
-    means: Means
-    stage: Any = None
-    servers: Any = None
-    together: str | None = None
+    data: Any  # the run's sets, as `dataset.load_data` returned them
+    model: nn.Module  # the trained one, prepared
+    progress: Progress  # of the run; a sampler only reads it
+    means: Means  # take what is logged about sampling
+    stage: Any = None  # plays episodes with `--environment`; None: a sample is one answer
+    servers: Any = None  # of `--vllm_url`; None: transformers generates
 
     def __post_init__(self):
         self.unwrapped = engine.unwrapped(self.accelerator, self.model)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.accelerator.device
-
-    @property
-    def output_dir(self) -> Path:
-        """Where the run writes."""
-        return Path(self.args.output_dir)
 
     def state(self) -> Any:
         """Returns what a checkpoint holds: a rollout that servers sampled ahead, or None."""

@@ -21,47 +21,28 @@ EVALUATION_STREAM = 3
 
 
 def check_settings(args) -> None:
-    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored.
-
-    For recipes whose updates need not all have that size.
-
-    Args:
-        args: `RolloutArgs`.
-    """
+    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples < args.train_batch_size:
         least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
         sys.exit(
-            f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
-            f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
-            f"{args.train_batch_size}: no update would be that large. Smallest valid size: "
-            f"--rollout_batch_size {least}"
+            f"a rollout has {samples} samples, fewer than --train_batch_size "
+            f"{args.train_batch_size}. Smallest valid size: --rollout_batch_size {least}"
         )
 
 
 @carried
 @dataclass
 class Position:
-    """Where a run is in its prompts and rollouts.
+    """Where a run is in its prompts and rollouts."""
 
-    Attributes:
-        prompts_seen: prompts taken so far, over all epochs.
-        prompts_done: those of them whose rollouts are finished.
-        rollouts_seen: rollouts that are finished: all their updates are made.
-        update: how many updates of the current rollout are made.
-    """
-
-    prompts_seen: int = 0
-    prompts_done: int = 0
-    rollouts_seen: int = 0
-    update: int = 0
+    prompts_seen: int = 0  # taken so far, over all epochs
+    prompts_done: int = 0  # those of them whose rollouts are finished
+    rollouts_seen: int = 0  # finished ones: all their updates are made
+    update: int = 0  # how many updates of the current rollout are made
 
     def take_prompts(self, sampler: Sampler, most: int) -> dict:
-        """Takes the next prompts of the data order, at most to the end of the epoch.
-
-        Returns:
-            Their columns, see `generation.sample`.
-        """
+        """Returns the columns of the next prompts, at most to the end of the epoch."""
         rows = batches.rows_from(sampler.data.mixture, sampler.args.seed, self.prompts_seen, most)
         self.prompts_seen += len(rows)
         return sampler.data.train[rows]
@@ -70,16 +51,11 @@ class Position:
         """Returns the numbers that decide the tokens of the rollout, see `generation.sample`.
 
         They depend on the seed, the rollout and the round alone: not on the number of processes,
-        nor on what was drawn before.
-
-        Args:
-            args: `RolloutArgs`.
-            round_number: of a rollout that samples several times.
+        nor on what was drawn before. A rollout may sample in several rounds.
         """
-        draws = np.random.default_rng(
-            [args.seed, self.rollouts_seen, SAMPLING_STREAM, round_number]
-        )
-        return draws.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
+        seeds = [args.seed, self.rollouts_seen, SAMPLING_STREAM, round_number]
+        shape = (n_prompts, args.n_samples_per_prompt, args.max_new_tokens)
+        return np.random.default_rng(seeds).random(shape)
 
     def order_of_groups(self, args, samples: Samples, pass_number: int) -> np.ndarray:
         """Returns the samples of the rollout, by number, in the order of one pass over them.
@@ -106,15 +82,11 @@ class Position:
 class RolloutSchedule:
     """How one pass over the prompts is cut into rollouts, and a rollout into updates.
 
-    The last rollout of an epoch may be short. So a pass over the samples of a rollout need not be a
-    multiple of `train_batch_size`. How many samples each of its updates takes is not decided here.
-
-    Attributes:
-        n_prompts: of the whole data set.
+    The last rollout of an epoch may be short.
     """
 
     args: RolloutArgs
-    n_prompts: int
+    n_prompts: int  # of the whole data set
 
     @property
     def rollouts_per_epoch(self) -> int:
@@ -141,23 +113,14 @@ class RolloutSchedule:
         return self.args.num_epochs_per_rollout * math.ceil(samples / self.args.train_batch_size)
 
     def describe(self, total_steps: int) -> str:
-        """Returns the arithmetic in one line.
-
-        Args:
-            total_steps: updates of the whole run.
-        """
-        args = self.args
-        samples = args.rollout_batch_size * args.n_samples_per_prompt
-        updates_per_pass = self.updates_per_rollout // args.num_epochs_per_rollout
-        largest = math.ceil(samples / updates_per_pass)
+        """Returns the arithmetic in one line; `total_steps` are the updates of the whole run."""
+        prompts = self.args.rollout_batch_size
+        responses = self.args.n_samples_per_prompt
         return (
-            f"a rollout: {counted(args.rollout_batch_size, 'prompt')} "
-            f"x {counted(args.n_samples_per_prompt, 'response')} "
-            f"= {counted(samples, 'sample')}, x {args.num_epochs_per_rollout} / train_batch_size "
-            f"= {counted(self.updates_per_rollout, 'update')} of up to "
-            f"{counted(largest, 'sample')}; "
-            f"{counted(self.rollouts_per_epoch, 'rollout')} per epoch, "
-            f"the last of {counted(self.prompts_of_last, 'prompt')}, "
-            f"{counted(self.updates_of(self.prompts_of_last), 'update')}; "
+            f"a rollout: {counted(prompts, 'prompt')} x {counted(responses, 'response')} "
+            f"= {counted(prompts * responses, 'sample')}, "
+            f"{counted(self.updates_per_rollout, 'update')}; "
+            f"{counted(self.rollouts_per_epoch, 'rollout')} and "
+            f"{counted(self.updates_per_epoch, 'update')} per epoch; "
             f"{counted(total_steps, 'update')} in all"
         )

@@ -97,23 +97,17 @@ class Servers:
     """vLLM servers that share the prompts of a rollout.
 
     The main process alone talks to them, except in episodes: each process asks for its own.
-
-    Attributes:
-        version: names the weights that the servers were last given; an empty string: none.
-        synced_at: `global_step` of these weights; None before the first.
-        probes: what each server last answered to a probe, and training's log-probs of that,
-            computed when it first gave this answer.
-        dtype: the coarsest of those in which the servers compute.
-        ahead: the rollout that they were asked for before it was due, see `sample_ahead`.
     """
 
     def __init__(self, urls: list[str]):
         self.servers = [Server(url) for url in urls]
-        self.version = ""
-        self.synced_at: int | None = None
+        self.version = ""  # names the weights that the servers were last given
+        self.synced_at: int | None = None  # `global_step` of these weights
+        # What each server last answered to a probe, and training's log-probs of that, computed when
+        # it first gave this answer.
         self.probes: dict[str, tuple[list[Response], torch.Tensor]] = {}
-        self.dtype = "float32"
-        self.ahead: Ahead | None = None
+        self.dtype = "float32"  # the coarsest of those in which the servers compute
+        self.ahead: Ahead | None = None  # see `sample_ahead`
 
     def ask_for_models(self, sampler: Sampler) -> None:
         """Asks the servers what they call their models, and in which dtype they compute."""
@@ -133,10 +127,7 @@ class Servers:
     def generate(
         self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> list[Response]:
-        """Returns the responses to each prompt in turn, on every process; see `generation.sample`.
-
-        All processes must call it.
-        """
+        """Returns the responses to each prompt in turn, see `generation.sample`."""
         requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None and self.ahead.requests == requests:
             responses = self.wait_for_ahead(sampler)
@@ -150,10 +141,7 @@ class Servers:
         return on_main_process(sampler.accelerator, self.ask, requests)
 
     def wait_for_ahead(self, sampler: Sampler) -> list[Response]:
-        """Waits for the responses that were asked for ahead, and returns them; [] if none were.
-
-        All processes must call it.
-        """
+        """Waits for the responses that were asked for ahead, and returns them; [] if none were."""
         ahead = self.ahead
         if ahead is None:
             return []
@@ -219,7 +207,7 @@ class Servers:
         is_current = self.synced_at == sampler.progress.global_step
         if is_current and on_main_process(accelerator, self.all_have_version):
             return
-        folder = sampler.output_dir / FOLDER
+        folder = Path(sampler.args.output_dir) / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
         actor.save(
             accelerator, sampler.model, sampler.unwrapped, sampler.tokenizer, folder, dtype=dtype
@@ -240,10 +228,7 @@ class Servers:
         )
 
     def load_weights(self, folder: Path, is_adapter: bool) -> str:
-        """Lets all servers load the weights in a folder, and forget what they computed with others.
-
-        For the main process. Returns the new version.
-        """
+        """Lets all servers load the weights in a folder, and returns their new version."""
         version = str(uuid.uuid4())
         path = str(folder.resolve())
 
@@ -287,7 +272,7 @@ class Servers:
             bound = LARGEST_DIFFERENCE[dtype]
         largest = 0.0
         for server in self.servers:
-            responses = on_main_process(sampler.accelerator, answers_of, server, requests)
+            responses = on_main_process(sampler.accelerator, server.complete_each, requests)
             ours = logps_in_training(sampler, prompts, responses)
             self.refuse_lost_weights(server, responses, ours, VISIBLE_CHANGE[dtype])
             differences = [
@@ -321,11 +306,6 @@ class Servers:
                 f"{server.url} does not have the weights that it was given: its log-probs are the "
                 f"old ones to the last bit, while those of training changed by {change:.3g}"
             )
-
-
-def answers_of(server: Server, requests: list[dict]) -> list[Response]:
-    """Returns a server's one response to each request."""
-    return [response for request in requests for response in server.complete(request)]
 
 
 def make_requests(
@@ -382,6 +362,8 @@ def logps_in_training(
     sampler: Sampler, prompts: list[list[int]], responses: list[Response]
 ) -> torch.Tensor:
     """Returns training's log-probs of responses, fp32 `[prompts, longest response]` on the CPU."""
-    batch = Packer(sampler.device).make_batch(prompts, [response.ids for response in responses])
+    batch = Packer(sampler.accelerator.device).make_batch(
+        prompts, [response.ids for response in responses]
+    )
     with checks.evaluation_mode(sampler.model):
         return sampler.model(batch, sampler.args.temperature)["logps"].cpu()

@@ -17,16 +17,11 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Server:
-    """A vLLM server at an address. Every method raises `SystemExit` with one line if it fails.
-
-    Attributes:
-        url: as the user gave it.
-        model: the name by which the server knows the model; with adapters, that of the adapter.
-    """
+    """A vLLM server at an address. Every method raises `SystemExit` with one line if it fails."""
 
     def __init__(self, url: str):
-        self.url = url
-        self.model = ""
+        self.url = url.rstrip("/")
+        self.model = ""  # by which the server knows it; with adapters, the name of the adapter
 
     def base_model(self) -> str:
         """Returns the name of the model that the server was started with."""
@@ -40,16 +35,15 @@ class Server:
         return self.send("POST", "/collective_rpc", content).get("results", [])
 
     def complete(self, request: dict[str, Any]) -> list[Response]:
-        """Returns the responses to one prompt.
-
-        Args:
-            request: the body of a request to `/v1/completions`, without `model`.
-        """
+        """Returns the responses to a request to `/v1/completions`."""
         answer = self.send("POST", "/v1/completions", {"model": self.model, **request})
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != request["n"]:
             sys.exit(f"{self.url} gave {len(choices)} responses, asked for {request['n']}")
         return [self.response_of(choice, request) for choice in choices]
+
+    def complete_each(self, requests: list[dict]) -> list[Response]:
+        return [response for request in requests for response in self.complete(request)]
 
     def response_of(self, choice: dict[str, Any], request: dict[str, Any]) -> Response:
         """Returns a response, and refuses one that is not what was asked for."""

@@ -11,16 +11,11 @@ from typing import Any
 
 
 class Weights:
-    """Methods of a worker.
+    """Methods of a worker."""
 
-    Attributes:
-        model_runner, device: the worker's own.
-        version: what `note_version` was last told; None since the server was started.
-    """
-
-    model_runner: Any
+    model_runner: Any  # this and `device` are the worker's own
     device: Any
-    version: str | None = None
+    version: str | None = None  # what `note_version` was last told since the server was started
 
     def describe(self) -> dict:
         """Returns the dtype of the model, and the version of its weights."""

@@ -148,7 +148,7 @@ def test_a_reward_function_gets_the_columns_of_all_sets():
             return 3
 
         @staticmethod
-        def batch_decode(ids, skip_special_tokens):
+        def batch_decode(ids, skip_special_tokens=False):
             return ["x"] * len(ids)
 
     given = reward_calls.collect(Tokenizer(), samples, [0, 1], step=0)

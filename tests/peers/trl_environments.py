@@ -2,7 +2,6 @@
 
 `tests/rollout/test_environments.py` compares both."""
 
-import inspect
 import json
 import math
 
@@ -68,14 +67,10 @@ def played(accelerator, tokenizer, model, respond=None):
     """Our episodes of all questions; `respond` says something in place of the model."""
     sampler = bare_sampler(
         accelerator, tokenizer, model, max_turns=4, max_length=2000, max_new_tokens=MAX_NEW_TOKENS,
-        environment_timeout=0.0, environment_errors="stop", strings_as_messages=False,
+        environment_timeout=0.0, strings_as_messages=False,
     )  # fmt: skip
     schemas = [environments.get_json_schema(Calculator().add)]
-    sampler.stage = episodes.Stage(
-        environments.UserClass(
-            "E", Calculator, inspect.signature(Calculator().reset), False, True, schemas
-        )
-    )
+    sampler.stage = episodes.Stage(environments.UserClass("E", Calculator, False, True, schemas))
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in SAID]
     prompts = {
         "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"], schemas).ids for row in rows],

@@ -32,14 +32,11 @@ ARGS = dict(
 )
 
 
-def bare_sampler(
-    accelerator=None, tokenizer=None, model=None, data=None, together="all", **args
-) -> Sampler:
+def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Sampler:
     """A sampler of a Hugging Face model, or of none, with these arguments.
 
     Args:
         accelerator: or what code that splits rows needs to know of it, see `alone_in`.
-        together: None: it is tried, as in a run.
     """
     wrapper = torch.nn.Module()
     if model is not None:
@@ -55,7 +52,6 @@ def bare_sampler(
         model=wrapper,
         progress=Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
         means=Means(accelerator),
-        together=together,
     )
 
 

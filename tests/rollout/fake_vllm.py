@@ -144,7 +144,7 @@ class FakeServer:
         draws = torch.from_numpy(np.random.default_rng(seed).random((1, n_tokens)))
         draw = generation.SampleByUniform(draws, content["temperature"] or 1e-4)
         stops = set(content["stop_token_ids"])
-        rows = generation.Rows(sampler, [content["prompt"]], n_tokens, stops, draw)
+        prompts = [content["prompt"]]
         with torch.no_grad():
-            ((_, response),) = generation.generate_batch(rows)
+            ((_, response),) = generation.generate_batch(sampler, prompts, n_tokens, stops, draw)
             return response

@@ -8,7 +8,7 @@ import pytest
 
 import architectures
 import templates
-from bare_runs import bare_sampler, data_of
+from bare_runs import bare_sampler
 from preference_recipes.data import answer_column
 from preference_recipes.data.chat import decode_answers
 from preference_recipes.rollouts import answers, rewards
@@ -323,32 +323,15 @@ def test_a_format_may_come_from_the_data():
     assert rewards.format_reward([""] * 3, ["12", "4", "4"], format_pattern=patterns) == [0.0] * 3
 
 
-# ---------------------------------------------------------------------------------------------- room for an answer
-
-
-def held_out(*prompt_lengths: int) -> dict:
-    """A held-out set with such prompts; the last row, which is longer, has no answer."""
-    lengths = [*prompt_lengths, 500]
-    rows = {
-        "row": [10 + row for row in range(len(lengths))],
-        "prompt_ids": [[3 + place % 200 for place in range(length)] for length in lengths],
-        "answer": ["1"] * len(prompt_lengths) + [""],
-    }
-    return {"eval/sums/": datasets.Dataset.from_dict(rows)}
-
-
 @pytest.mark.parametrize(
     ("limit", "rows"), [(None, [10, 11, 12]), (2, [10, 11]), (9, [10, 11, 12]), (0, [])]
 )
 def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
-    """And in one evaluation as many answers as the console announces."""
-    eval_sets = held_out(5, 6, 7)
+    """The last row has no answer."""
+    ids = {"row": [10, 11, 12, 13], "prompt_ids": [[5] * 5, [6] * 6, [7] * 7, [8] * 8]}
+    eval_set = datasets.Dataset.from_dict({**ids, "answer": ["1", "1", "1", ""]})
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
-    data = data_of([], eval_sets=eval_sets)
-    sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), data=data, **sizes)
-    shares, examples = answers.exact_match(sampler, eval_sets["eval/sums/"], "eval/sums/")
+    sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), **sizes)
+    shares, examples = answers.exact_match(sampler, eval_set, "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert list(shares) == (["eval/sums/exact_match"] if rows else [])
-    announced = answers.describe(sampler)
-    assert announced.startswith(f"{len(rows)} answers of up to 3 tokens" if rows else "")
-    assert ("--exact_match_rows" in announced) == bool(rows)

@@ -538,7 +538,7 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     ({"n_samples_per_prompt": 1}, ["--baseline group", "--n_samples_per_prompt 1", "2 or more"]),
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
     ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups false"]),
-    ({"rollout_batch_size": 31}, ["31 x --n_samples_per_prompt 8 = 248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
+    ({"rollout_batch_size": 31}, ["248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
     ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds", "--kl_coef above 0", "none is dropped"]),
     ({"overlong_penalty": 0.5}, ["--overlong_penalty 0.5: not used", "--overlong_buffer"]),
     ({"loss_type": "dppo_tv", "sampler_correction_max": 2.0, "vllm_url": ["http://x"]}, ["--sampler_correction_max 2.0: not used by --loss_type dppo_tv"]),

@@ -304,36 +304,6 @@ def test_the_table_of_biases_in_the_docs_is_what_enumeration_gives():
     assert set(shown) <= set(expected_gradients.table_rows(grpo))
 
 
-@pytest.mark.parametrize("std", ["batch", "group", "mean", "none"])
-@pytest.mark.parametrize("baseline", ["group", "rloo", "none"])
-def test_a_sample_without_a_score_is_in_no_baseline(baseline, std):
-    """Each group has the advantages that it has without the sample; a rest of one has none to be compared with."""
-    nan = math.nan
-    scores = torch.tensor([1.0, nan, 0.0, 2.0, 3.0, 1.0, 0.5, nan, nan, nan, nan, 4.0])
-    found = grpo.estimate_advantages(scores, 4, baseline, std).double()
-    groups = [
-        torch.tensor(g, dtype=torch.float64) for g in ([1.0, 0.0, 2.0], [3.0, 1.0, 0.5], [4.0])
-    ]
-    expected = []
-    for group in groups:
-        n = len(group)
-        of_rest = (group.sum() - group) / (n - 1) if n > 1 else group
-        values = group - {"group": group.mean(), "rloo": of_rest, "none": 0.0}[baseline]
-        if std == "group":
-            values = values / ((values.std() if n > 1 else 0.0) + grpo.EPSILON)
-        if std == "mean":
-            values = values / group.mean()
-        expected.append(values)
-    expected = torch.cat(expected)
-    if std == "batch":
-        if baseline == "none":
-            expected = expected - expected.mean()
-        expected = expected / (expected.std() + grpo.EPSILON)
-    is_scored = ~scores.isnan()
-    assert found[is_scored].tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-7)
-    assert found[~is_scored].tolist() == [0.0] * 5
-
-
 def test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio():
     """Summed over the vocabulary with the old probabilities: both estimators, while the policy has moved."""
     generator = torch.Generator().manual_seed(2)

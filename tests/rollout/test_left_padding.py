@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from transformers.generation import utils as generation_utils
 
-import common
 from architectures import ARCHITECTURES, build
 from bare_runs import bare_sampler
 from preference_recipes.rollouts import generation
 
 # With transformers 5.23. The others continue all prompts together.
-TOGETHER = {"recurrent_gemma": "one length", "minimax": "one length", "rwkv": "none"}
-FAST = {*TOGETHER, "llama", "mamba2", "qwen3_next"}
+NOT_TOGETHER = {"recurrent_gemma", "minimax", "rwkv"}
+FAST = {*NOT_TOGETHER, "llama", "mamba2", "qwen3_next"}
 NAMES = [
     # xlstm cannot be generated from at all: its second step refuses its own cache.
     pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST))
@@ -46,48 +44,29 @@ def respond(sampler, **how) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def no_stops(monkeypatch):
     monkeypatch.setattr(generation.chat, "stop_tokens", lambda *_: {-1})
-    common.print_once.cache_clear()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_responses_are_those_of_each_prompt_alone(accelerator, tokenizer, capsys, name):
+def test_responses_are_those_of_each_prompt_alone(accelerator, tokenizer, name):
     model = made(name)
-    sampler = bare_sampler(accelerator, tokenizer, model, together=None)
+    sampler = bare_sampler(accelerator, tokenizer, model)
     expected = [alone(model, prompt) for prompt in PROMPTS]
     assert respond(sampler) == expected
-    assert sampler.together == TOGETHER.get(name, "all")
-    said = f"are beside it: prompts generated together: {sampler.together}\n"
-    assert capsys.readouterr().out.count(said) == (name in TOGETHER)
-    if name in TOGETHER:
-        assert respond(bare_sampler(accelerator, tokenizer, model)) != expected  # so it matters
-    if name == "rwkv":
-        lengths = bare_sampler(accelerator, tokenizer, model, together="one length")
-        assert respond(lengths) != expected
+    if name in NOT_TOGETHER:
+        model.config.model_type = "llama"
+        assert respond(sampler) != expected  # so it matters
 
 
 def test_prompts_of_one_length_stay_together(accelerator, tokenizer, monkeypatch):
-    """They are tried once; then each length is a batch, each response stays with its prompt."""
+    """Each length is a batch, and each response stays with its prompt."""
     model, batches = made("recurrent_gemma"), []
-    sampler = bare_sampler(accelerator, tokenizer, model, together=None)
+    sampler = bare_sampler(accelerator, tokenizer, model)
     plain = model.generate
     monkeypatch.setattr(
         model, "generate", lambda ids, **how: batches.append(ids.tolist()) or plain(ids, **how)
     )
     first = respond(sampler)
-    tried, batches[:] = batches[:3], batches[3:]
-    assert [len(batch) for batch in tried] == [1, 2, 2]
     assert sorted(batches) == [PROMPTS[0:3:2], PROMPTS[1:5:3], [[60, 61]]]
     batches.clear()
     assert respond(sampler, batch_size=2) == first
     assert [{len(row) for row in batch} for batch in batches] == [{16}, {4}, {2}]
-
-
-def test_the_trial_warns_of_nothing(accelerator, tokenizer, monkeypatch):
-    """transformers said of it that a generation would not stop."""
-    said = []
-    for kind in ("warning", "warning_once"):
-        monkeypatch.setattr(generation_utils.logger, kind, lambda text, *_: said.append(text))
-    sampler = bare_sampler(accelerator, tokenizer, made("llama"), together=None)
-    with torch.no_grad():
-        assert generation.generates_together(sampler) == "all"
-    assert said == []

@@ -235,7 +235,6 @@ def refusal_of(recipe, settings: dict, capsys) -> str:
 
 
 @pytest.mark.parametrize("settings, said", [
-    ({"normalize_reward": True}, "--reward_model_name_or_path"),
     ({"kl_in": "loss"}, "--kl_in loss --kl_estimator k1"),
     ({"kl_target": 6.0, "kl_coef": 0.0}, "--kl_target"),
     ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, "--kl_horizon above a fifth of them (25.6)"),
@@ -243,7 +242,6 @@ def refusal_of(recipe, settings: dict, capsys) -> str:
     ({"kl_coef": 0.0, "kl_estimator": "k3"}, "--kl_estimator k3: not used"),
     ({"kl_coef": 0.0, "kl_in": "loss"}, "--kl_in loss: not used"),
     ({"kl_horizon": 500.0}, "--kl_horizon 500.0: not used"),
-    ({"eval_samples": 4}, "--eval_temperature above 0"),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, said, capsys):
     good = {"rollout_batch_size": 16, "train_batch_size": 8}

@@ -39,7 +39,6 @@ ELSEWHERE = {
             "turns",
             "tool_calls",
             "failed_calls",
-            "failed",
             "model_tokens",
             "environment_tokens",
         )
