@@ -1,6 +1,5 @@
 """The trained model as an ordinary Hugging Face folder, or its adapter as a folder of peft."""
 
-import collections
 import json
 import shutil
 from collections.abc import Mapping
@@ -60,9 +59,9 @@ class Actor:
         keep: int = 0,
         weights: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Saves the actor in the dtype of `--save_dtype`, and prints in which one.
+        """Saves the actor in the dtype of `--save_dtype`.
 
-        Without `--save_dtype` its weights are those that the forward pass used, bit for bit. Of a
+        Without it its weights are those that the forward pass used, bit for bit. Of a
         model with adapters they are those of the adapters alone. All processes must call it.
 
         Args:
@@ -72,23 +71,19 @@ class Actor:
                 such as a running average of them.
         """
         directory = directory or self.run.output_dir / "actor"
-        dtype = self.run.args.save_dtype
-        accelerator = self.run.accelerator
         with self.run.timed("paused"):
-            written = save(
-                accelerator,
+            save(
+                self.run.accelerator,
                 self.model,
                 self.unwrapped,
                 self.tokenizer,
                 directory,
                 keep=keep,
-                dtype=dtype,
+                dtype=self.run.args.save_dtype,
                 weights=weights,
             )
-        if accelerator.is_main_process:
-            how = "as trained" if dtype is None else "by --save_dtype"
-            # Above the progress bar, if there is one.
-            tqdm.write(f"saved the actor in {written} ({how}): {directory}")
+        if self.run.accelerator.is_main_process:
+            tqdm.write(f"saved the actor: {directory}")  # above the progress bar
 
     def write_into(self, parent: Path) -> None:
         """Writes the actor to `parent/actor`, and the models of `also` next to it.
@@ -114,23 +109,20 @@ def save(
     keep: int = 0,
     dtype: str | None = None,
     weights: dict[str, torch.Tensor] | None = None,
-) -> str | None:
-    """Writes a trained model as `Actor.save` does, and returns its dtype on the main process.
+) -> None:
+    """Writes a trained model as `Actor.save` does.
 
     Args:
         dtype: floating-point weights are converted to it. None: they stay as they are.
     """
     of_model = gather_weights(accelerator, prepared, unwrapped)
-    written = None
     if accelerator.is_main_process:
         model = unwrapped.model
         state_dict = weights_of(model, {**of_model, **(weights or {})}, unwrapped)
         if dtype is not None:
             state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
         write(model, state_dict, tokenizer, directory, keep=keep)
-        written = dtype_of(state_dict)
     accelerator.wait_for_everyone()
-    return written
 
 
 def write(
@@ -150,7 +142,8 @@ def write(
         adapters.save(model, state_dict, temporary)
     else:
         model.save_pretrained(temporary, state_dict=state_dict)
-        write_dtype(temporary, dtype_of(state_dict))
+        largest = max(state_dict.values(), key=torch.Tensor.numel)
+        write_dtype(temporary, str(largest.dtype).removeprefix("torch."))
     tokenizer.save_pretrained(temporary)
     if card:
         record.write_card(temporary, "peft" if is_adapter else "transformers")
@@ -167,23 +160,11 @@ def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return result
 
 
-def dtype_of(state_dict: dict[str, torch.Tensor]) -> str:
-    """Returns the dtype of most of the floating-point weights, such as `bfloat16`."""
-    sizes = collections.Counter()
-    for tensor in state_dict.values():
-        if tensor.is_floating_point():
-            sizes[tensor.dtype] += tensor.numel()
-    (dtype, _), *_ = sizes.most_common(1)
-    return str(dtype).removeprefix("torch.")
-
-
 def write_dtype(folder: Path, dtype: str) -> None:
     """Writes into a Hugging Face folder's config which dtype its weights have."""
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    if config.get("dtype") != dtype:
-        config["dtype"] = dtype
-        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    config = {**folders.read_json(file), "dtype": dtype}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def gather_weights(

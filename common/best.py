@@ -38,25 +38,17 @@ class Best:
         self.since = 0
 
     def note(self, line: dict[str, float]) -> bool:
-        """Takes note of an evaluation, and returns whether it is the best so far.
-
-        Args:
-            line: its values, the same on all processes.
-
-        Raises:
-            SystemExit: it has no such metric.
-        """
+        """Takes note of an evaluation's values, and returns whether it is the best so far."""
         if self.metric not in line:
             sys.exit(
                 f"--keep_best {self.args.keep_best}: this run's evaluations have no such metric; "
                 f"they have {', '.join(line)}"
             )
-        found = self.is_better(line[self.metric])
+        value = line[self.metric]
+        found = self.is_better(value)
         self.since += 1
         if found:
-            self.global_step = self.progress.global_step
-            self.value = line[self.metric]
-            self.since = 0
+            self.load_state({"global_step": self.progress.global_step, "value": value, "since": 0})
             if self.accelerator.is_main_process:
                 folders.replace_file(self.output_dir / FILE, self.in_file())
         self.count_patience()
@@ -85,9 +77,7 @@ class Best:
 
     def forget(self) -> None:
         """Begins anew: the next evaluation is the best so far."""
-        self.global_step = None
-        self.value = None
-        self.since = 0
+        self.load_state({"global_step": None, "value": None, "since": 0})
 
     def count_patience(self) -> None:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""

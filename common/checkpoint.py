@@ -94,14 +94,9 @@ class Checkpoint:
     # ============================================================ the beginning of a run
 
     def resume(self) -> None:
-        """Makes a run ready for its next update, and opens its log.
+        """Goes on at a checkpoint or begins at the start, as `--resume` says, and opens the log.
 
-        It goes on at a checkpoint or begins at the start, as `--resume` says. All processes must
-        call it.
-
-        Raises:
-            SystemExit: there are checkpoints but none is whole; the chosen one belongs to another
-                run.
+        All processes must call it.
         """
         run = self.run
         best = self.actor.best
@@ -130,14 +125,9 @@ class Checkpoint:
             self.save()  # so that the next `--resume auto` finds it here
 
     def find(self) -> Path | None:
-        """Finds the checkpoint that `--resume` names; with `auto` the newest whole one of this run.
+        """Returns the checkpoint that `--resume` names; with `auto` the newest whole one.
 
-        Prints which ones are passed over, and why. Returns None if the run begins at 0. For the
-        main process.
-
-        Raises:
-            SystemExit: the checkpoint that `--resume` names cannot be used; for `auto` there are
-                some, but none that can, or only the final actor, so the run has ended.
+        Prints which ones are passed over, and why. None: the run begins at 0. For the main process.
         """
         for leftover in self.folder.glob(".global_step_*.writing"):
             shutil.rmtree(leftover)  # of a killed run
@@ -171,12 +161,8 @@ class Checkpoint:
         the lines and checkpoints of a killed run, stays under names that end in `.before_resume`.
         The logs come last: killed before that, the run resumes from the same point again.
 
-        Args:
-            path: None: the run begins at 0, and the folder may hold what a run killed before its
-                first checkpoint has left.
-
-        Returns:
-            Whether the folder holds the actor of the best evaluation so far.
+        Without a checkpoint that is what a run killed before its first one has left. Returns
+        whether the folder holds the actor of the best evaluation so far.
         """
         output_dir = self.run.output_dir
         point = self.run.global_step
@@ -186,9 +172,7 @@ class Checkpoint:
             for folder in folders.by_step(parent)[::-1]
             if folders.step_of(folder) > point
         ]
-        copies = {}
-        if path:
-            copies = {copy.name: copy for copy in (path / "logs").iterdir()}
+        copies = {copy.name: copy for copy in (path / "logs").glob("*")} if path else {}
         replaced = [name for name in LOGS if not same(output_dir / name, copies.get(name))]
         # The final actor has no step in its name. If nothing else lies beyond this point, the run
         # had ended here, and the actor stays.
@@ -216,12 +200,9 @@ class Checkpoint:
     # ============================================================ saving
 
     def save_if_due(self) -> None:
-        """Saves as often as `--save_steps` says. Ends the run if a signal asks for it, saved first.
+        """Saves as often as `--save_steps` says, and before a signal ends the run.
 
         All processes must call it, after each update.
-
-        Raises:
-            SystemExit: a process got a signal, or has lost its launcher: 128 plus its number.
         """
         run = self.run
         if run.args.save_steps > 0 and run.due(run.args.save_steps):
@@ -260,7 +241,16 @@ class Checkpoint:
 
         # The main process writes what all have alike; all help to collect it.
         others = {name: part.state() for name, part in self.others.items()}
-        state = self.state()
+        state = {
+            "format": FORMAT,
+            "arguments": self.whole_identity(),
+            "progress": {name: getattr(self.run.progress, name) for name in COUNTERS},
+            "best": self.actor.best.state(),
+            "scheduler": self.scheduler.state_dict(),
+            "last_update": self.means.last_update,
+            # Of each process apart: summing them now would change the rounding, and so the log.
+            "open_sums": gather_object([self.means.open.state()]),
+        }
         if accelerator.is_main_process:
             for name, content in others.items():
                 torch.save(content, temporary / f"{name}.pt")
@@ -274,38 +264,62 @@ class Checkpoint:
 
         # Every process flushes everything: each node holds back what was written on it.
         folders.flush(*temporary.rglob("*"), temporary)
-        own_entries = folders.describe_files(
+        own_share = folders.describe_files(
             temporary, share=accelerator.process_index, shares=accelerator.num_processes
         )
-        entries = {}
-        for part in gather_object([own_entries]):
-            entries.update(part)
+        shares = gather_object([own_share])
         if accelerator.is_main_process:
-            folders.write_manifest(temporary, entries)
+            folders.write_manifest(temporary, *shares)
             folders.replace(temporary, final, self.run.args.save_total_limit)
         accelerator.wait_for_everyone()
 
-    def state(self) -> dict:
-        """Returns the content of `state.json`: what the engine does not save.
+    # ============================================================ loading
 
-        `open_sums` has the sums of the log line not yet written, separately for each process:
-        summing them now would change the rounding, and so the log. All processes must call it.
-        """
-        return {
-            "format": FORMAT,
-            "arguments": self.whole_identity(),
-            "progress": {name: getattr(self.run.progress, name) for name in COUNTERS},
-            "best": self.actor.best.state(),
-            "scheduler": self.scheduler.state_dict(),
-            "last_update": self.means.last_update,
-            "open_sums": gather_object([self.means.open.state()]),
-        }
+    def load(self, path: Path) -> None:
+        """Reads a whole checkpoint into the run; refuses one that does not fit or lacks a part."""
+        accelerator = self.accelerator
+        progress = self.run.progress
+        state = folders.read_json(path / "state.json")
+        if state["format"] != FORMAT:
+            sys.exit(f"--resume: {path} was written by another version: resume it with that")
+        self.refuse_another_run(path, state["arguments"])
+
+        # 1. What the engine holds.
+        engine_state.load(accelerator, self.actor.unwrapped, path / "engine")
+        processes_before = len(state["open_sums"])
+        same_number = processes_before == accelerator.num_processes
+        if same_number:
+            engine_state.load_random_states(accelerator, path / "engine")
+        else:
+            accelerator.print(
+                f"NOTE: {processes_before} processes before, {accelerator.num_processes} now: "
+                "random numbers, such as those of dropout, do not continue"
+            )
+
+        # 2. What `state.json` holds.
+        self.load_schedule(state["scheduler"])
+        for name in COUNTERS:
+            setattr(progress, name, state["progress"][name])
+        self.actor.best.load_state(state["best"])
+        self.means.last_update = state["last_update"]
+        # Each process takes the sums that it had; of another number of processes the first one all.
+        for writer, sums in enumerate(state["open_sums"]):
+            reader = writer if same_number else 0
+            self.means.open.load_state(sums, mine=accelerator.process_index == reader)
+
+        # 3. What the recipe holds. The main process wrote it, so its tensors were on the first GPU.
+        for name, part in self.others.items():
+            file = path / f"{name}.pt"
+            if not file.is_file():
+                sys.exit(f"--resume: {path} has no {file.name}, which this recipe needs")
+            place = {"cuda:0": str(accelerator.device)}
+            part.load_state(torch.load(file, weights_only=True, map_location=place))
+        accelerator.print(
+            f"resumed from {path}: {progress.global_step} updates, {progress.skipped_steps} skipped"
+        )
 
     def whole_identity(self) -> dict:
-        """Returns what must be the same in a run and in the checkpoint that it resumes from.
-
-        Arguments that may change are in it, too; `refuse_another_run` skips them.
-        """
+        """Returns all that `refuse_another_run` compares, and arguments that may change."""
         tokenizer = self.actor.tokenizer
         template = str(getattr(tokenizer, "chat_template", None)).encode()
         return {
@@ -317,78 +331,26 @@ class Checkpoint:
             "world": world_of(self.accelerator),
         }
 
-    # ============================================================ loading
-
-    def load(self, path: Path) -> None:
-        """Reads a whole checkpoint into the run.
-
-        Raises:
-            SystemExit: the run that wrote it had other data or settings, or its shards do not fit
-                this engine or number of processes, see `world_of`; it lacks a part.
-        """
-        accelerator = self.accelerator
-        progress = self.run.progress
-        state = folders.read_json(path / "state.json")
-        if state["format"] != FORMAT:
-            sys.exit(f"--resume: {path} was written by another version: resume it with that")
-        self.refuse_another_run(path, state["arguments"])
-
-        # 1. What the engine holds.
-        engine_state.load(accelerator, self.actor.unwrapped, path / "engine")
-        if len(state["open_sums"]) == accelerator.num_processes:
-            engine_state.load_random_states(accelerator, path / "engine")
-
-        # 2. What `state.json` holds.
-        self.load_schedule(state["scheduler"])
-        for name in COUNTERS:
-            setattr(progress, name, state["progress"][name])
-        self.actor.best.load_state(state["best"])
-        self.means.last_update = state["last_update"]
-        self.load_open_sums(state["open_sums"])
-
-        # 3. What the recipe holds.
-        for name, part in self.others.items():
-            file = path / f"{name}.pt"
-            if not file.is_file():
-                sys.exit(f"--resume: {path} has no {file.name}, which this recipe needs")
-            part.load_state(read_tensors(accelerator, file))
-        accelerator.print(
-            f"resumed from {path}: {progress.global_step} updates, {progress.skipped_steps} skipped"
-        )
-
     def refuse_another_run(self, path: Path, before: dict) -> None:
-        """Ends the program if the checkpoint at `path` belongs to another run.
-
-        Args:
-            before: what `whole_identity` returned for the run that wrote it.
-
-        Raises:
-            SystemExit: with all differences.
-        """
+        """Ends the program if a checkpoint has another `whole_identity` (`before`) than it."""
         now = self.whole_identity()
         source = "source of the rewards"
         if before.get(source) != now.get(source):
             self.accelerator.print(f"NOTE: the {source} has changed since the checkpoint")
         may_change = arguments.MAY_CHANGE | self.run.args.may_change
         # An argument that is newer than the checkpoint is not compared.
-        changed = [
-            name for name in before if name not in may_change and now.get(name) != before[name]
+        differences = [
+            f"{name}: {value!r} in the checkpoint, {now.get(name)!r} now"
+            for name, value in before.items()
+            if name not in may_change and now.get(name) != value
         ]
-        if not changed:
-            return
-        differences = "; ".join(
-            f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed
-        )
-        way_out = ""
-        if "world" in changed and engine.is_sharded(self.accelerator):
-            way_out = " (under DeepSpeed and FSDP2 a resume needs the same number of processes)"
-        sys.exit(f"--resume: {path} belongs to another run: {differences}{way_out}")
+        if differences:
+            sys.exit(f"--resume: {path} belongs to another run: {'; '.join(differences)}")
 
     def load_schedule(self, state: dict) -> None:
         """Restores the scheduler's counters, and computes the learning rates of the next update.
 
-        The rates in the checkpoint, of the scheduler and of the optimizer, are not used:
-        `--max_steps` or `--max_epochs` may have changed.
+        Those in the checkpoint are not used: `--max_steps` or `--max_epochs` may have changed.
         """
         scheduler = self.scheduler
         groups = self.optimizer.param_groups
@@ -396,35 +358,12 @@ class Checkpoint:
         # these.
         scheduler.optimizer.param_groups = groups
         scheduler.load_state_dict(state)  # not the functions in `lr_lambdas`, which stay this run's
-        updates_applied = scheduler.last_epoch
-        learning_rates = [
-            base_rate * share_of_peak(updates_applied)
+        scheduler._last_lr = [  # what `get_last_lr` returns
+            base_rate * share_of_peak(scheduler.last_epoch)
             for base_rate, share_of_peak in zip(scheduler.base_lrs, scheduler.lr_lambdas)
         ]
-        scheduler._last_lr = learning_rates  # what `get_last_lr` returns
-        for group, learning_rate in zip(groups, learning_rates):
+        for group, learning_rate in zip(groups, scheduler._last_lr):
             group["lr"] = learning_rate
-
-    def load_open_sums(self, sums_by_process: list[dict[str, list]]) -> None:
-        """Restores the sums of the log line that was still open when the checkpoint was written.
-
-        Each process takes the sums that it had. If the number of processes has changed, the first
-        one takes them all; the data order still continues exactly, but random states do not.
-
-        Args:
-            sums_by_process: what `Sums.state` returned in each process that wrote the checkpoint.
-        """
-        accelerator = self.accelerator
-        processes_before = len(sums_by_process)
-        same_number = processes_before == accelerator.num_processes
-        for writer, sums in enumerate(sums_by_process):
-            reader = writer if same_number else 0
-            self.means.open.load_state(sums, mine=accelerator.process_index == reader)
-        if not same_number:
-            accelerator.print(
-                f"NOTE: {processes_before} processes before, {accelerator.num_processes} now: "
-                "random numbers, such as those of dropout, do not continue"
-            )
 
 
 def world_of(accelerator: Accelerator) -> str:
@@ -443,14 +382,3 @@ def same(file: Path, copy: Path | None) -> bool:
     if copy is None or not file.is_file():
         return copy is None and not file.exists()
     return filecmp.cmp(file, copy, shallow=False)
-
-
-def read_tensors(accelerator: Accelerator, file: Path) -> Any:
-    """Reads a file of `torch.save` onto this process's device; what was on the CPU stays there."""
-
-    def place(storage, location: str):  # as `torch.load` asks of `map_location`
-        if location == "cpu":
-            return storage
-        return storage.to(device=accelerator.device)
-
-    return torch.load(file, weights_only=True, map_location=place)

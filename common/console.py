@@ -2,7 +2,6 @@
 
 import re
 import time
-from pathlib import Path
 
 from torch import nn
 from tqdm import tqdm
@@ -25,9 +24,9 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
         updates: the arithmetic of its updates, where it is not that of a plain epoch.
     """
     run = checkpoint.run
+    args = run.args
     if not run.accelerator.is_local_main_process:
         return
-    args = run.args
     lines = {
         "model": describe_model(args, checkpoint.actor.unwrapped),
         "data": data,
@@ -75,56 +74,25 @@ def describe_update(run: Run) -> str:
     return f"train_batch_size {args.train_batch_size} {division}"
 
 
-def end(actor: Actor, is_chat: bool = True) -> None:
-    """Closes the log, prints the result and how to use the model, uploads it (`--push_to_hub`).
-
-    All processes must call it.
-
-    Args:
-        is_chat: whether the training data are conversations, not plain strings.
-    """
+def end(actor: Actor) -> None:
+    """Closes the log, prints the result, uploads the model. All processes must call it."""
     run = actor.run
     run.logger.close()
     if not run.accelerator.is_main_process:
         return
     time_taken = tqdm.format_interval(time.monotonic() - run.logger.started)
     folder = run.output_dir / "actor"
-    best_folder = run.output_dir / best.FOLDER
-    shown = best_folder if best_folder.is_dir() else folder
     updates = counted(run.global_step, "update")
-    if not run.global_step:
-        updates += " (the model is as it was)"
-    lines = [
+    print(
         f"done: {updates}, {run.progress.skipped_steps} skipped, took {time_taken}; "
-        f"actor in {folder}",
-        *before_and_after(run),
-        *actor.best.describe_end(),
-        "load it and try it:",
-        *how_to_load(actor.unwrapped, shown, is_chat),
-    ]
-    print("\n".join(lines), flush=True)
-    hub.push(run.args, best_folder if run.args.keep_best else folder)
-
-
-def before_and_after(run: Run) -> list[str]:
-    """Returns the key metrics of the first and the last evaluation; none without any."""
+        f"actor in {folder}"
+    )
     patterns = [log.pattern(tags) for tags in run.logger.charts.values()]
     table = record.before_and_after(run.output_dir)
-    key_rows = [row for row in table[1:] if any(re.match(each, row[0]) for each in patterns)]
-    width = max([len(name) for name, _, _ in key_rows], default=0)
-    return [
-        f"  {name:{width}}  {before:>10}  {after:>10}"
-        for name, before, after in [*table[:1], *key_rows]
-    ]
-
-
-def how_to_load(module: nn.Module, folder: Path, is_chat: bool) -> list[str]:
-    """Returns lines of Python that use a model as it was trained: on messages, or on strings."""
-    if "ForSequenceClassification" in type(module.model).__name__:
-        return ["  see docs/reward.md, The saved model"]
-    question = '[{"role": "user", "content": "..."}]' if is_chat else '"text"'
-    return [
-        "  from transformers import pipeline",
-        f'  generate = pipeline("text-generation", "{folder}")',
-        f"  print(generate({question}, max_new_tokens=100, do_sample=False))",
-    ]
+    shown = [row for row in table[1:] if any(re.match(each, row[0]) for each in patterns)]
+    width = max([len(name) for name, _, _ in shown], default=0)
+    for name, before, after in [*table[:1], *shown]:
+        print(f"  {name:{width}}  {before:>10}  {after:>10}")
+    for line in actor.best.describe_end():
+        print(line, flush=True)
+    hub.push(run.args, run.output_dir / best.FOLDER if run.args.keep_best else folder)

@@ -38,11 +38,7 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
 
 
 def unused(path: Path, separator: str) -> Path:
-    """Returns this path; if it is taken, the first free one of `...-2`, `...-3` and so on.
-
-    Args:
-        separator: what comes before the number, here `-`.
-    """
+    """Returns this path; if it is taken, the first free one of `...-2`, `...-3` and so on."""
     free = path
     number = 1
     while free.exists():
@@ -104,12 +100,7 @@ def checksum(path: Path) -> int:
 
 
 def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """Returns the entries of a folder's manifest: size in bytes and checksum of each file, by path.
-
-    Args:
-        share, shares: this process's number and the number of processes that divide the work: it
-            describes files share, share + shares, share + 2 * shares ...
-    """
+    """Returns size in bytes and checksum of a folder's files, by path: one share of several."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         str(path.relative_to(folder)): [path.stat().st_size, checksum(path)]
@@ -117,8 +108,9 @@ def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, l
     }
 
 
-def write_manifest(folder: Path, entries: dict[str, list[int]]) -> None:
+def write_manifest(folder: Path, *shares: dict[str, list[int]]) -> None:
     """Writes `manifest.json`, by which `fault_of` finds what is missing or damaged."""
+    entries = {name: entry for share in shares for name, entry in share.items()}
     text = json.dumps(entries, indent=1, sort_keys=True)
     (folder / "manifest.json").write_text(text, encoding="utf-8")
 

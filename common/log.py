@@ -14,7 +14,6 @@ import re
 import sys
 import textwrap
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,14 @@ class Logger:
 
     def start(self) -> None:
         """Opens TensorBoard, other trackers and the bar. All processes must call it."""
-        if self.accelerator.is_main_process:
-            self.start_trackers()
-            if "tensorboard" in self.args.report_to:
-                self.start_tensorboard()
+        names = self.args.report_to
+        trackers = [name for name in names if name not in ("tensorboard", "none")]
+        if trackers and self.accelerator.is_main_process:
+            self.accelerator.log_with = trackers
+            self.accelerator.project_configuration.set_directories(str(self.output_dir))
+            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config=vars(self.args))
+        if "tensorboard" in names and self.accelerator.is_main_process:
+            self.start_tensorboard()
         self.started = time.monotonic()
         self.bar = tqdm(
             total=self.progress.total_steps,
@@ -75,27 +78,6 @@ class Logger:
             dynamic_ncols=True,
             disable=not self.accelerator.is_main_process,
             mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
-
-    def start_trackers(self) -> None:
-        """Opens accelerate's trackers. A resumed run continues in the same run of a tracker."""
-        names = [name for name in self.args.report_to if name not in ("tensorboard", "none")]
-        if not names:
-            return
-        # The same for each start of this run, another one for any other folder.
-        folder = self.output_dir.resolve()
-        run_id = uuid.uuid5(uuid.NAMESPACE_URL, str(folder)).hex[:12]
-        run = {"name": f"{folder.name}-{run_id[:4]}", "resume": "allow"}
-        self.accelerator.log_with = names
-        self.accelerator.project_configuration.set_directories(str(folder))
-        self.accelerator.init_trackers(
-            project_name=Path(sys.argv[0]).stem,
-            config=vars(self.args),
-            init_kwargs={
-                "wandb": {**run, "id": run_id},
-                "swanlab": {**run, "id": run_id},
-                "trackio": run,
-            },
         )
 
     def start_tensorboard(self) -> None:
@@ -195,18 +177,9 @@ def exit_without_cleaning_up(_group=None) -> None:
 
 
 def pattern(tags: list[str]) -> str:
-    """Returns the regular expression of tags, in training and in evaluation.
-
-    Tags that begin with `eval/` are meant in evaluation alone, of each held-out set.
-    """
-    held_out = "eval/([^/]+/)?"
-    patterns = [
-        held_out + re.escape(tag.removeprefix("eval/"))
-        if tag.startswith("eval/")
-        else f"({held_out})?{re.escape(tag)}"
-        for tag in tags
-    ]
-    return f"({'|'.join(patterns)})$"
+    """Returns the regular expression of tags, in training and in each held-out set's evaluation."""
+    names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
+    return f"(eval/([^/]+/)?)?({names})$"
 
 
 # ============================================================ samples

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from datetime import date, datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -27,7 +26,6 @@ PACKAGES = (
     "transformers",
     "datasets",
     "tokenizers",
-    "safetensors",
     "peft",
     "bitsandbytes",
 )
@@ -129,46 +127,34 @@ def write_card(folder: Path, library: str) -> None:
 
 
 def card(output_dir: Path, library: str) -> str:
-    """Returns the card: base, data, figures before and after, arguments, versions."""
+    """Returns the card: base, data, figures before and after, versions."""
     args = yaml.safe_load((output_dir / "run.yaml").read_text(encoding="utf-8"))
     start = folders.read_json(output_dir / "environment.json")[-1]
     recipe = Path(start["recipe"]).stem
     model = args["model_name_or_path"]
     data = as_list(args["dataset_name"])
-    header = {"library_name": library, "tags": [recipe]}
-    # Names of the hub only: it refuses others.
+    # The hub refuses names that are not its own. A card is published, so it shows no folders.
     folder = Path(start["working_directory"])  # a user's code may have left it
-    if not (folder / model).exists():
+    local = [name for name in (model, *data) if (folder / name).exists()]
+    header = {"library_name": library, "tags": [recipe]}
+    if model not in local:
         header["base_model"] = model
-    on_hub = [name.partition(":")[0] for name in data if not (folder / name).exists()]
-    if on_hub:
+    if on_hub := [name.partition(":")[0] for name in data if name not in local]:
         header["datasets"] = on_hub
-    shown = {name: without_folder(value) for name, value in args.items()}
+    shown = [f"`{Path(name).name if name in local else name}`" for name in (model, *data)]
     table = before_and_after(output_dir)
     if table:
         table.insert(1, ("---", "---", "---"))
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         f"# {Path(model).name}, trained by {recipe}",
-        f"From `{without_folder(model)}` on "
-        f"{', '.join(f'`{name}`' for name in without_folder(data))}.",
+        f"From {shown[0]} on {', '.join(shown[1:])}.",
         "\n".join(f"| {' | '.join(row)} |" for row in table),
-        f"## Arguments\n\n```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
         f"{start['engine']}, {counted(start['processes'], 'process')}, {start['device']}. "
         f"Python {start['python']}, "
         f"{', '.join(f'{name} {version}' for name, version in start['versions'].items())}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def without_folder(value: Any) -> Any:
-    """Returns an argument's value with absolute paths shortened to their last part.
-
-    A card is published, and folders tell of the machine and its user.
-    """
-    if isinstance(value, list):
-        return [without_folder(item) for item in value]
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
 def before_and_after(output_dir: Path) -> list[tuple[str, str, str]]:

@@ -13,11 +13,7 @@ from common import distributed, folders
 
 
 def make(accelerator: Accelerator, args, recipe: str) -> None:
-    """Decides `args.output_dir` once for all processes, and makes it; see `decide`.
-
-    Raises:
-        SystemExit: `decide` refuses, or another process does not see the folder.
-    """
+    """Decides `args.output_dir` once for all processes, and makes it; see `decide`."""
     args.output_dir = distributed.on_main_process(accelerator, decide, args, recipe)
     if not all(gather_object([Path(args.output_dir).is_dir()])):
         sys.exit(
@@ -27,15 +23,9 @@ def make(accelerator: Accelerator, args, recipe: str) -> None:
 
 
 def decide(args, recipe: str) -> str:
-    """Returns the folder that `--output_dir` and `--resume` ask for, made if it is not there.
+    """Returns `--output_dir`, the folder of a resumed run, or `runs/<recipe>/<date-time>`.
 
-    From then on it is this run's alone, until this process ends.
-
-    Returns:
-        `--output_dir`, the folder of the run that is resumed, or `runs/<recipe>/<date-time>`.
-
-    Raises:
-        SystemExit: nothing to resume, or a folder that holds another run or that one uses now.
+    It is made if it is not there. From then on it is this run's alone, until this process ends.
     """
     is_new = args.resume == "never"
     if args.resume == "auto":
@@ -77,11 +67,7 @@ def folder_of(checkpoint: Path) -> Path | None:
 
 
 def lock(folder: Path) -> None:
-    """Locks a run's folder until this process ends, however it ends.
-
-    Raises:
-        SystemExit: another process holds the lock.
-    """
+    """Locks a run's folder until this process ends, however it ends."""
     handle = os.open(folder / ".run.lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
     try:
         # POSIX, not BSD (`flock`): what a reward function forks, which may outlive this run, does

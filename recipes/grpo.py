@@ -716,7 +716,7 @@ def main():
 
     run.log(means.reduce())  # a line that is still open
     actor.save()
-    console.end(actor, is_chat=any(data.train["roles"]))
+    console.end(actor)
 
 
 def next_update(run: Run, state: State, packer: Packer) -> Update:

@@ -70,22 +70,14 @@ def test_each_start_is_recorded(inputs, tmp_path):
     # Its card has the figures of the first and of the last evaluation.
     card = (output / "actor/README.md").read_text()
     before, *_, after = evaluation_lines(output)
-    assert f"| `eval/loss` | {before['eval/loss']:.4g} | {after['eval/loss']:.4g} |" in card
+    assert f"| eval/loss | {before['eval/loss']:.4g} | {after['eval/loss']:.4g} |" in card
     assert header_of(card) == {"library_name": "transformers", "tags": ["mine"]}
-    assert "max_steps: 4\n" in card and "DeepSpeed ZeRO-2 fp32 on cpu, 2 processes, cpu" in card
+    assert "DeepSpeed ZeRO-2 fp32 on cpu, 2 processes, cpu" in card
     for path in (str(tmp_path), str(inputs), sys.executable):
         assert path not in card
-    assert "dataset_name: dpo.jsonl\n" in card and "From `model` on `dpo.jsonl`" in card
+    assert "From `model` on `dpo.jsonl`" in card
     in_checkpoint = (output / "checkpoints/global_step_000004/actor/README.md").read_text()
-    assert "max_steps: 4\n" in in_checkpoint
-
-
-def test_a_card_shortens_absolute_paths_alone():
-    for value, shown in [
-        ("/home/me/rows.jsonl", "rows.jsonl"), ("owner/data:main", "owner/data:main"), ("rows/mine.jsonl", "rows/mine.jsonl"),
-        (["/a/b", "c/d"], ["b", "c/d"]), (0.5, 0.5), (None, None), ("eval/loss", "eval/loss"),
-    ]:  # fmt: skip
-        assert record.without_folder(value) == shown
+    assert header_of(in_checkpoint) == header_of(card)
 
 
 def test_a_card_names_what_is_on_the_hub(tmp_path):

@@ -33,7 +33,6 @@ from runs import (
     timeless,
     tiny_inputs,
     weights,
-    write_jsonl,
 )
 from small_run import small_run, update
 
@@ -66,6 +65,11 @@ def kill_when(inputs, name, launcher, output, ready, *more):
     kill(process)
 
 
+def resume(inputs, name, launcher, output, *more, check=True):
+    given = [*flags(inputs, name, output), "--resume", "auto", *more]
+    return launch(LAUNCHERS[launcher], recipe(name), *given, check=check)
+
+
 def wrote(output, step):
     file = output / "metrics.jsonl"
     return file.exists() and f'"global_step": {step},' in file.read_text()
@@ -89,28 +93,18 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     if launcher == "offload":
         request.getfixturevalue("cpu_adam")
     reference, output = unbroken(name, launcher), inputs / f"killed-{name}-{launcher}"
-    assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == [
-        "global_step_000010",
-        "global_step_000012",
-    ]
+    kept = sorted(path.name for path in (reference / "checkpoints").iterdir())
+    assert kept == ["global_step_000010", "global_step_000012"]
     # Line 9 stands beyond checkpoint 8, which holds a line half filled since line 6.
     kill_when(inputs, name, launcher, output, lambda: wrote(output, 9))
-    result = launch(
-        LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto"
-    )
+    result = resume(inputs, name, launcher, output)
     assert "resumed from" in result.stdout
     assert timeless(output) == timeless(reference)
-    assert (
-        samples(output) == samples(reference)
-        and bool(samples(reference)) == RECIPES[name].generates
-    )
+    assert samples(output) == samples(reference)
+    assert bool(samples(reference)) == RECIPES[name].generates
     assert torch.equal(weights(output), weights(reference))
-    if (
-        name == "grpo"
-    ):  # the checkpoint that was resumed is within a rollout; some groups were left out
-        module = recipes.load(name)
-        own = [(module.State, "__main__.State")]
-        with torch.serialization.safe_globals(own):
+    if name == "grpo":  # the checkpoint is within a rollout; some groups were left out
+        with torch.serialization.safe_globals([(recipes.load(name).State, "__main__.State")]):
             file = reference / "checkpoints/global_step_000010/rollout.pt"
             state = torch.load(file, weights_only=True)
         assert state.rollout is not None
@@ -119,13 +113,8 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
         assert min(dropped) > 0 and max(dropped) < 1
     board = EventAccumulator(str(output / "tensorboard"))
     board.Reload()
-    assert [event.step for event in board.Scalars("loss")] == [
-        1,
-        3,
-        6,
-        9,
-        12,
-    ]  # each step once, whatever the killed run wrote
+    # Each step once, whatever the killed run wrote.
+    assert [event.step for event in board.Scalars("loss")] == [1, 3, 6, 9, 12]
 
 
 LORA = ["--lora_r", 4, "--lora_dropout", 0.1]
@@ -137,34 +126,12 @@ LORA_CASES = [("dpo", "plain"), *(pytest.param(*case, marks=pytest.mark.slow) fo
 @pytest.mark.parametrize("name, launcher", LORA_CASES)
 def test_with_adapters_killed_and_resumed_is_the_run_never_killed(inputs, name, launcher):
     more = LORA_OF_SAMPLERS if RECIPES[name].generates else LORA
-    reference, output = (
-        inputs / f"lora-{name}-{launcher}",
-        inputs / f"lora-killed-{name}-{launcher}",
-    )
+    reference = inputs / f"lora-{name}-{launcher}"
+    output = inputs / f"lora-killed-{name}-{launcher}"
     launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, reference), *more)
     kill_when(inputs, name, launcher, output, lambda: wrote(output, 9), *more)
-    resumed = [*flags(inputs, name, output), *more, "--resume", "auto"]
-    result = launch(LAUNCHERS[launcher], recipe(name), *resumed)
-    assert "resumed from" in result.stdout
+    assert "resumed from" in resume(inputs, name, launcher, output, *more).stdout
     assert timeless(output) == timeless(reference)
-    assert torch.equal(weights(output), weights(reference))
-
-
-@pytest.mark.slow
-def test_a_run_on_a_mixture_killed_and_resumed_is_the_run_never_killed(inputs):
-    """46 samples an epoch, 6 updates: it is killed in the second, which takes the other half of a set."""
-    rows = [json.loads(line) for line in (inputs / "sft.jsonl").read_text().splitlines()]
-    often = write_jsonl(
-        inputs / "often.jsonl", [{"messages": row["messages"][::-1] * 2} for row in rows[:12]]
-    )
-    mixed = ["--dataset_name", inputs / "sft.jsonl", often, "--dataset_weights", 0.5, 2]
-    reference, output = inputs / "unbroken-mixed", inputs / "killed-mixed"
-    said = launch([], recipe("sft"), *flags(inputs, "sft", reference), *mixed).stdout
-    assert "46 samples an epoch" in said
-    kill_when(inputs, "sft", "plain", output, lambda: wrote(output, 9), *mixed)
-    result = launch([], recipe("sft"), *flags(inputs, "sft", output), *mixed, "--resume", "auto")
-    assert "resumed from" in result.stdout
-    assert timeless(output) == timeless(reference) and lines(output)[-1]["global_step"] == 12
     assert torch.equal(weights(output), weights(reference))
 
 
@@ -195,11 +162,8 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path):
         )
     assert resumed.scheduler.get_last_lr() == before.scheduler.get_last_lr() == [0.025]
     assert resumed.optimizer.param_groups[0]["lr"] == 0.025
-    assert (
-        resumed.means.open.state()
-        == before.means.open.state()
-        == {"loss": ["mean", 7.0, 2.0], "longest": ["max", 4.0, 2.0]}
-    )
+    sums = {"loss": ["mean", 7.0, 2.0], "longest": ["max", 4.0, 2.0]}
+    assert resumed.means.open.state() == before.means.open.state() == sums
     assert resumed.means.last_update == {"grad_norm": 0.5}
     assert resumed.others["extra"].content == extra
     # A recipe that holds something more refuses a checkpoint without it.
@@ -255,50 +219,37 @@ def test_random_states_that_cannot_be_read_are_refused(tmp_path):
 
 
 def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
+    """Any file of the newest checkpoint: deleted, emptied, cut by a byte, one bit flipped."""
     reference = unbroken("dpo", "plain")
-    output = inputs / "damaged"
-    shutil.copytree(reference, output)
+    output = shutil.copytree(reference, inputs / "damaged")
     newest = output / "checkpoints/global_step_000012"
     manifest = json.loads((newest / "manifest.json").read_text())
-    assert {path.split("/")[0] for path in manifest} == {
-        "actor",
-        "engine",
-        "logs",
-        "state.json",
-    }
+    parts = {path.split("/")[0] for path in manifest}
+    assert parts == {"actor", "engine", "logs", "state.json"}
     assert folders.fault_of(newest) is None
     for name in [*manifest, "manifest.json"]:
         whole = (newest / name).read_bytes()
         middle = len(whole) // 2
         flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-        for damage in (None, whole[:-1], flipped):
-            if damage is None:
-                (newest / name).unlink()
-            else:
+        for damage in (None, b"", whole[:-1], flipped):
+            (newest / name).unlink(missing_ok=True)
+            if damage is not None:
                 (newest / name).write_bytes(damage)
             fault = folders.fault_of(newest)
-            (newest / name).write_bytes(whole)
             assert fault and (name in fault or name == "manifest.json"), (name, fault)
+        (newest / name).write_bytes(whole)
     (newest / "state.json").unlink()
-    result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
-    assert (
-        "passed over" in result.stdout
-        and "state.json is missing" in result.stdout
-        and "global_step_000010" in result.stdout
-    )
+    said = resume(inputs, "dpo", "plain", output).stdout
+    assert f"passed over {newest}: {newest}/state.json is missing" in said
+    assert "global_step_000010" in said
     assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     shutil.rmtree(output / "actor")
     for folder in (output / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
-    result = launch(
-        [], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto", check=False
-    )
-    assert (
-        result.returncode
-        and "of 2 checkpoints none is whole" in result.stdout
-        and not (output / "actor").exists()
-    )
+    result = resume(inputs, "dpo", "plain", output, check=False)
+    assert result.returncode and "of 2 checkpoints none is whole" in result.stdout
+    assert not (output / "actor").exists()
 
 
 @pytest.mark.parametrize(
@@ -340,115 +291,57 @@ def test_export_gives_the_actor_the_run_saved(
 
 
 def test_a_run_that_goes_on_elsewhere_is_killed_at_once(inputs, unbroken):
-    """Before the first checkpoint that it would write: what it began with is its own, and `--resume auto` does not begin anew."""
+    """What it began with is its own checkpoint: `--resume auto` does not begin anew."""
     reference, output = unbroken("dpo", "plain"), inputs / "elsewhere"
     begun = lambda: (output / "checkpoints/global_step_000010").exists()
-    kill_when(
-        inputs,
-        "dpo",
-        "plain",
-        output,
-        begun,
-        "--resume",
-        reference / "checkpoints/global_step_000010",
-    )
-    result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
-    assert f"resumed from {output}/checkpoints/global_step_0000" in result.stdout
+    point = reference / "checkpoints/global_step_000010"
+    kill_when(inputs, "dpo", "plain", output, begun, "--resume", point)
+    said = resume(inputs, "dpo", "plain", output).stdout
+    assert f"resumed from {output}/checkpoints/global_step_0000" in said
     assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
 
 
 def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroken):
-    """Update 13 of 18, after a run of 12: the falling rate of a horizon of 18, whose warm-up takes 2; not the zero at which the 12 ended."""
-    output = inputs / "longer"
-    shutil.copytree(unbroken("dpo", "plain"), output)
-    launch(
-        [],
-        recipe("dpo"),
-        *flags(inputs, "dpo", output),
-        "--resume",
-        "auto",
-        "--max_epochs",
-        3,
-        "--logging_steps",
-        1,
-    )
-    rates = {
-        line["global_step"]: line["learning_rate"]
-        for line in lines(output)
-        if line["global_step"] > 12
-    }
-    assert rates == pytest.approx({step: 0.01 * (18 - (step - 1)) / 16 for step in range(13, 19)})
+    """Update 13 of 18, after a run of 12: the falling rate of a horizon of 18, not the zero at which the 12 ended."""
+    output = shutil.copytree(unbroken("dpo", "plain"), inputs / "longer")
+    resume(inputs, "dpo", "plain", output, "--max_epochs", 3, "--logging_steps", 1)
+    rates = {line["global_step"]: line["learning_rate"] for line in lines(output)}
+    expected = {step: 0.01 * (18 - (step - 1)) / 16 for step in range(13, 19)}
+    assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
 def test_auto_does_not_begin_again_what_has_ended(inputs, tmp_path):
     output = tmp_path / "ended"
-    few = [*flags(inputs, "dpo", output), "--max_steps", 1, "--save_steps", 0]
-    (output / "actors/global_step_000300").mkdir(
-        parents=True
-    )  # of a run that was killed before its first checkpoint
-    launch(
-        [],
-        recipe("dpo"),
-        *few,
-        "--resume",
-        "auto",
-        "--save_actor_steps",
-        1,
-        "--save_actor_limit",
-        1,
-    )
+    few = ["--max_steps", 1, "--save_steps", 0]
+    (output / "actors/global_step_000300").mkdir(parents=True)  # of a run that was killed
+    resume(inputs, "dpo", "plain", output, *few, "--save_actor_steps", 1, "--save_actor_limit", 1)
     names = sorted(path.name for path in (output / "actors").iterdir())
     assert names == ["global_step_000001", "global_step_000300.before_resume"]
     before = (output / "metrics.jsonl").read_bytes()
-    result = launch([], recipe("dpo"), *few, "--resume", "auto", check=False)
+    result = resume(inputs, "dpo", "plain", output, *few, check=False)
     assert result.returncode and "has ended and left no checkpoint" in result.stdout
     assert (output / "metrics.jsonl").read_bytes() == before
-    result = launch([], recipe("dpo"), *few, "--resume", "always", check=False)
-    assert (
-        result.returncode
-        and "--resume always: not a checkpoint" in result.stdout
-        and "Traceback" not in result.stdout
-    )
 
 
 def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
-    reference = unbroken("dpo", "plain")
-    checkpoint = reference / "checkpoints/global_step_000012"
-    changed = [
-        *flags(inputs, "dpo", inputs / "other"),
-        "--train_batch_size",
-        4,
-        "--beta",
-        0.2,
-        "--resume",
-        checkpoint,
-    ]
-    result = launch([], recipe("dpo"), *changed, check=False)
-    assert (
-        result.returncode and "Traceback" not in result.stdout and "; data: " not in result.stdout
-    )
-    assert (
-        "train_batch_size: 8 in the checkpoint, 4 now" in result.stdout
-        and "beta: 0.1 in the checkpoint, 0.2 now" in result.stdout
-    )
-    *_, last = rows = (inputs / "dpo.jsonl").read_text().splitlines()
-    (inputs / "dpo.jsonl").with_name("edited.jsonl").write_text(
-        "\n".join([*rows[:-1], last.replace("!", "?")])
-    )  # as long
-    edited = [
-        *flags(inputs, "dpo", inputs / "edited"),
-        "--dataset_name",
-        inputs / "edited.jsonl",
-        "--resume",
-        checkpoint,
-    ]
-    result = launch([], recipe("dpo"), *edited, check=False)
-    assert (
-        result.returncode
-        and "belongs to another run: data: " in result.stdout
-        and "Traceback" not in result.stdout
-    )
+    """All differences are named. Of data the content decides: here one character of the last row."""
+    point = unbroken("dpo", "plain") / "checkpoints/global_step_000012"
+    *rows, last = (inputs / "dpo.jsonl").read_text().splitlines()
+    edited = inputs / "edited.jsonl"
+    edited.write_text("\n".join([*rows, last.replace("!", "?")]))
+    for changes, parts in [
+        (
+            ["--train_batch_size", 4, "--beta", 0.2],
+            ["train_batch_size: 8 in the checkpoint, 4 now", "beta: 0.1 in the checkpoint, 0.2"],
+        ),
+        (["--dataset_name", edited], ["belongs to another run: data: "]),
+        (["--eval_dataset_name", edited], ["belongs to another run: held-out data: {}"]),
+    ]:
+        output = inputs / "other"
+        said = resume(inputs, "dpo", "plain", output, *changes, "--resume", point, check=False)
+        assert said.returncode and "Traceback" not in said.stdout
+        assert all(part in said.stdout for part in parts), said.stdout
 
 
 @pytest.mark.slow
@@ -467,13 +360,9 @@ def test_each_process_draws_its_own_dropout(unbroken):
 def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
     """One process killed, two go on: without dropout, as in DPO, it is the run never killed, up to rounding."""
     reference, output = unbroken("dpo", "plain"), inputs / "other-world"
-    kill_when(
-        inputs, "dpo", "plain", output, lambda: (output / "checkpoints/global_step_000004").exists()
-    )
-    result = launch(
-        LAUNCHERS["ddp"], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto"
-    )
-    assert "1 processes before, 2 now" in result.stdout
+    saved = lambda: (output / "checkpoints/global_step_000004").exists()
+    kill_when(inputs, "dpo", "plain", output, saved)
+    assert "1 processes before, 2 now" in resume(inputs, "dpo", "ddp", output).stdout
     for one, other in zip(lines(reference), lines(output), strict=True):
         for key in ("global_step", "samples", "tokens", "epoch", "learning_rate"):
             assert one.get(key) == other.get(key)

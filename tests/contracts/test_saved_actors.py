@@ -1,22 +1,19 @@
 """What is saved of a model, taken out of a checkpoint, kept as the best one, and uploaded."""
 
-import base64
 import json
 import shutil
-import threading
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-from common import actor, best, folders
+from common import actor, best, folders, hub
 from common.progress import Progress
 from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data, load_evaluation_sets
@@ -35,18 +32,8 @@ from runs import (
     write_jsonl,
 )
 
-PPO = [
-    "--rollout_batch_size",
-    8,
-    "--generate_batch_size",
-    8,
-    "--score_batch_size",
-    8,
-    "--max_new_tokens",
-    4,
-    "--reward_function",
-    "preference_recipes.rollouts.rewards:answer_reward",
-]
+PPO = ["--rollout_batch_size", 8, "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 4,
+       "--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,40 +48,30 @@ def flags(inputs, name, output, *more):
 
 @pytest.mark.parametrize(
     "name, launcher, dtype",
-    [("reward", "plain", "float16"), ("ppo", "plain", "bfloat16"),
+    [("ppo", "plain", "bfloat16"),
      pytest.param("sft", "zero3", "bfloat16", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_save_dtype_converts_saved_actors_and_no_checkpoint(
     inputs, tmp_path, name, launcher, dtype
 ):
     output = tmp_path / "out"
-    result = launch(
-        LAUNCHERS[launcher],
-        recipe(name),
-        *flags(inputs, name, output, "--save_dtype", dtype, "--save_actor_steps", 1),
-    )
+    given = flags(inputs, name, output, "--save_dtype", dtype, "--save_actor_steps", 1)
+    said = launch(LAUNCHERS[launcher], recipe(name), *given).stdout
     exact = load_file(output / "checkpoints/global_step_000002/actor/model.safetensors")
     assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
-    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
     for folder in ("actors/global_step_000002", "actor"):
+        assert f"saved the actor: {output}/{folder}\n" in said
         saved = load_file(output / folder / "model.safetensors")
         assert saved.keys() == exact.keys()
         for key, tensor in exact.items():
             assert torch.equal(saved[key], tensor.to(getattr(torch, dtype))), key
-        assert kind.from_pretrained(output / folder).dtype == getattr(torch, dtype)
-        assert f"saved the actor in {dtype} (by --save_dtype): {output}/{folder}\n" in result.stdout
-    assert f"in {dtype} (by --save_dtype): {output}/actors/global_step_000001\n" in result.stdout
+        loaded = AutoModelForCausalLM.from_pretrained(output / folder)
+        assert loaded.dtype == getattr(torch, dtype)
     # It decides nothing of the run: another value resumes.
-    result = launch(
-        LAUNCHERS[launcher],
-        recipe(name),
-        *flags(inputs, name, output, "--resume", "auto", "--max_steps", 3),
-    )
-    assert "resumed from" in result.stdout
-    assert f"saved the actor in float32 (as trained): {output}/actor\n" in result.stdout
-    assert {tensor.dtype for tensor in load_file(output / "actor/model.safetensors").values()} == {
-        torch.float32
-    }
+    resumed = flags(inputs, name, output, "--resume", "auto", "--max_steps", 3)
+    assert "resumed from" in launch(LAUNCHERS[launcher], recipe(name), *resumed).stdout
+    saved = load_file(output / "actor/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 def test_what_a_dtype_cannot_hold_is_said(capsys):
@@ -259,86 +236,29 @@ def test_the_answers_of_held_out_rows_are_part_of_their_content(accelerator, tmp
 # ============================================================ the hub
 
 
-class Hub(BaseHTTPRequestHandler):
-    """What an upload asks of the hub. `server.uploaded` gets the files, by path."""
+def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(monkeypatch, capsys):
+    """It is made before the run trains; a token that may only read is refused there."""
+    asked = []
 
-    def do_POST(self):
-        server = self.server
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        server.asked.append(self.path)
-        if self.headers["Authorization"] != "Bearer right":
-            self.answer(401, {"error": "wrong token"})
-        elif self.path == "/api/validate-yaml":  # of the model card
-            self.answer(200, {"errors": [], "warnings": []})
-        elif self.path == "/api/repos/create":
-            server.created.append(json.loads(body))
-            self.answer(200, {"url": f"http://{self.headers['Host']}/me/mine"})
-        elif self.path == "/api/models/me/mine/preupload/main":
-            files = json.loads(body)["files"]
-            ways = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]  # fmt: skip
-            self.answer(200, {"files": ways})
-        elif self.path == "/api/models/me/mine/commit/main" and not server.is_full:
-            for line in body.splitlines():
-                entry = json.loads(line)
-                if entry["key"] == "file":
-                    content = base64.b64decode(entry["value"]["content"])
-                    server.uploaded[entry["value"]["path"]] = content
-            url = f"http://{self.headers['Host']}/me/mine/commit/1"
-            self.answer(200, {"commitUrl": url, "commitOid": "1"})
-        else:
-            self.answer(403, {"error": "no space is left in this account"})
+    class Api:
+        def create_repo(self, name, **settings):
+            asked.append((name, settings))
+            return types.SimpleNamespace(repo_id=f"me/{name}")
 
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        may = self.headers["Authorization"] == "Bearer right" or "write" not in self.path
-        self.answer(200 if may else 403, {"id": "me/mine", "sha": "0", "private": True})
+        def auth_check(self, repository, *, write):
+            asked.append((repository, write))
 
-    def answer(self, status, content):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        def upload_folder(self, **settings):
+            asked.append(settings)
 
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def hub_server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.created, server.uploaded, server.is_full = [], [], {}, False
-    server.environment = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "right", "HF_HUB_OFFLINE": "0",
-    }  # fmt: skip
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_the_actor_is_uploaded_once_and_a_failed_upload_loses_nothing(inputs, tmp_path, hub_server):
-    output = tmp_path / "out"
-    given = flags(inputs, "sft", output, "--push_to_hub", "mine")
-    result = launch(LAUNCHERS["ddp"], recipe("sft"), *given, env=hub_server.environment, fresh=True)  # fmt: skip
-    assert hub_server.uploaded == {
-        str(file.relative_to(output / "actor")): file.read_bytes()
-        for file in (output / "actor").rglob("*")
-        if file.is_file()
-    }
-    assert f"uploaded {output}/actor to {hub_server.environment['HF_ENDPOINT']}/me/mine" in result.stdout  # fmt: skip
-    assert {(made["name"], made["visibility"]) for made in hub_server.created} == {
-        ("mine", "private")
-    }
-    assert hub_server.asked.count("/api/models/me/mine/commit/main") == 1
-
-    hub_server.is_full = True
-    again = tmp_path / "again"
-    given = flags(inputs, "sft", again, "--push_to_hub", "mine")
-    result = launch(LAUNCHERS["ddp"], recipe("sft"), *given, env=hub_server.environment, check=False, fresh=True)  # fmt: skip
-    assert result.returncode == 1
-    assert "no space is left in this account" in result.stdout
-    assert torch.equal(weights(again), weights(output))
+    monkeypatch.setattr(hub, "HfApi", Api)
+    args = types.SimpleNamespace(push_to_hub="mine", preview=0)
+    made = ("mine", {"private": True, "exist_ok": True})
+    hub.check_push(args)
+    assert asked == [made, ("me/mine", True)]
+    hub.push(args, Path("out/actor"))
+    assert asked[2:] == [made, {"repo_id": "me/mine", "folder_path": Path("out/actor")}]
+    assert "uploaded out/actor to" in capsys.readouterr().out
+    hub.check_push(types.SimpleNamespace(push_to_hub="mine", preview=3))
+    hub.push(types.SimpleNamespace(push_to_hub=None), Path("out/actor"))
+    assert len(asked) == 4

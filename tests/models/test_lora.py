@@ -338,7 +338,7 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
         *flags(inputs, "dpo", output, *more),
         env={"HELD": str(tmp_path / "held.pt")},
     ).stdout
-    assert "saved the actor in " in said
+    assert "saved the actor: " in said
 
     base = load_file(inputs / "model/model.safetensors")
     held = {
