@@ -68,22 +68,6 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     gc.enable()  # it is off while a recipe loads its modules
-    demo = ASSETS / demo
-    args, is_demo = read(args_class, demo, argv)
-    # A single data set is recorded by its name, not as a list of one.
-    if len(args.dataset_name) == 1:
-        (args.dataset_name,) = args.dataset_name
-    if is_demo and speaks_for_all():
-        print(f"no model and no data set given: running the demo, {demo}", flush=True)
-    return args
-
-
-def read(args_class: type, demo: Path, argv: list[str] | None = None):
-    """Does the part of `parse` that reads YAML and flags alone.
-
-    Returns:
-        the arguments, and whether they are those of the demo.
-    """
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith((".yaml", ".yml")):
@@ -92,7 +76,7 @@ def read(args_class: type, demo: Path, argv: list[str] | None = None):
     given = parser.parse_args(words)
     is_demo = given.model_name_or_path is None and given.dataset_name is None
     if is_demo:
-        words = yaml_to_flags(demo, parser) + words
+        words = yaml_to_flags(ASSETS / demo, parser) + words
     elif given.model_name_or_path is None or given.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
@@ -105,7 +89,12 @@ def read(args_class: type, demo: Path, argv: list[str] | None = None):
     check_ranges(args, parser)
     if fault := best.fault_of_settings(args):
         parser.error(fault)
-    return args, is_demo
+    # A single data set is recorded by its name, not as a list of one.
+    if len(args.dataset_name) == 1:
+        (args.dataset_name,) = args.dataset_name
+    if is_demo and speaks_for_all():
+        print(f"no model and no data set given: running the demo, {ASSETS / demo}", flush=True)
+    return args
 
 
 def check_ranges(args, parser: Parser) -> None:

@@ -66,7 +66,8 @@ def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
 def loss_scale(accelerator: Accelerator) -> float | None:
     """Returns the current scale of the loss under fp16; None where there is none."""
     if zero.stage(accelerator) and accelerator.mixed_precision == "fp16":
-        return zero.loss_scale(deepspeed_engine(accelerator))
+        scaler = deepspeed_engine(accelerator).optimizer.loss_scaler
+        return getattr(scaler, "grown", scaler.cur_scale)  # see `zero.delay_scale_growth`
     if accelerator.scaler is not None:
         return accelerator.scaler.get_scale()
     return None

@@ -131,12 +131,6 @@ def delay_scale_growth() -> None:
     DynamicLossScaler.scale_loss = scale_loss
 
 
-def loss_scale(prepared: nn.Module) -> float:
-    """Returns the scale of the next loss under fp16; see `delay_scale_growth`."""
-    scaler = prepared.optimizer.loss_scaler
-    return getattr(scaler, "grown", scaler.cur_scale)
-
-
 def shard_frozen(accelerator, model: nn.Module) -> nn.Module:
     """Shards a model that is only read, as ZeRO-3 shards the trained one."""
     import deepspeed

@@ -3,7 +3,7 @@
     python tests/overflowing_recipe.py overflow 0,4,6 recipes/sft.py --argument ...     on process 0 alone: all must skip
     python tests/overflowing_recipe.py lack 0,4,6 recipes/sft.py --argument ...
 
-Of PPO these are windows of the first rollout. `fixed` in place of numbers gives every prompt the same response, whatever the precision.
+Of PPO these are windows of the first rollout.
 """
 
 import runpy
@@ -16,23 +16,9 @@ import common.batches
 import common.progress
 import preference_recipes.models.divergence
 import preference_recipes.models.logprobs
-import preference_recipes.rollouts.generation
 
-mode, windows, sys.argv = (
-    sys.argv[1],
-    {int(number) for number in sys.argv[2].split(",") if number.isdigit()},
-    sys.argv[3:],
-)
-if "fixed" in mode:
-
-    def canned(sampler, prompts, *args, **kwargs):
-        responses = [[*prompt[1:4][::-1], sampler.tokenizer.eos_token_id] for prompt in prompts]
-        return [
-            preference_recipes.rollouts.generation.Response(ids, [0.0] * len(ids))
-            for ids in responses
-        ]
-
-    preference_recipes.rollouts.generation.generate = canned
+_, mode, numbers, *sys.argv = sys.argv
+windows = {int(number) for number in numbers.split(",")}
 if "lack" in mode:
     window_rows = common.batches.rows_of_update
 

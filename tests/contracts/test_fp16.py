@@ -8,20 +8,16 @@ import json
 import math
 import re
 import runpy
-import statistics
 import types
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import guards
 from common.progress import Progress
-from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from recipes import RECIPES, TAUGHT, TIES
 from runs import (
     REPOSITORY,
-    config_launcher,
     deepspeed_launcher,
     launch,
     recipe,
@@ -30,7 +26,6 @@ from runs import (
     tiny_llama,
     training_lines,
     weights,
-    whole_rows,
 )
 
 TESTS = REPOSITORY / "tests"
@@ -125,46 +120,6 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
     assert found == expected and torch.equal(weights(poisoned), weights(lacking))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "ppo"])
-def test_losses_are_those_of_fp32(inputs, name):
-    """ds_fp16.yaml over 200 updates, its first skips included: fp32 on the same windows. PPO from the same responses."""
-    half, single = inputs / f"half-{name}", inputs / f"single-{name}"
-    windows, mode = (
-        (204, "fixed") if name == "ppo" else (6, "as_is")
-    )  # of an epoch; PPO makes them of one rollout
-    more = ["--max_steps", 200, "--micro_train_batch_size", 4, "--learning_rate", 2e-4 if name == "sft" else 1e-4,
-            *(["--num_epochs_per_rollout", 34, "--critic_learning_rate", 1e-3] if name == "ppo" else [])]  # fmt: skip
-    launch(
-        config_launcher("ds_fp16"),
-        TESTS / "overflowing_recipe.py",
-        mode,
-        "none",
-        recipe(name),
-        *flags(inputs, name, half, *more),
-    )
-    lines = training_lines(half)
-    applied = [round(line["epoch"] * windows) - 1 for line in lines]
-    skipped = sorted(set(range(applied[-1])) - set(applied))
-    launch(
-        [],
-        TESTS / "overflowing_recipe.py",
-        f"{mode}_lack",
-        ",".join(map(str, skipped)) or "none",
-        recipe(name),
-        *flags(inputs, name, single, *more),
-    )
-    expected = training_lines(single)
-    assert len(lines) == 200 and abs(expected[0]["loss"] - expected[-1]["loss"]) > 0.1 * abs(
-        expected[0]["loss"]
-    )  # there is something to compare
-    size = statistics.mean(abs(line["loss"]) for line in expected)  # PPO's loss passes through zero
-    for one, other in zip(lines, expected, strict=True):
-        assert one["loss"] == pytest.approx(
-            other["loss"], rel=0.02, abs=0.02 * size * (name == "ppo")
-        ), one["global_step"]
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
     """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go."""
@@ -203,43 +158,6 @@ def test_skips_without_end_end(scale, settings, ends):
             guards.check_skips(accelerator, progress, scale)
     assert ("at loss scale" in str(ended.value)) == bool(scale)
     assert progress.skipped_steps == ends and progress.global_step == 20
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_what_a_half_model_returns_is_computed_in_fp32(inputs, half):
-    """Log-probs below fp16's smallest number, -65,504, entropies, and scores to fp32's digits, from half weights."""
-    causal = AutoModelForCausalLM.from_pretrained(inputs / "still", dtype=torch.float32)
-    causal.lm_head.weight.data.mul_(30_000)
-    model = LogProbModel(causal.to(half)).eval()
-    ids = torch.randint(4, 200, (3, 12), generator=torch.Generator().manual_seed(0))
-    scored = torch.arange(12) > torch.tensor([[2], [5], [0]])
-    with torch.no_grad():
-        scores = model(whole_rows(ids, scored), extras=("entropy", "mean_logits"))
-        hidden = causal.base_model(input_ids=ids).last_hidden_state[:, :-1].double()
-    logits = hidden @ causal.lm_head.weight.double().T
-    expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    assert expected[scored[:, 1:]].min() < -65_504 or half == torch.bfloat16
-    assert all(value.dtype == torch.float32 for value in scores.values())
-    assert torch.allclose(
-        scores["logps"][:, 1:].double(), expected * scored[:, 1:], rtol=1e-5, atol=0.02
-    )
-    classifier = AutoModelForSequenceClassification.from_pretrained(
-        inputs / "still", num_labels=1, dtype=half
-    )
-    with torch.no_grad():
-        values = (
-            ScoreModel(classifier)
-            .eval()({"inputs": {"input_ids": ids}, "last": torch.arange(36)})
-            .view(3, 12)
-        )
-        hidden = classifier.base_model(input_ids=ids).last_hidden_state.double()
-    assert values.dtype == torch.float32
-    assert torch.allclose(
-        values.double(),
-        (hidden @ classifier.score.weight.double().T).squeeze(-1),
-        rtol=1e-5,
-        atol=1e-6,
-    )
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

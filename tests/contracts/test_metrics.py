@@ -236,43 +236,23 @@ def add_losses(means: Means, loss: float = 1.0) -> None:
     means.add({"loss": torch.full((8,), loss)}, torch.ones(8))
 
 
-def closed_form(kind, chosen, rejected, lengths, beta, smoothing):
-    """Losses of one pair in plain Python."""
-    h = beta * (chosen - rejected)
-    logsigmoid = lambda x: -math.log1p(math.exp(-x)) if x > -30 else x
-    if kind == "sigmoid":
-        return -(1 - smoothing) * logsigmoid(h) - smoothing * logsigmoid(-h)
-    if kind == "robust":
-        return (-(1 - smoothing) * logsigmoid(h) + smoothing * logsigmoid(-h)) / (1 - 2 * smoothing)
-    if kind == "hinge":
-        return max(0.0, 1 - h)
-    return (chosen / lengths[0] - rejected / lengths[1] - 1 / (2 * beta)) ** 2
-
-
 @pytest.mark.parametrize(
-    "kind, smoothing",
-    [("sigmoid", 0.0), ("sigmoid", 0.2), ("robust", 0.2), ("hinge", 0.0), ("ipo", 0.0)],
+    "kind, smoothing, expected",
+    [
+        ("sigmoid", 0.0, lambda right, wrong: right),
+        ("sigmoid", 0.2, lambda right, wrong: 0.8 * right + 0.2 * wrong),
+        ("robust", 0.2, lambda right, wrong: (0.8 * right - 0.2 * wrong) / 0.6),
+        ("hinge", 0.0, lambda right, wrong: 1 - 0.3 * 2),
+        ("ipo", 0.0, lambda right, wrong: (3 / 5 - 1 / 4 - 1 / 0.6) ** 2),
+    ],
 )
-def test_preference_losses(kind, smoothing):
+def test_the_preference_losses_of_a_pair(kind, smoothing, expected):
+    """Of log-ratios 3 (5 tokens) and 1 (4 tokens) at beta 0.3."""
     preference_loss = runpy.run_path(str(recipe("dpo")))["preference_loss"]
-    chosen, rejected = (
-        torch.tensor([3.0, -40.0, 0.0, 500.0]),
-        torch.tensor([-1.0, 60.0, 0.0, -500.0]),
-    )
-    lengths = torch.tensor([5, 7, 1, 9]), torch.tensor([6, 3, 2, 8])
-    losses = preference_loss(chosen, rejected, *lengths, 0.3, kind, smoothing)
-    for i, loss in enumerate(losses.tolist()):
-        values = chosen[i].item(), rejected[i].item()
-        assert loss == pytest.approx(
-            closed_form(
-                kind, *values, (lengths[0][i].item(), lengths[1][i].item()), 0.3, smoothing
-            ),
-            rel=1e-6,
-        )
-    # Under no smoothing robust is sigmoid; the sigmoid loss of equal ratios is log 2.
-    assert preference_loss(
-        torch.zeros(1), torch.zeros(1), *lengths, 0.3, "robust", 0.0
-    ).mean().item() == pytest.approx(math.log(2))
+    pair = [torch.tensor([number]) for number in (3.0, 1.0, 5.0, 4.0)]
+    loss = preference_loss(*pair, 0.3, kind, smoothing).item()
+    right = math.log1p(math.exp(-0.6))
+    assert loss == pytest.approx(expected(right, right + 0.6), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils._device import _device_constructors
-from transformers import LlamaForCausalLM
 
 import pretended_device
 from common import batches, engine
 from common.actor import Actor
-from preference_recipes.models import logprobs, packing
 from recipes import RECIPES, load
 from runs import ASSETS, recipe, tiny_llama
 
@@ -123,31 +120,3 @@ def test_the_pretended_device_notes_each_wait(monkeypatch):
             there + torch.ones(6)
         # Half of them is read once; `masked_scatter` takes the first three.
         assert there.grad.tolist() == [1, 1, 1, 1, 1, 1]
-
-
-def test_a_model_read_beside_the_pretended_device_has_all_its_values(tmp_path, monkeypatch):
-    """In a process that has used no other device before: buffers that no file holds were left as the memory was."""
-    folder = tiny_llama(tmp_path)
-    _device_constructors.cache_clear()
-    with pretended_device.device(monkeypatch):
-        model = LlamaForCausalLM.from_pretrained(folder)
-    expected = [10000 ** (-number / 8) for number in range(8)]
-    assert model.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected)
-    assert torch.tensor in _device_constructors()
-
-
-@pytest.mark.parametrize("longest", [1, 5])
-def test_values_stand_where_the_mask_says(longest):
-    """Bitwise what `masked_scatter` makes of them, forward and backward, with answers of no targets, too."""
-    scored = [[False, True, False, True, True][:longest], [False], [True][:1]]
-    answers = [[4] * len(flags) for flags in scored]
-    packer = packing.Packer(torch.device("cpu"), share=True)
-    batch = packer.make_batch([[2], [], [3]], answers, scored)
-    values = torch.randn(sum(map(sum, scored)), requires_grad=True)
-    weights = torch.randn(batch["mask"].shape)
-    found = logprobs.by_answer(values, batch)
-    (grad,) = torch.autograd.grad((found * weights).sum(), values)
-    expected = torch.zeros(batch["mask"].shape).masked_scatter(batch["mask"], values)
-    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), values)
-    assert batch["mask"].tolist() == [flags + [False] * (longest - len(flags)) for flags in scored]
-    assert found.equal(expected) and grad.equal(expected_grad)

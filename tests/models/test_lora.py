@@ -33,7 +33,6 @@ from preference_recipes.tools import export as exporting
 from recipes import RECIPES
 from recipes import load as load_recipe
 from runs import (
-    ASSETS,
     LAUNCHERS,
     REPOSITORY,
     config_launcher,
@@ -94,7 +93,7 @@ DEFAULT_RATES = {
 def test_adapters_have_a_learning_rate_of_their_own(tmp_path, name):
     def rate(*argv, of="learning_rate"):
         argv = list(map(str, argv))
-        return getattr(arguments.read(load_recipe(name).Args, ASSETS / f"{name}.yaml", argv)[0], of)
+        return getattr(arguments.parse(load_recipe(name).Args, f"{name}.yaml", argv), of)
 
     own = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl"]
     assert (rate(*own), rate(*own, "--lora_r", 8)) == DEFAULT_RATES[name]
