@@ -8,14 +8,7 @@ import pytest
 
 from common import arguments, batches, optim
 from common.progress import Progress
-from runs import (
-    launch,
-    recipe,
-    refuses,
-    tiny_llama,
-    training_lines,
-    write_jsonl,
-)
+from runs import launch, recipe, refuses, tiny_llama, training_lines, write_jsonl
 
 
 def steps_logged(progress: Progress, interval: float) -> list[int]:

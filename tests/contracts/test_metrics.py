@@ -157,10 +157,7 @@ def assert_line(line, expected, prefix=""):
         assert line[prefix + key] == pytest.approx(value, rel=2e-5, abs=2e-5), key
 
 
-@pytest.mark.parametrize(
-    "launcher, more",
-    [("plain", []), ("ddp", ["--precompute_ref_log_probs"])],
-)
+@pytest.mark.parametrize("launcher, more", [("plain", []), ("ddp", ["--precompute_ref_log_probs"])])
 def test_the_eight_metrics_of_dpo(inputs, brute_force, launcher, more):
     output = run(inputs, "dpo", launcher, *more)
     lines = training_lines(output)

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import shlex
 
 import pytest
 
@@ -12,10 +11,6 @@ from runs import REPOSITORY, recipe
 PAGE = (REPOSITORY / "docs/memory.md").read_text(encoding="utf-8")
 RECIPES = ("sft", "dpo", "grpo")
 SETTINGS = sorted((ASSETS / "by_gpu").glob("*.yaml"))
-COMMANDS = re.findall(
-    r"accelerate launch --config_file (\S+)(?: --num_processes \d)? recipes/(\w+)\.py ([^`#]+?)\n(?=\n|```)",
-    PAGE.replace("\\\n", " "),
-)
 
 
 def parse(name: str, *argv: str):
@@ -52,16 +47,3 @@ def test_every_settings_file_is_read_by_every_recipe(settings, name):
     rates = re.search(rf"\| `{settings.name}` \|.*\| (.*) \|", PAGE)[1]
     if "/" in rates:
         assert float(rates.split(" / ")[RECIPES.index(name)]) == args.learning_rate
-
-
-def test_every_command_of_the_page_is_read(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert len(COMMANDS) == 3
-    for config, name, flags in COMMANDS:
-        assert (REPOSITORY / config).is_file()
-        words = shlex.split(flags.replace("assets/by_gpu", str(ASSETS / "by_gpu")))
-        for word in words:
-            if word.endswith(".jsonl"):
-                (tmp_path / word).touch()
-        args = parse(name, *words)
-        assert args.model_name_or_path and args.dataset_name and args.gradient_checkpointing

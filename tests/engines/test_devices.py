@@ -8,15 +8,12 @@ import gzip
 import itertools
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import pretended_device
 from common.actor import Actor
-from preference_recipes.models import load as loading
 from recipes import RECIPES, load
 from runs import ASSETS, evaluation_lines, recipe, tiny_llama
 from test_waits import Ended
@@ -68,21 +65,3 @@ def test_no_tensor_of_the_host_meets_one_of_the_device(name, tmp_path, monkeypat
 def test_tests_see_no_gpu():
     """They launch two processes where there may be one GPU, and their server has DeepSpeed for CPUs."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_with_cpu_yaml_a_machine_with_a_gpu_packs_weights_on_the_cpu(
-    tmp_path, accelerator, tokenizer, monkeypatch
-):
-    given = {}
-
-    def read(*args, **settings):
-        given.update(settings)
-        raise Ended
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(loading, "from_pretrained", read)
-    args = SimpleNamespace(load_in_4bit=True, attn_implementation=None)
-    with pytest.raises(Ended):
-        loading.causal_lm(tokenizer.name_or_path, tokenizer, args)
-    assert given["device_map"] == {"": "cpu"}

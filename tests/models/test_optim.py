@@ -9,16 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from common import optim
 from preference_recipes.models.logprobs import LogProbModel
-from runs import (
-    LAUNCHERS,
-    launch,
-    letters,
-    recipe,
-    timeless,
-    tiny_llama,
-    training_lines,
-    weights,
-)
+from runs import LAUNCHERS, launch, letters, recipe, timeless, tiny_llama, training_lines, weights
 
 GPU = SimpleNamespace(device=torch.device("cuda"), scaler=None)
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None, distributed_type=DistributedType.NO)
