@@ -117,28 +117,21 @@ def test_the_first_update_by_hand(inputs, reference):
     for update in range(3):
         rows = rows_of_update(ROWS, BATCH, 0, update)
         sequences = tokens = 0
-        for row in rows:
-            chat = conversation(row)
+        for chat in map(conversation, rows):
             for end in range(2, len(chat) + 1, 2):
                 before = tokenizer.apply_chat_template(
                     chat[: end - 1], add_generation_prompt=True, return_dict=False
                 )
-                ids = torch.tensor([tokenizer.apply_chat_template(chat[:end], return_dict=False)])
-                labels = ids.clone()
-                labels[:, : len(before)] = -100
+                ids = tokenizer.apply_chat_template(chat[:end], return_dict=False)
                 sequences += 1
-                tokens += ids.shape[1]
+                tokens += len(ids)
                 if update == 0:
                     with torch.no_grad():
-                        logits = model(ids).logits[0, :-1]
-                    losses.append(
-                        torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none")[
-                            len(before) - 1 :
-                        ]
-                    )
+                        logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+                    losses += [-logps[n - 1, ids[n]] for n in range(len(before), len(ids))]
         counted.append((len(rows), sequences, tokens))
     found = training_lines(reference)
-    assert found[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert found[0]["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
     totals = np.cumsum(counted, 0).tolist()
     assert [[line["samples"], line["sequences"], line["tokens"]] for line in found] == totals
     assert totals[-1][:2] == [ROWS, sum(1 + row % 4 for row in range(ROWS))]
@@ -183,37 +176,15 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
     script.write_text(ON_A_DAY)
     flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--chat_template", template,
              "--train_batch_size", BATCH, "--micro_train_batch_size", 3, "--learning_rate", 0.01, "--report_to", "none"]  # fmt: skip
-    day = [recipe("sft"), *flags]
-    launch([], script, *day, "--output_dir", tmp_path / "whole")
-    launch(
-        [],
-        script,
-        *day,
-        "--output_dir",
-        tmp_path / "cut",
-        "--max_steps",
-        1,
-        "--save_steps",
-        1,
-    )
+    cut = ["--output_dir", tmp_path / "cut", "--save_steps", 1]
+    launch([], script, recipe("sft"), *flags, "--output_dir", tmp_path / "whole")
+    launch([], script, recipe("sft"), *flags, *cut, "--max_steps", 1)
     state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
     assert state["arguments"]["date"] == "2020-02-29"
     # On today's date, from a copy of the template under another name.
     template.rename(tmp_path / "renamed.jinja")
     flags[flags.index(template)] = tmp_path / "renamed.jinja"
-    launch(
-        [],
-        recipe("sft"),
-        *flags,
-        "--output_dir",
-        tmp_path / "cut",
-        "--resume",
-        "auto",
-        "--max_steps",
-        3,
-        "--save_steps",
-        1,
-    )
+    launch([], recipe("sft"), *flags, *cut, "--resume", "auto", "--max_steps", 3)
     losses = [
         [line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "cut")
     ]
