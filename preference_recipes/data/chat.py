@@ -237,16 +237,12 @@ def variables(tokenizer) -> set[str]:
     templates = [tokenizer.chat_template]
     if isinstance(tokenizer.chat_template, dict):  # several, by their names
         templates = list(tokenizer.chat_template.values())
-    found = set().union(*map(variables_of, templates))
+    found: set[str] = set()
+    for template in templates:
+        environment = template_utils._compile_jinja_template(template).environment
+        names = jinja2.meta.find_undeclared_variables(environment.parse(template))
+        found |= names - environment.globals.keys()
     return found - {*GIVEN_TO_TEMPLATES, *tokenizer.special_tokens_map}
-
-
-@functools.lru_cache(maxsize=16)
-def variables_of(template: str) -> set[str]:
-    """Returns the names that a template takes from its caller."""
-    environment = template_utils._compile_jinja_template(template).environment
-    names = jinja2.meta.find_undeclared_variables(environment.parse(template))
-    return names - environment.globals.keys()
 
 
 # ============================================================ rendering
@@ -546,9 +542,12 @@ def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
     if not generation_prompt:
         return whole
     other = render(tokenizer, [*history, MARKED], tools)
-    start = whole.rfind(generation_prompt, 0, n_common(whole, other))
+    content_at = n_common(whole, other)
+    start = whole.rfind(generation_prompt, 0, content_at)
+    last = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
+    is_merged = bool(last) and last in whole[start:content_at]  # two messages in one turn (Gemma 4)
     kept = prompt[: prompt.rindex(generation_prompt)]
-    return whole if start < 0 else kept + whole[start:]
+    return whole if start < 0 or is_merged else kept + whole[start:]
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:

@@ -32,9 +32,6 @@ PLAIN_STRINGS = (
     "--strings_as_messages makes them turns of user and assistant"
 )
 
-# Fewer rows take less than half a minute, and no bar is shown.
-ROWS_WITH_BAR = 20_000
-
 # A process tokenises this many rows in some seconds.
 ROWS_PER_PROCESS = 5_000
 MOST_PROCESSES = 32
@@ -150,9 +147,6 @@ def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) ->
     forked.update(rows=rows, converter=converter, first=first)
     processes = number_of_processes(rows.number)
     bounds = np.linspace(1, rows.number, processes + 1).astype(int).tolist()
-    had_bars = not datasets.are_progress_bars_disabled()
-    if rows.number < ROWS_WITH_BAR:
-        datasets.disable_progress_bars()
     try:
         table = datasets.Dataset.from_generator(
             converted_rows,
@@ -164,8 +158,6 @@ def generate(name: str, rows: files.Rows, converter: Converter, folder: Path) ->
         )
     finally:
         forked.clear()
-        if had_bars:
-            datasets.enable_progress_bars()
     errors = column(table, ERROR)
     if (errors != "").any():
         shutil.rmtree(folder)
