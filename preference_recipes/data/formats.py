@@ -278,7 +278,7 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
         start = len(answer) - 1
         while start > 0 and answer[start]["role"] == answer[start - 1]["role"] == "assistant":
             start -= 1  # no prompt ends with the assistant
-        prompt, answer = answer[:start], answer[start:]
+        return answer[:start], answer[start:], LABELS[label]
     return prompt, answer, LABELS[label]
 
 

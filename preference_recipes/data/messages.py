@@ -41,9 +41,9 @@ def is_message(value) -> bool:
     """
     if not isinstance(value, dict):
         return False
-    role, content = value.get("role"), value.get("content")
-    if role is None:
-        role, content = value.get("from"), value.get("value")
+    is_sharegpt = value.get("role") is None
+    role = value.get("from" if is_sharegpt else "role")
+    content = value.get("value" if is_sharegpt else "content")
     if isinstance(content, list):
         return isinstance(role, str) and all(isinstance(part, dict) for part in content)
     has_content = isinstance(content, str) or (content is None and bool(calls_of(value)))
@@ -167,7 +167,7 @@ def nested(call: Any, where: str) -> dict:
     an object or its JSON, which most templates would quote once more, and {} if there are none.
     """
     is_flat = isinstance(call, dict) and "function" not in call
-    function = call if is_flat else isinstance(call, dict) and call["function"]
+    function = call["function"] if isinstance(call, dict) and not is_flat else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(f"{where}: expected a call, JSON of name and arguments, found {call!r:.80}")
     key = "parameters" if "arguments" not in function and "parameters" in function else "arguments"

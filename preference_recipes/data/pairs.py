@@ -47,13 +47,7 @@ def row_of_answers(
     room = max(max_length - n_prompt, 0)
     prompt_ids = prompt_ids[:max_length]
     cut = [chat.Sequence(ids[:room], targets[:room]) for ids, targets in sequences]
-    if not reason and not room:
-        reason = "prompt fills max_length"
-    # Compared after the cut: only what is left can tell them apart.
-    if not reason and len(cut) == 2 and cut[0].ids == cut[1].ids:
-        reason = "chosen equal to rejected"
-    if not reason and not all(any(targets) for _, targets in cut):
-        reason = "nothing to learn within max_length"
+    reason = reason or why_too_long(cut, room)
     of_answers = dict.fromkeys(("chosen", "rejected"), chat.Sequence([], []))
     of_answers |= dict(zip(answers, cut))
     return {
@@ -67,6 +61,16 @@ def row_of_answers(
         "reason": reason,
         "notes": notes,
     }
+
+
+def why_too_long(cut: list[chat.Sequence], room: int) -> str:
+    """Returns why answers cut to their room cannot be used; "" if they can."""
+    if not room:
+        return "prompt fills max_length"
+    # Only what is left can tell them apart.
+    if len(cut) == 2 and cut[0].ids == cut[1].ids:
+        return "chosen equal to rejected"
+    return "" if all(any(targets) for _, targets in cut) else "nothing to learn within max_length"
 
 
 def missing_text(prompt: formats.Text, *answers: formats.Text) -> str:

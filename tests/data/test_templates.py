@@ -123,6 +123,9 @@ CHAT = [
 ]
 
 
+FIVE = [message("user", "five")]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_two_answers_without_thinking(name):
     templates.folder()
@@ -235,7 +238,7 @@ def test_thinking_in_a_field_is_learned_whole(name):
     """Also where the template knows no such field: never silently less than the user gave."""
     tokenizer = templates.tokenizer(name)
     answer = message("assistant", "three four.", reasoning_content="one two")
-    row = sft_row({"messages": [message("user", "five"), answer]}, tokenizer, 10_000, "assistant")
+    row = sft_row({"messages": [*FIVE, answer]}, tokenizer, 10_000, "assistant")
     begins = [beginning for beginning in FIELD_BY_NAME if name.startswith(beginning)]
     lead = " " if base(name) in WANT_PARTS else ""
     expected = FIELD_BY_NAME[begins[0]] if begins else lead + THOUGHT
@@ -245,79 +248,66 @@ def test_thinking_in_a_field_is_learned_whole(name):
     )
     if base(name) in WANT_PARTS:
         answer = {**answer, "content": [{"type": "text", "text": "three four."}]}
-    chat = [message("user", "five"), answer]
+    chat = [*FIVE, answer]
     written = tokenizer.apply_chat_template(chat, tokenize=False)
     is_dropped = any("drops the thinking" in note for note in row.get("notes", []))
     assert is_dropped == ("one two" not in written)
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [("qwen2_5", ""), ("lfm2_v2", ""), ("llama3_2", ""), ("qwen2_5", "So."), ("lfm2_v2", "So.")],
-)
-def test_a_tool_call_is_learned_with_the_thinking_that_the_template_drops(name, content):
-    """The call is what the answer is for: `as given` is not the thinking and the content alone."""
-    tokenizer = templates.tokenizer(name)
-    call = {**CALL, "content": content}
-    thinks = {**call, "reasoning_content": "one two"}
-    texts = []
-    for answer in (call, thinks):
-        row = sft_row(
-            {"messages": [message("user", "five"), answer]}, tokenizer, 10_000, "assistant"
-        )
-        ((before, ids),) = learned(row)
-        assert before == inference_ids(name, [message("user", "five")])
-        texts.append(tokenizer.decode(ids))
-    assert texts[1] == THOUGHT.removesuffix("three four.") + texts[0]
-    assert "add" in texts[1]
-
-
-def own_template(answer: str):
-    """A tokenizer whose template writes answers in its own way, and drops their thinking."""
+def own_template(answer: str, prompt_end: str = ""):
+    """A tokenizer whose template writes answers, and ends its generation prompt, in its own way."""
     tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         f"{{% if m.role == 'assistant' %}}{answer}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        f"{prompt_end}{{% endif %}}"
     )
     return tokenizer
 
 
-@pytest.mark.parametrize("content", ["i", " yes"])
-@pytest.mark.parametrize(
-    "answer, lead",
-    [
-        ("{{ m.content }}", ""),
-        ("{{ m.content.strip() }}", ""),
-        (" {{ m.content }}", " "),
-        ("<think>\n\n</think>\n\n{{ m.content }}", ""),  # an empty thought of its own
-        ("{{ m.content }}i yes final:", ""),
-    ],
-)
-def test_dropped_thinking_is_put_in_front_of_the_content(answer, lead, content):
-    """Also where the content occurs in a header, or again after it."""
-    tokenizer = own_template(answer)
-    message_ = message("assistant", content, reasoning_content="why")
-    ids = chat.encode_answer(tokenizer, [message("user", "five")], [message_]).ids
-    tail = "i yes final:" if answer.endswith("final:") else ""
-    expected = f"{lead}<think>\nwhy\n</think>\n\n{content.strip()}{tail}<|im_end|>"
-    assert tokenizer.decode(ids) == expected
+CONTENT = "{{ m.content }}"
+NO_THOUGHT = "{{ m.content.split('</think>')[-1].strip() }}"
+WHY = "<think>\nwhy\n</think>\n\n"
+EMPTY = "<think>\n\n</think>\n\n"
+# Whole thoughts: a model answers after them. One is as Seed-OSS's, which says how much may be thought.
+WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|>", "<think>\n[none]\n</think>\n",
+         "<think><budget>0</budget></think>", "<|analysis|><|/analysis|>"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        ("<think>why</think>\n\nyes", "<think>why</think>\n\nyes"),  # whitespace that is stripped
-        ("<think>yes</think>yes", "<think>yes</think>yes"),  # the thought is in the content, too
-    ],
-)
-def test_dropped_thinking_is_learned_as_it_was_written(content, expected):
-    """Under a template that writes what follows the thought, without whitespace around it."""
-    tokenizer = own_template("{{ m.content.split('</think>')[-1].strip() }}")
-    answer = chat.encode_answer(
-        tokenizer, [message("user", "five")], [message("assistant", content)]
-    )
-    assert tokenizer.decode(answer.ids) == expected + "<|im_end|>"
+@pytest.mark.parametrize("answer, prompt_end, content, thought, kept, expected", [
+    # Dropped thinking is put in front of the content, also where that occurs in a header, or again after it.
+    (CONTENT, "", "i", "why", "", WHY + "i"),
+    ("{{ m.content.strip() }}", "", " yes", "why", "", WHY + "yes"),
+    (" {{ m.content }}", "", " yes", "why", "", " " + WHY + "yes"),
+    (EMPTY + CONTENT, "", "i", "why", "", WHY + "i"),  # an empty thought of its own
+    (CONTENT + "i yes final:", "", "i", "why", "", WHY + "ii yes final:"),
+    # It is learned as it was written, with the whitespace that is stripped.
+    (NO_THOUGHT, "", "<think>why</think>\n\nyes", "", "", "<think>why</think>\n\nyes"),
+    (NO_THOUGHT, "", "<think>yes</think>yes", "", "", "<think>yes</think>yes"),
+    # What the prompt has beyond the answer.
+    ("<think>\n" + CONTENT, "<think>\n\n", "one</think>two", "", "<think>\n\n", "one</think>two"),
+    (CONTENT, "<think>", "two", "", "", "two"),  # an open one: no model would go on without thinking
+    (CONTENT, "<|assistant_header|>", "two", "", "", "two"),
+    *[(CONTENT, whole, "yes", "", whole, "yes") for whole in WHOLE],
+    *[(CONTENT, whole, "yes", "why", "", WHY + "yes") for whole in WHOLE],
+    # An empty thought in front of every answer gives way to a real one, as in DeepSeek-V3.1.
+    *[(empty + CONTENT, empty, "yes", "", empty, "yes") for empty in (EMPTY, "</think>")],
+    *[(empty + CONTENT, empty, "yes", "why", "", WHY + "yes") for empty in (EMPTY, "</think>")],
+    # A thought that the prompt opens is opened once.
+    (EMPTY + NO_THOUGHT, "<think>\n", WHY + "yes", "", "<think>\n", "why\n</think>\n\nyes"),
+    # What a template drops from a marker on is noticed.
+    ("{{ m.content.split('<think>')[0] }}", "", "six <think>one", "", "", ""),
+])  # fmt: skip
+def test_under_a_template_of_its_own(answer, prompt_end, content, thought, kept, expected):
+    tokenizer = own_template(answer, prompt_end)
+    given = message("assistant", content, **({"reasoning_content": thought} if thought else {}))
+    found = chat.encode_answer(tokenizer, FIVE, [given])
+    prompt = tokenizer.apply_chat_template(FIVE, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(found.prompt) == prompt
+    assert tokenizer.decode(found.context) == prompt.removesuffix(prompt_end) + kept
+    assert tokenizer.decode(found.ids) == (expected and expected + "<|im_end|>")
+    assert found.notes == [chat.DROPS_ANSWER] or expected
 
 
 @pytest.mark.parametrize("arguments", ['{"x": true}', {"x": True}])
@@ -328,7 +318,7 @@ def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(argume
         "{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
     )
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-    row = {"messages": [message("user", "five"), message("assistant", "", tool_calls=[call])]}
+    row = {"messages": [*FIVE, message("assistant", "", tool_calls=[call])]}
     ((_, ids),) = learned(sft_row(row, tokenizer, 10_000, "assistant"))
     assert tokenizer.decode(ids) == 'add{"x": true}<|im_end|>'
 
@@ -348,13 +338,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_tool_call_is_learned_up_to_its_end(name):
+@pytest.mark.parametrize("content", ["", "e"])
+def test_a_tool_call_is_learned_up_to_its_end_with_its_thinking(name, content):
+    """The call is what the answer is for, also where the template drops its thinking and its content."""
     tokenizer = templates.tokenizer(name)
-    row = sft_row({"messages": [message("user", "five"), CALL]}, tokenizer, 10_000, "assistant")
-    ((before, ids),) = learned(row)
-    assert tokenizer.decode(ids) == CALLS[name] and before == inference_ids(
-        name, [message("user", "five")]
-    )
+    texts = []
+    for thought in ("", "one two"):
+        answer = {**CALL, "content": content, "reasoning_content": thought}
+        row = sft_row({"messages": [*FIVE, answer]}, tokenizer, 10_000, "assistant")
+        ((before, ids),) = learned(row)
+        assert before == inference_ids(name, FIVE)
+        texts.append(tokenizer.decode(ids))
+    assert texts[0].endswith(CALLS[name]) and texts[1].endswith(CALLS[name])
+    assert "one two" in texts[1] and (content or texts[0] == CALLS[name])
 
 
 @pytest.mark.parametrize("name", ["gemma3", "own_alpaca", "idefics3"])
@@ -362,7 +358,7 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     name, accelerator, tmp_path, capsys
 ):
     tokenizer = templates.tokenizer(name)
-    chat = [message("user", "five"), CALL, message("user", "six"), message("assistant", "seven")]
+    chat = [*FIVE, CALL, message("user", "six"), message("assistant", "seven")]
     rows = [{"messages": chat}, {"messages": chat[:2]}, {"messages": [chat[0], chat[3]]}]
     path = str(write_jsonl(tmp_path / "calls.jsonl", rows))
     data = load_rows(accelerator, path, sft_row, tokenizer, max_length=10_000, loss_on="assistant")
@@ -381,25 +377,19 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
 )
 def test_a_message_that_the_template_does_not_write_is_said(name, role):
     tokenizer = templates.tokenizer(name)
-    chat = [message("user", "five"), message(role, "a secret"), message("assistant", "six")]
+    chat = [*FIVE, message(role, "a secret"), message("assistant", "six")]
     if role == "system":
         chat = [chat[1], chat[0], chat[2]]
     row = sft_row({"messages": chat}, tokenizer, 10_000, "assistant")
     is_written = "a secret" in tokenizer.decode(row["input_ids"])
     assert is_written == (name == "qwen2_5")
-    found = [
-        note
-        for note in row.get("notes", [])
-        if "messages that the chat template does not write" in note
-    ]
-    assert found == (
-        [] if is_written else [f"messages that the chat template does not write (role '{role}')"]
-    )
+    note = f"messages that the chat template does not write (role '{role}')"
+    assert (note in row["notes"]) != is_written
     assert [tokenizer.decode(ids) for _, ids in learned(row)] == [plain_answer(name, "six")]
     # Behind the last answer nothing is read, so nothing is missed there.
     behind = [message("user", "five"), message("assistant", "six"), message(role, "a secret")]
     row = sft_row({"messages": behind}, tokenizer, 10_000, "assistant")
-    assert not any("messages that the" in note for note in row.get("notes", []))
+    assert note not in row["notes"]
 
 
 @pytest.mark.parametrize(
@@ -409,14 +399,9 @@ def test_system_messages_and_tools_are_read(name):
     if name == "gemma":
         pytest.skip("it refuses system messages with its own words")
     tokenizer = templates.tokenizer(name)
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "adds",
-            "parameters": {"type": "object", "properties": {"x": {"type": "number"}}},
-        },
-    }
+    parameters = {"type": "object", "properties": {"x": {"type": "number"}}}
+    function = {"name": "add", "description": "adds", "parameters": parameters}
+    schema = {"type": "function", "function": function}
     chat = [message("system", "be brief"), *CHAT[:2]]
     row = sft_row({"messages": chat, "tools": [schema]}, tokenizer, 100_000, "assistant")
     notes = " ".join(row.get("notes", []))
@@ -431,41 +416,30 @@ def test_system_messages_and_tools_are_read(name):
 
 def test_strings_become_turns_where_asked():
     tokenizer = templates.tokenizer("qwen2_5")
-    chat = {"messages": [message("user", "five"), message("assistant", "six")]}
-    text = {"prompt": "five", "completion": "six"}
-    expected = sft_row(chat, tokenizer, 1000, "assistant")
-    assert (
-        sft_row(text, tokenizer, 1000, "assistant", True)
-        == expected
-        != sft_row(text, tokenizer, 1000, "assistant")
-    )
+    answers = {"chosen": [message("assistant", "six")], "rejected": [message("assistant", "one")]}
+    row = {"messages": [*FIVE, *answers["chosen"]]}
+    strings = {"prompt": "five", "completion": "six"}
+    expected = sft_row(row, tokenizer, 1000, "assistant")
+    assert sft_row(strings, tokenizer, 1000, "assistant", True) == expected
+    assert sft_row(strings, tokenizer, 1000, "assistant") != expected
     pair = {"prompt": "five", "chosen": "six", "rejected": "one"}
-    lists = {
-        "prompt": chat["messages"][:1],
-        "chosen": chat["messages"][1:],
-        "rejected": [message("assistant", "one")],
-    }
-    assert preference_row(pair, tokenizer, 1000, True) == preference_row(lists, tokenizer, 1000)
-    assert reward_row(pair, tokenizer, 1000, True) == reward_row(lists, tokenizer, 1000)
-    assert prompt_row({"prompt": "five"}, tokenizer, 1000, 8, True)["prompt_ids"] == inference_ids(
-        "qwen2_5", chat["messages"][:1]
-    )
+    for function in (preference_row, reward_row):
+        expected = function({"prompt": FIVE, **answers}, tokenizer, 1000)
+        assert function(pair, tokenizer, 1000, True) == expected
+    found = prompt_row({"prompt": "five"}, tokenizer, 1000, 8, True)
+    assert found["prompt_ids"] == inference_ids("qwen2_5", FIVE)
     # hh-rlhf's transcripts hold several turns.
     prompt = "\n\nHuman: one\n\nAssistant: two\n\nHuman: five\n\nAssistant:"
-    turns = [message("user", "one"), message("assistant", "two"), message("user", "five")]
-    lists = {
-        "prompt": turns,
-        "chosen": [message("assistant", "six")],
-        "rejected": [message("assistant", "seven")],
-    }
+    turns = [message("user", "one"), message("assistant", "two"), *FIVE]
+    expected = preference_row({"prompt": turns, **answers}, tokenizer, 1000)
     for row in (
-        {"chosen": f"{prompt} six", "rejected": f"{prompt} seven"},
-        {"prompt": prompt, "chosen": " six", "rejected": " seven"},
+        {"chosen": f"{prompt} six", "rejected": f"{prompt} one"},
+        {"prompt": prompt, "chosen": " six", "rejected": " one"},
     ):
-        assert preference_row(row, tokenizer, 1000, True) == preference_row(lists, tokenizer, 1000)
-    assert sft_row({"text": "five"}, tokenizer, 1000, "all", True) == sft_row(
-        {"text": "five"}, tokenizer, 1000, "all"
-    )
+        assert preference_row(row, tokenizer, 1000, True) == expected
+    text = {"text": "five"}
+    as_it_is = sft_row(text, tokenizer, 1000, "all")
+    assert sft_row(text, tokenizer, 1000, "all", True) == as_it_is
 
 
 # ---------------------------------------------------------------------------------------------- the user's own template
@@ -479,30 +453,21 @@ def saved(folder, name: str = "qwen2_5") -> str:
 
 def test_variables_of_the_template_are_saved_with_it(tmp_path):
     folder = saved(tmp_path / "model", "qwen3")
-    history = CHAT[:1]
     values = {"enable_thinking": False}
     plain = load.tokenizer_of(folder)
     tokenizer = load.tokenizer_of(folder, None, json.dumps(values))
-    expected = plain.apply_chat_template(
-        history, add_generation_prompt=True, return_dict=False, **values
-    )
-    assert expected != plain.apply_chat_template(
-        history, add_generation_prompt=True, return_dict=False
-    )
-    assert prompt_row({"prompt": history}, tokenizer, 1000, 8)["prompt_ids"] == expected
     tokenizer.save_pretrained(tmp_path / "actor")
     again = AutoTokenizer.from_pretrained(tmp_path / "actor")
-    assert (
-        again.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
-        == expected
-    )
+
+    def ids(tokenizer, **values):
+        how = dict(add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(CHAT[:1], **how, **values)
+
+    expected = ids(plain, **values)
+    assert prompt_row({"prompt": CHAT[:1]}, tokenizer, 1000, 8)["prompt_ids"] == expected
+    assert ids(again) == expected != ids(plain)
     # Whoever gives the variable decides.
-    thinking = again.apply_chat_template(
-        history, add_generation_prompt=True, return_dict=False, enable_thinking=True
-    )
-    assert thinking == plain.apply_chat_template(
-        history, add_generation_prompt=True, return_dict=False, enable_thinking=True
-    )
+    assert ids(again, enable_thinking=True) == ids(plain, enable_thinking=True)
     assert chat.fingerprint(tokenizer) != chat.fingerprint(plain)
 
 
@@ -586,36 +551,6 @@ def test_what_ends_an_answer_ends_a_response():
 # ---------------------------------------------------------------------------------------------- prompts with more than an answer continues
 
 
-@pytest.mark.parametrize("prompt_end, lead, content, expected", [
-    ("<think>\n\n", "<think>\n", "one two</think>three", "one two</think>three"),  # one newline more than the answer's own
-    ("<|channel>thought\n<channel|>", "", "three", "three"),  # a whole thought: a model answers behind it
-    ("<think></think>", "", "three", "three"),
-    ("[THINK]\n[/THINK]\n", "", "three", "three"),
-    ("<think>", "", "three", None),  # an open one: no model would go on without thinking
-    ("<|assistant_header|>", "", "three", None),
-])  # fmt: skip
-def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expected):
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (LEAD if m['role'] == 'assistant' else '') + m['content'] + '<|im_end|>\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + END }}{% endif %}"
-    )
-    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
-    tokenizer.chat_template = template.replace("LEAD", json.dumps(lead)).replace(
-        "END", json.dumps(prompt_end)
-    )
-    answer = chat.encode_answer(
-        tokenizer, [message("user", "five")], [message("assistant", content)]
-    )
-    prompt = tokenizer.apply_chat_template(
-        [message("user", "five")], add_generation_prompt=True, return_dict=False
-    )
-    assert answer.prompt == prompt and tokenizer.decode(answer.ids) == content + "<|im_end|>"
-    assert tokenizer.decode(answer.context) == tokenizer.decode(prompt).removesuffix(
-        "" if expected else prompt_end
-    )
-    assert bool(answer.notes) == (expected is None)
-
-
 @pytest.mark.parametrize("content, expected", [
     ("yes", "<think>\nwhy\n</think>\n\n"),  # from the field, with the first markers that the template has
     ("<think>\n</think>\nyes", "<think>\nwhy\n</think>\n\n"),
@@ -686,14 +621,6 @@ def test_a_thought_that_is_never_closed_is_learned_or_the_row_is_left_out(name):
     row = sft_row({"messages": [*CHAT[:1], answer]}, templates.tokenizer(name), 10_000, "assistant")
     text = templates.tokenizer(name).decode(learned(row)[0][1]) if not row["reason"] else ""
     assert ("one two" in text) != ("answers are not learned" in row["reason"])
-
-
-def test_what_a_template_drops_of_a_content_from_a_marker_on_is_noticed():
-    tokenizer = own_template("{{ m.content.split('<think>')[0] }}")
-    answer = chat.encode_answer(
-        tokenizer, [message("user", "five")], [message("assistant", "six <think>one")]
-    )
-    assert answer.ids == [] and answer.notes == [chat.DROPS_ANSWER]
 
 
 def test_of_several_templates_the_one_for_tools_writes_tools():
@@ -813,57 +740,6 @@ def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
     end = tokenizer.decode(answer.ids[-2:] if name == "cohere2" else answer.ids[-1:])
     _, _, following = prompt.text.partition("Two words" + end)
     assert following and chat.text_since(tokenizer, messages, 1) == following
-
-
-@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "</think>"])
-def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty):
-    """As DeepSeek-V3.1 writes one, without thinking: prompt and answer begin alike, and both were learned."""
-    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        f"{{% if m.role == 'assistant' %}}{empty}{{% endif %}}{{{{ m.content }}}}<|im_end|>\n"
-        "{% endfor %}"
-        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{empty}{{% endif %}}"
-    )
-    history = [{"role": "user", "content": "Hi"}]
-    plain = chat.encode_answer(tokenizer, history, [{"role": "assistant", "content": "Yes"}])
-    assert tokenizer.decode(plain.context).endswith(f"assistant\n{empty}")
-    assert tokenizer.decode(plain.ids) == "Yes<|im_end|>"
-    answer = {"role": "assistant", "content": "Yes", "reasoning_content": "Why"}
-    found = chat.encode_answer(tokenizer, history, [answer])
-    assert tokenizer.decode(found.context).endswith("<|im_start|>assistant\n")
-    assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
-
-
-@pytest.mark.parametrize("thought", ["<think>\n[none]\n</think>\n", "<think><budget>0</budget></think>", "<|analysis|><|/analysis|>"])  # fmt: skip
-def test_a_thought_that_only_the_prompt_has_gives_way_whatever_its_markers(thought):
-    """As Seed-OSS writes one that says how much may be thought."""
-    tokenizer = own_template("{{ m.content }}")
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "|im_start|>assistant\n{% endif", f"|im_start|>assistant\n{thought}{{% endif"
-    )
-    history = [message("user", "five")]
-    plain = chat.encode_answer(tokenizer, history, [message("assistant", "Yes")])
-    assert tokenizer.decode(plain.context).endswith(thought) and plain.context == plain.prompt
-    answer = message("assistant", "Yes", reasoning_content="Why")
-    found = chat.encode_answer(tokenizer, history, [answer])
-    assert tokenizer.decode(found.context).endswith("<|im_start|>assistant\n")
-    assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
-
-
-def test_a_thought_that_the_prompt_opens_is_opened_once_where_the_template_writes_one_in_front_of_answers():
-    """An empty one, where it finds no thinking: the opening marker was learned after that of the prompt."""
-    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{{ m.content.split('</think>')[-1].strip() }}"
-        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
-    answer = [{"role": "assistant", "content": "<think>\nWhy\n</think>\n\nYes"}]
-    found = chat.encode_answer(tokenizer, [{"role": "user", "content": "Hi"}], answer)
-    assert found.context == found.prompt
-    assert tokenizer.decode(found.ids) == "Why\n</think>\n\nYes<|im_end|>"
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
