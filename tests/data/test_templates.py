@@ -290,7 +290,9 @@ WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|
     (CONTENT, "<think>", "two", "", "", "two"),  # an open one: no model would go on without thinking
     (CONTENT, "<|assistant_header|>", "two", "", "", "two"),
     *[(CONTENT, whole, "yes", "", whole, "yes") for whole in WHOLE],
-    *[(CONTENT, whole, "yes", "why", "", WHY + "yes") for whole in WHOLE],
+    *[(CONTENT, whole, "yes", "why", "", WHY + "yes") for whole in (WHOLE[0], *WHOLE[3:])],
+    (CONTENT, WHOLE[1], "yes", "why", "", "[THINK]\nwhy\n[/THINK]\n\nyes"),
+    (CONTENT, WHOLE[2], "yes", "why", "", "<|channel>thought\nwhy\n<channel|>yes"),
     # An empty thought in front of every answer gives way to a real one, as in DeepSeek-V3.1.
     *[(empty + CONTENT, empty, "yes", "", empty, "yes") for empty in (EMPTY, "</think>")],
     *[(empty + CONTENT, empty, "yes", "why", "", WHY + "yes") for empty in (EMPTY, "</think>")],
@@ -337,8 +339,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("content", ["", "e"])
+@pytest.mark.parametrize(
+    "name, content",
+    [*[(name, "") for name in CALLS], ("qwen2_5", "e"), ("lfm2_v2", "e"), ("llama3_2", "e")],
+)
 def test_a_tool_call_is_learned_up_to_its_end_with_its_thinking(name, content):
     """The call is what the answer is for, also where the template drops its thinking and its content."""
     tokenizer = templates.tokenizer(name)
