@@ -314,7 +314,10 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
         raise BadRow(
             "'chosen' and 'rejected' do not begin with the same prompt, each followed by an answer"
         )
-    if not is_in_order(turns_of(question_of(prompt or [])), turns_of(chosen[:end])):
+    # Others may be between them; `in` continues where it stopped.
+    stated = as_messages(prompt, "user") if prompt else []
+    repeated = iter(turns_of(chosen[:end]))
+    if not all(turn in repeated for turn in turns_of(stated)):
         raise BadRow(
             "'chosen' and 'rejected' do not begin with all of the prompt in column 'prompt'"
         )
@@ -361,12 +364,6 @@ def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:
     return [(part["role"] == "assistant", part["content"].strip()) for part in messages]
 
 
-def is_in_order(parts: list, whole: list) -> bool:
-    """Whether a list has all parts in their order, maybe with others between them."""
-    remaining = iter(whole)
-    return all(part in remaining for part in parts)  # `in` continues where it stopped
-
-
 # ============================================================ strings
 def is_plain_text(row: dict) -> bool:
     """Whether `as_turns` could make turns of a row: its prompt and its answers are strings.
@@ -395,11 +392,6 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     return question_of(turns), *(
         transcript_turns(HH_MARKER + str(answer)) or [] for answer in answers
     )
-
-
-def goes_on(prompt: str, answer: str) -> bool:
-    """Whether an answer to an hh-rlhf transcript has a turn of the user, too."""
-    return prompt.endswith(HH_MARKER) and "\n\nHuman:" in answer
 
 
 def transcript_turns(text: str) -> list[dict] | None:

@@ -84,6 +84,7 @@ def missing_text(prompt: formats.Text, *answers: formats.Text) -> str:
             return "answer that does not end with a message of the assistant"
         if isinstance(answer, list) and not learned_turns(answer, 0):
             return formats.missing_answer(answer)
-        if isinstance(answer, str) and formats.goes_on(str(prompt), answer):
+        is_transcript = isinstance(answer, str) and str(prompt).endswith(formats.HH_MARKER)
+        if is_transcript and "\n\nHuman:" in answer:
             return "transcripts that differ before the last answer, without --strings_as_messages"
     return ""

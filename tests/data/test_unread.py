@@ -1,6 +1,7 @@
 """What a user gave and nothing reads is named: columns, keys of messages, of calls and of tools."""
 
 import itertools
+import json
 
 import pytest
 from transformers import AutoTokenizer
@@ -70,6 +71,15 @@ def test_keys_of_calls_that_a_template_does_not_write(name):
     found = sft(tokenizer, row) or ""
     # Neither template writes the id of a call; what a call says is written.
     assert '"messages.tool_calls.id"' in found and "function" not in found
+
+
+@pytest.mark.parametrize("name, said_of_them", [("qwen3", None), ("own_alpaca", 'not read: column "tools" (1 row)')])  # fmt: skip
+def test_tools_that_no_template_writes_are_named(name, said_of_them):
+    tokenizer = templates.tokenizer(name)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert sft(tokenizer, {"messages": [U, A], "tools": tools}) == said_of_them
+    prompt = {"prompt": [U], "tools": json.dumps(tools)}
+    assert said(prompts.prompt_row, tokenizer, prompt, max_new_tokens=8) == said_of_them
 
 
 def test_what_changes_the_meaning_elsewhere_is_named(tokenizer):
