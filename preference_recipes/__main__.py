@@ -19,26 +19,22 @@ CONFIGS = FILES / "accelerate_configs"
 
 
 def main() -> None:
-    """Runs the command that the user gave.
-
-    Raises:
-        SystemExit: with what is wrong, such as a name that does not exist.
-    """
     if sys.argv[1:2] == ["run"]:  # accelerate reads its own flags
         return run(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog=PROJECT, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("run", help="run a recipe", add_help=False)
-    lister = commands.add_parser("list", help="list recipes and launch configs")
-    lister.set_defaults(command=lambda args: list_files())
+    commands.add_parser("list", help="list recipes and launch configs")
     copier = commands.add_parser("copy", help="copy a recipe or a launch config, to change it")
     copier.add_argument("name", help="as `list` shows it, such as dpo or ddp.yaml")
     copier.add_argument("file", type=Path, help="the copy; nothing is overwritten")
-    copier.set_defaults(command=lambda args: copy(args.name, args.file))
     args = parser.parse_args()
-    args.command(args)
+    if args.command == "list":
+        list_files()
+    else:
+        copy(args.name, args.file)
 
 
 def list_files() -> None:
@@ -54,14 +50,8 @@ def list_files() -> None:
 
 
 def copy(name: str, file: Path) -> None:
-    """Copies a recipe or a launch config. A recipe's first line then says what it is a copy of.
-
-    Raises:
-        SystemExit: there is no such name, or the file exists or cannot be written.
-    """
+    """Copies a recipe or a launch config. A recipe's first line then says what it is a copy of."""
     source = packaged(name)
-    if source is None:
-        sys.exit(f"{name!r}: expected one of {', '.join(names())}")
     text = source.read_text(encoding="utf-8")
     origin = f"{source.relative_to(FILES)} of {PROJECT} {metadata.version(PROJECT)}"
     if source.suffix == ".py":
@@ -78,10 +68,7 @@ def run(words: list[str]) -> None:
     """Runs `accelerate launch`. The recipe and the config may be names that `list` shows.
 
     Args:
-        words: those of `accelerate launch`: its own flags, the recipe, the recipe's flags.
-
-    Raises:
-        SystemExit: there is no such recipe or config.
+        words: its own flags, the recipe, the recipe's flags.
     """
     from accelerate.commands import launch  # slow to import
 
@@ -95,32 +82,18 @@ def run(words: list[str]) -> None:
 
 
 def path_of(name: str) -> str:
-    """Returns the path of a file that the user has, or of one that `list` shows.
-
-    Raises:
-        SystemExit: there is neither.
-    """
-    found = Path(name) if Path(name).is_file() else packaged(name)
-    if found is None:
-        sys.exit(f"{name!r} is neither a file in {Path.cwd()} nor one of {', '.join(names())}")
-    return str(found)
+    """Returns the path of a file that the user has, or of one that `list` shows."""
+    return name if Path(name).is_file() else str(packaged(name))
 
 
-def packaged(name: str) -> Path | None:
-    """Returns the recipe or the launch config of a name that `list` shows; None if there is none.
-
-    The docs' spelling is read, too: `recipes/dpo.py`, `accelerate_configs/ddp.yaml`.
-    """
+def packaged(name: str) -> Path:
+    """Returns the file of a name as `list` shows it, or as the docs spell it: `recipes/dpo.py`."""
     for file in (RECIPES / f"{name}.py", CONFIGS / name, FILES / name):
         if file.is_file() and file.parent in (RECIPES, CONFIGS):
             return file
-    return None
-
-
-def names() -> list[str]:
-    """Returns the names of all recipes and of all files of launch configs."""
     recipes = sorted(file.stem for file in RECIPES.glob("*.py"))
-    return recipes + sorted(file.name for file in CONFIGS.glob("*.*"))
+    configs = sorted(file.name for file in CONFIGS.glob("*.*"))
+    sys.exit(f"{name!r} is neither a file here nor one of {', '.join(recipes + configs)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Loads and prepares an actor, a critic and a frozen model as the recipes do, and prints what each process holds."""
+"""Loads and prepares an actor and a critic as the recipes do, and prints what each process holds in shards."""
 
 import argparse
 import json
@@ -12,31 +12,9 @@ from torch.distributed.tensor import DTensor
 from common import engine, launch, optim
 from common.shared_args import SharedArgs
 from preference_recipes.models import load, prepare
-from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import generation
 from runs import recipe
-
-
-def memory(field: str) -> int:
-    """Bytes of this process: `VmRSS`, or `VmHWM`, the most since the last `forget_peak`."""
-    with open("/proc/self/status") as file:
-        (line,) = [line for line in file if line.startswith(field)]
-    return 1024 * int(line.split()[1])
-
-
-def forget_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-
-def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All weights, gathered, and all buffers."""
-    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in values.items()
-    }
 
 
 def is_cut(module: torch.nn.Module) -> list[bool]:
@@ -59,23 +37,12 @@ def main(folder: str, output_dir: str) -> None:
     accelerator = launch.make_accelerator(args, "loading")
     tokenizer = load.tokenizer_of(folder)
     ActorCritic = runpy.run_path(str(recipe("ppo")))["ActorCritic"]
-    forget_peak()
-    before = memory("VmRSS")
     settings = SharedArgs()
     actor = load.causal_lm(folder, tokenizer, settings)
     critic = load.score_model(folder, tokenizer, settings, new_head=True)
-    reference = LogProbModel(load.causal_lm(folder, tokenizer, settings, frozen=True))
-    loading = memory("VmHWM") - before
-    # What a buffer that is saved would hold, as some architectures have one in each layer.
-    values = torch.full((3,), 1.0 + accelerator.process_index, device=actor.lm_head.weight.device)
-    actor.model.register_buffer("saved", values)
-
     policy = ActorCritic(actor, critic)
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, settings), lr=1e-4)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    reference = prepare.frozen(accelerator, reference)
-    held = {id(parameter) for parameter in model.parameters()}
-    steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
     sampler = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
     in_training = is_cut_after_forward(model)  # as each run checks its log-probs first
     with generation.ready_to_generate(sampler):
@@ -88,15 +55,9 @@ def main(folder: str, output_dir: str) -> None:
     without_resharding = is_cut_after_forward(model)
     engine.reshard(model)
     found = {
-        "loading": loading,
-        "optimizer": sorted(steps) == sorted(held),
         "cut while it generates": {name: [any(cut), all(cut)] for name, cut in gathered.items()},
         "cut after forward": [in_training, after_generation, without_resharding],
-        "cut": [all(is_cut(policy)), all(is_cut(reference))],
-        "saved buffers": [name for name in policy.state_dict() if name.endswith("saved")],
     }
-    weights = {"policy": whole(policy), "reference": whole(reference)}
-    torch.save(weights, f"{output_dir}/{accelerator.process_index}.pt")
     print(f"FOUND {accelerator.process_index} {json.dumps(found)}", flush=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()

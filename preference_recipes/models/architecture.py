@@ -20,10 +20,7 @@ HIDDEN = -65504.0
 
 # ============================================================ from tokens to logits
 def whole_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
-    """Returns the Hugging Face models in a module by their paths, without the models inside them.
-
-    PPO's module holds two: the actor's and the critic's.
-    """
+    """Returns the Hugging Face models in a module by their paths, without models inside of them."""
     models = {}
     for path, module in wrapper.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in models)
@@ -47,11 +44,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
-    """Returns the hidden states that a model's head reads, `[rows * row length, h]`.
-
-    Args:
-        inputs: those of a batch, see `Packer.make_batch`.
-    """
+    """Returns what a model's head reads, `[rows * row length, h]`, of a batch's inputs."""
     if "attention_mask" in inputs:
         inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}
     with no_searches():

@@ -16,13 +16,9 @@ from preference_recipes.models.packing import Packer
 
 @torch.no_grad()
 def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -> None:
-    """Compares our log-probs with those of the architecture's own logits, on one short row.
+    """Compares our log-probs with those of the architecture's own logits, on some ids.
 
-    All processes must call it.
-
-    Args:
-        model: a `LogProbModel`, prepared.
-        ids: some tokens of the data, at least one.
+    All processes must call it. The model is a `LogProbModel`, prepared.
     """
     row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
     batch = Packer(accelerator.device).make_batch([row[:1]], [row[1:]])
@@ -100,12 +96,7 @@ def can_pack(
 
 
 def attends_to_whole_rows(config: PreTrainedConfig, longest: int, varlen: bool) -> bool:
-    """Whether attention reaches over a whole row, and takes a mask and positions as usual.
-
-    Args:
-        longest: tokens of the longest row.
-        varlen: attention takes the lengths of sequences instead of a mask.
-    """
+    """Whether attention reaches over a whole row, and takes a mask, or lengths, as usual."""
     kind = config._attn_implementation
     takes_rows = architecture.uses_varlen(kind) if varlen else kind == "sdpa"
     windows = [

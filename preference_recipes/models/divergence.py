@@ -60,13 +60,9 @@ class Head:
         )
 
     def logps(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the log-probs of all tokens, and how steep the soft cap is at their logits.
+        """Returns the log-probs of all tokens, and how steep the soft cap, if any, is there.
 
-        Args:
-            hidden: `[n, h]`.
-
-        Returns:
-            fp32 `[n, v]` each; None where there is no soft cap.
+        Both are fp32 `[n, v]`.
         """
         logits = scaled_products(hidden, self.weight, self.bias, self.multiplier)
         slope = None
@@ -82,11 +78,7 @@ class Head:
 
 
 def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields views of the same rows of some tensors; on a CPU of few rows at once, else of all.
-
-    Args:
-        tensors: `[n, v]`, the others `[n, ...]`.
-    """
+    """Yields views of the same rows of some tensors; on a CPU of few rows at once, else of all."""
     rows, vocabulary = tensors[0].shape
     if tensors[0].device.type == "cpu":
         rows = max(1, BLOCK_ELEMENTS // vocabulary)
@@ -178,13 +170,7 @@ def gradient(
 class Divergence:
     """The job of `ByChunks` whose values are what `compare` returns: one, then the `VALUES`.
 
-    Neither the student's nor the teacher's logits of all positions are ever held together.
-
-    Attributes:
-        targets: `[n]`.
-        multiplier, softcap: of the student's output layer, see `Head`.
-        lesson: at exactly these positions.
-        beta: see `compare`.
+    Multiplier and soft cap are the student's. The lesson is about exactly the targets, `[n]`.
     """
 
     targets: torch.Tensor
@@ -228,11 +214,9 @@ class Divergence:
 class DistillModel(LogProbModel):
     """A causal language model that learns from teachers, or that is one.
 
-    Where the output layers of both are padded to different sizes, only the tokens that they have in
-    common have a probability.
-
     Args:
-        vocabulary: the number of these tokens; None: as many as the output layer has.
+        vocabulary: how many tokens have a probability, where output layers are padded to different
+            sizes; None: as many as the output layer has.
     """
 
     def __init__(self, model: nn.Module, vocabulary: int | None = None):
@@ -243,12 +227,11 @@ class DistillModel(LogProbModel):
         self,
         batch: dict,
         temperature: float = 1.0,
-        extras: tuple[str, ...] = (),
-        check: bool = False,
-        *,
+        *args,
         as_teacher: bool = False,
         lessons: list[Lesson] | None = None,
         beta: float | None = None,
+        **kwargs,
     ):
         """Returns what `LogProbModel.forward` does, or what one of these arguments asks for.
 
@@ -266,7 +249,7 @@ class DistillModel(LogProbModel):
         if as_teacher:
             return self.predicting(batch)
         if lessons is None:
-            return super().forward(batch, temperature, extras, check)
+            return super().forward(batch, temperature, *args, **kwargs)
         name = "logps" if beta is None else "divergence"
 
         def learn(hidden, weight, bias) -> dict[str, torch.Tensor]:

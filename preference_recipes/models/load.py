@@ -1,7 +1,6 @@
 """Loading a tokenizer and models, and refusing what would be trained otherwise than was meant."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +20,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
-from transformers.integrations import is_fsdp_enabled
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, in_one_line, print_once, record, zero
@@ -51,8 +48,8 @@ def tokenizer_of(
 
     Args:
         chat_template: a file that replaces the chat template.
-        chat_template_kwargs: variables of the chat template as a JSON object. They become defaults
-            in the template itself, so that they are saved with it and hold at inference.
+        chat_template_kwargs: variables of the chat template, JSON. They become its defaults, so
+            that they are saved with it and hold at inference.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
     """
     tokenizer = from_pretrained(AutoTokenizer, name)
@@ -78,11 +75,8 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     """Gives a tokenizer that pads with its EOS another pad token, and prints which.
 
     transformers reads a saved reward model's score at the last token that is not the pad token. So
-    any token will do with which no answer ends. The vocabulary stays as it is.
-
-    Args:
-        pad_token: a token of the vocabulary that the user chose. None: an unused special token, or
-            the one for unknown text.
+    any token will do with which no answer ends: that of `--pad_token`, an unused special one, or
+    the one for unknown text. The vocabulary stays as it is.
     """
     eos = tokenizer.eos_token
     if pad_token is not None:
@@ -120,10 +114,7 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
 
 # ============================================================ models
 def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
-    """Loads a causal language model in fp32.
-
-    Autocast and FSDP2 round it to half precision for each forward pass, DeepSpeed after each update
-    of its fp32 masters.
+    """Loads a causal language model in fp32; engines round it when it is used.
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
@@ -165,10 +156,9 @@ class PublishedGenerationConfig(GenerationConfig):
 
 
 def refuse_another_vocabulary(name: str, tokenizer) -> None:
-    """Refuses a reference policy whose own tokenizer gives a token id another meaning.
+    """Refuses a reference policy whose own tokenizer, if any, gives a token id another meaning.
 
-    A folder of weights without a tokenizer is taken as it is. So are tokens that only one of both
-    has: a pad token, for example, that was added to the policy's tokenizer.
+    Tokens that only one of both has, such as an added pad token, are no difference.
     """
     try:
         own_tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -225,11 +215,9 @@ def score_model(
 def draw_score_head(model: PreTrainedModel) -> None:
     """Draws the weights of a new score head from N(0, 0.01 / (hidden size + 1)).
 
-    A tenth of the usual deviation (Stiennon et al. 2020, arXiv:2009.01325, and the code of Huang et
-    al. 2024, arXiv:2403.17031), which gives scores a variance of 1 where hidden states are
-    normalised. Those of chat models are larger, and a reward model should begin with scores near
-    zero: with the loss of a guess, log 2. A still smaller head would slow its backbone down, whose
-    gradient is in proportion to it.
+    A tenth of the usual deviation (Stiennon et al. 2020, arXiv:2009.01325; Huang et al. 2024,
+    arXiv:2403.17031): the hidden states of chat models are large, and a reward model should begin
+    with scores near zero. A still smaller head would slow its backbone down.
     """
     size = model.score.in_features
     # From the seed alone, whatever random numbers the engine used up while it loaded the model.
@@ -240,11 +228,7 @@ def draw_score_head(model: PreTrainedModel) -> None:
 
 
 def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
-    """Loads a model in fp32.
-
-    Args:
-        args, frozen: see `causal_lm`.
-        settings: further arguments of `from_pretrained`.
+    """Loads a model in fp32; `settings` are further arguments of `from_pretrained`.
 
     Returns:
         the model; the names of the weights that its folder lacks; of those that it has no use for.
@@ -255,9 +239,8 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         # even where there is one.
         device_map = {"": str(PartialState().device)}
         settings |= {"quantization_config": in_4bit(), "device_map": device_map}
-    read = read_on_main_process if is_fsdp_enabled() else from_pretrained
     with contextlib.nullcontext() if frozen else zero.unrounded_shards():
-        model, info = read(
+        model, info = from_pretrained(
             auto_class,
             name,
             output_loading_info=True,
@@ -292,10 +275,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
 
 
 def in_4bit() -> BitsAndBytesConfig:
-    """Returns QLoRA's settings: NormalFloat, and the scales of its blocks packed again.
-
-    Products are computed in the precision of the run.
-    """
+    """Returns QLoRA's settings: NormalFloat, and the scales of its blocks packed again."""
     precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -308,9 +288,8 @@ def in_4bit() -> BitsAndBytesConfig:
 def from_pretrained(auto_class, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with its error in one line.
 
-    Code that a model brings along is never run. By default transformers would ask on standard
-    input whether it may, and take the first line of a pipe for the answer. Nor is an adapter
-    loaded: transformers would load its base with it.
+    Code that a model brings along is never run. transformers would ask on standard input whether
+    it may, and take a line of a pipe for the answer. Of an adapter it would load the base with it.
     """
     if is_adapter(name):
         sys.exit(
@@ -331,46 +310,16 @@ def is_adapter(name: str) -> bool:
         return False
 
 
-def read_on_main_process(auto_class, name: str, **settings) -> tuple:
-    """Does what `from_pretrained` does, and reads the weights on the main process alone.
-
-    The parameters and buffers of the other processes have shapes but no memory, until
-    `prepare.shared_weights` gives them their values. accelerate's setting alone would not save any
-    memory of the host: transformers 5.23 reads the weights on every process. All processes must
-    call it.
-
-    Returns:
-        The model, and what the main process was told about its weights.
-    """
-    state = PartialState()
-    read = functools.partial(from_pretrained, auto_class, name, **settings)
-    found = distributed.all_or_none(state, state.is_main_process, read)
-    known = None
-    if state.is_main_process:
-        model, info = found
-        known = (model.config, getattr(model, "generation_config", None), info)
-    config, generation_config, info = broadcast_object_list([known])[0]
-    if not state.is_main_process:
-        with torch.device("meta"):
-            model = auto_class.from_config(
-                config, dtype=settings["dtype"], trust_remote_code=False
-            ).eval()
-        if generation_config is not None:
-            model.generation_config = generation_config
-    return model, info
-
-
 def fingerprint(accelerator, name: str, config) -> str:
     """Identifies a model's weights: the same for a copy of them, another for any change.
 
-    For a local folder these are name, size and checksum of each file of its weights and of its
-    config; for a hub name, the commit. All processes must call it.
+    All processes must call it.
     """
     return distributed.on_main_process(accelerator, describe_weights, name, config)
 
 
 def describe_weights(name: str, config) -> str:
-    """See `fingerprint`."""
+    """Returns the commit of a hub name; of a folder, a hash of its weights' and config's files."""
     folder = Path(name)
     if not folder.is_dir():
         return f"commit {getattr(config, '_commit_hash', None)} of {name}"

@@ -14,29 +14,29 @@ from preference_recipes.models import architecture
 CHUNK_ELEMENTS = 2**26
 
 
+# What else a caller may ask of positions, fp32 `[n]`, see `EXTRAS`. Each function is given logits
+# `[n, v]`, their log-softmax, and the targets `[n]`.
 def mean_logits(logits, all_logps, targets) -> torch.Tensor:
-    """Returns the mean of the logits over the vocabulary, fp32 `[n]`."""
+    """Returns the mean of the logits over the vocabulary."""
     return logits.mean(-1, dtype=torch.float32)
 
 
 def correct(logits, all_logps, targets) -> torch.Tensor:
-    """Returns 1.0 where the target is the most probable token, fp32 `[n]`."""
+    """Returns 1.0 where the target is the most probable token."""
     return (logits.argmax(-1) == targets).float()
 
 
 def entropy(logits, all_logps, targets) -> torch.Tensor:
-    """Returns the entropy of the distribution over the vocabulary, fp32 `[n]`."""
+    """Returns the entropy of the distribution over the vocabulary."""
     return -all_logps.exp().mul_(all_logps).sum(-1)
 
 
 def top_entropy(logits, all_logps, targets) -> torch.Tensor:
-    """Returns the entropy among the 20 most probable tokens, as if there were no others, `[n]`."""
+    """Returns the entropy among the 20 most probable tokens, as if there were no others."""
     top_logps = all_logps.topk(min(20, all_logps.shape[1])).values.log_softmax(-1)
     return entropy(logits, top_logps, targets)
 
 
-# What else a caller may ask of positions. Each is given logits `[n, v]`, their log-softmax, and the
-# targets `[n]`.
 EXTRAS = {extra.__name__: extra for extra in (mean_logits, correct, entropy, top_entropy)}
 
 
@@ -128,8 +128,7 @@ def cut(ctx, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
     """Returns the precision of the product of hidden states and output weights.
 
-    autocast neither reaches into a custom function by itself, nor into its backward pass, so the
-    precision is decided here.
+    autocast reaches neither into a custom function, nor into its backward pass.
     """
     device = hidden.device.type
     if device == "cpu":
@@ -207,8 +206,7 @@ class LogProbs:
 class LogProbHead(nn.Linear):
     """A model's output layer that can also do a job of `ByChunks`, without logits.
 
-    It is called as the module that it is, once in a forward pass. So ZeRO-3 gathers its weight
-    once, and on every process alike.
+    ZeRO-3 gathers its weight where it is called, so this is once in a forward pass.
     """
 
     @torch.compiler.disable  # compiled once for each number of targets, it would be slower
@@ -220,10 +218,7 @@ class LogProbHead(nn.Linear):
 
 
 class ScoreHead(nn.Linear):
-    """A reward model's or critic's output layer, in fp32 whatever the model computes in.
-
-    Half precision would round the scores.
-    """
+    """A reward model's or critic's output layer, in fp32: half precision would round the scores."""
 
     def forward(self, hidden):
         """Returns fp32 scores `[n, 1]` of hidden states `[n, h]`."""
@@ -236,8 +231,7 @@ class ScoreHead(nn.Linear):
 def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
     """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
 
-    The host knows the cells, so it waits for no GPU. `masked_scatter` with the mask of the batch
-    gives the same, but its backward pass waits.
+    The host knows the cells. The backward pass of `masked_scatter` would wait for a GPU.
     """
     mask = batch["mask"]
     empty = values.new_zeros(mask.numel())
@@ -269,12 +263,10 @@ class ScoreModel(ModelWrapper):
         model.score.__class__ = ScoreHead  # same parameters and names: saving does not notice
 
     def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns fp32 scores of what ends with certain tokens.
+        """Returns fp32 scores of what ends at some places, by default of the answers.
 
         Args:
             batch: of `Packer.make_batch`.
-            places: of these tokens, counted through the rows one after the other; by default the
-                last token of each answer.
         """
         if places is None:
             places = batch["last"]
@@ -285,9 +277,8 @@ class ScoreModel(ModelWrapper):
 class LogProbModel(ModelWrapper):
     """A causal language model whose forward returns log-probs of the tokens asked for.
 
-    This is the model to train and prepare. The backbone runs on whole rows, the head on the asked
-    positions only. Rows are padded on the right. Under causal attention that needs no mask: no real
-    token sees a token to its right.
+    The backbone runs on whole rows, the head on the asked positions only. Rows are padded on the
+    right: under causal attention no real token sees a token to its right.
 
     Attributes:
         vocabulary: how many tokens, from the first, have a probability.
@@ -364,19 +355,12 @@ class ActorCritic(LogProbModel):
         units = {*self._no_split_modules, *self.critic._no_split_modules, "ScoreModel"}
         self._no_split_modules = sorted(units)
 
-    def forward(
-        self,
-        batch: dict,
-        temperature: float = 1.0,
-        extras: tuple[str, ...] = (),
-        check: bool = False,
-        with_values: bool = True,
-    ) -> dict:
+    def forward(self, batch: dict, *args, with_values: bool = True, **kwargs) -> dict:
         """Returns what `LogProbModel.forward` does and, unless told not to, `values`.
 
         The value of a token is that of the state in which it was chosen: the text before it.
         """
-        output = super().forward(batch, temperature, extras, check)
+        output = super().forward(batch, *args, **kwargs)
         if with_values:
             output["values"] = by_answer(self.critic(batch, batch["predictors"]), batch)
         return output

@@ -56,10 +56,6 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
 
     A score head is trained whole, and saved with the adapter. The adapters' weights follow from the
     seed alone, whatever random numbers the engine used up.
-
-    Args:
-        wrapper: a `ModelWrapper`, not prepared yet. PPO's has two models.
-        args: needs `lora_r lora_alpha lora_dropout lora_target_modules`.
     """
     if not args.lora_r:
         return
@@ -139,13 +135,9 @@ def is_named(layer: str, target: str) -> bool:
 class WithoutAdapters(nn.Module):
     """A prepared model with its adapters off: the policy before training, without a second copy.
 
-    Its forward pass runs through the prepared module, so it sees the same shards and the same
-    precision. Call it under `torch.no_grad`, and not between the policy's forward and backward
-    pass: with gradient checkpointing the backward pass runs layers again, adapters on.
-
-    Args:
-        prepared: what `accelerator.prepare` returned.
-        settings: what its forward pass is always given.
+    It sees the same shards and the same precision. Call it under `torch.no_grad`, and not between
+    the policy's forward and backward pass: gradient checkpointing runs layers again, adapters on.
+    Its forward pass is always given the `settings`.
     """
 
     def __init__(self, prepared: nn.Module, **settings):
@@ -171,10 +163,9 @@ class WithoutAdapters(nn.Module):
 
 
 def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
-    """Returns the fingerprints of the frozen bases, by what messages call them.
+    """Returns the fingerprints of the bases below adapters, by what messages call them.
 
-    A checkpoint holds the adapters alone, so it notices by these that a base has changed. Without
-    adapters there are none. All processes must call it.
+    A checkpoint holds the adapters alone. All processes must call it.
     """
     found = {}
     for path, model in architecture.whole_models(wrapper).items():
@@ -186,11 +177,9 @@ def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
 
 
 class Flop(NamedTuple):
-    """The operations of training; both are 0 where they are not known.
+    """The operations of training for each token that the layers, and the output layer, compute.
 
-    Attributes:
-        of_token: for each token that the layers compute.
-        of_target: for each token whose log-prob the output layer computes.
+    Both are 0 where they are not known.
     """
 
     of_token: float = 0.0
@@ -201,9 +190,8 @@ def flop(wrapper: nn.Module) -> Flop:
     """Returns the operations that training takes: the products with weights alone.
 
     For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
-    frozen one below an adapter 2 and 2, since it needs no gradient of its own. Embeddings take
-    none: they are looked up. A score head, a single row, is not counted. Where the config does not
-    say how many of a mixture's experts a token visits, nothing is known.
+    frozen one below an adapter 2 and 2. A score head, a single row, is not counted. Where the
+    config does not say how many of a mixture's experts a token visits, nothing is known.
     """
     of_token = 0.0
     of_target = 0.0

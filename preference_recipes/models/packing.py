@@ -18,7 +18,7 @@ import torch
 
 from common import batches
 
-# The most that the mask of packed rows may take, in bytes: 256 MiB, as of one row of 16,384 tokens.
+# The most bytes that the mask of packed rows may take: those of one row of 16,384 tokens.
 MOST_MASK = 2**28
 # A mask is computed in parts of about this many elements, since the comparisons double the memory.
 MASK_AT_ONCE = 2**24
@@ -27,12 +27,7 @@ PADDING = -1  # the piece number of padding
 
 
 class Group(NamedTuple):
-    """A prompt, and the answers that follow it in a row.
-
-    Attributes:
-        prompt: token ids; may be empty.
-        answers: the token ids of each answer, by the answer's number in the batch.
-    """
+    """A prompt, which may be empty, and the answers after it, by their numbers in the batch."""
 
     prompt: list[int]
     answers: dict[int, list[int]]
@@ -50,22 +45,15 @@ Row = list[Group]
 class Packer:
     """Makes batches of prompts and answers; see `checks.make_packer`.
 
-    There are three layouts. In each an answer sees only its prompt and itself, at the positions
-    that it would have alone:
-
-        share    varlen
-        false    any       a row for each answer, after its prompt
-        true     false     a prompt once, before all its answers, and several such groups in a row
-                           where they fit
-        true     true      one row of all answers without padding, each after its own prompt, as
-                           flash attention's `varlen` takes it
-
-    The second gives way to the first in batches where it would cost more, see `pays`.
+    In each of three layouts an answer sees only its prompt and itself, at the positions that it
+    would have alone. Without `share` each answer has a row, after its prompt. With it a prompt
+    stands once, before all its answers, and several such groups in a row where they fit, and where
+    it `pays`. With `varlen`, too, one row holds all answers, each after its own prompt and without
+    padding, as flash attention takes it.
 
     Attributes:
         device: where the batches go.
-        attention_equals_rest: the row length at which attention costs as much as the rest of the
-            model; only `pays` reads it.
+        attention_equals_rest: see `architecture`.
     """
 
     device: torch.device
@@ -95,9 +83,6 @@ class Packer:
             last        3    | 4 | 8         places, too
             cells       0  1 | 3 | 6  7  8   indices into the flattened `mask`
 
-        Nothing here waits for a GPU: a micro-batch is laid out while the GPU still computes the one
-        before.
-
         Args:
             prompts: token ids, one prompt for each answer; may be empty.
             answers: token ids.
@@ -105,17 +90,12 @@ class Packer:
                 all. If the prompt is empty the first must be false: nothing predicts it.
 
         Returns:
-            inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on
-                the right, and, if a row holds several answers, `position_ids` of the same shape and
-                either the bool `attention_mask` `[rows, 1, row length, row length]` or what
-                `varlen_inputs` returns.
-            targets, predictors, cells: see above, `[targets]`.
-            last: the place of each answer's last token, `[answers]`.
+            inputs: what a `transformers` model takes: `input_ids` and, if a row holds several
+                answers, `position_ids`, `[rows, row length]`, and either the bool `attention_mask`
+                `[rows, 1, row length, row length]` or what `varlen_inputs` returns.
+            targets, predictors, cells: see above, `[targets]`; last: `[answers]`.
             mask: `is_target`, padded on the right, bool `[answers, longest answer]`.
             tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
-
-        Raises:
-            ValueError: the first token of an answer to an empty prompt is to be a target.
         """
         if is_target is None:
             is_target = [[True] * len(answer) for answer in answers]
@@ -159,14 +139,8 @@ class Packer:
 
         A row of length n costs about n * (n + e), where e is the length at which attention costs
         as much as the rest. Packed rows need a mask, which doubles attention: n * (2 n + e).
-        Without one, causal attention computes only the half below the diagonal. Example, where
-        e = 4096, of 8 answers of 100 tokens to a prompt of 400:
-
-            alone     8 * 500 * (500 + 4096)        = 18.4 million
-            packed    1 * 1200 * (2 * 1200 + 4096)  =  7.8 million
         """
-        mask_size = len(packed) * longest_of(packed) ** 2  # in bytes
-        if mask_size > MOST_MASK:
+        if len(packed) * longest_of(packed) ** 2 > MOST_MASK:
             return False
 
         def cost(rows: list[Row], attention: int) -> int:
@@ -247,13 +221,9 @@ def longest_of(rows: list[Row]) -> int:
 
 # ============================================================ from rows to arrays
 class Layout(NamedTuple):
-    """The rows as arrays, padded on the right, and what each answer asks for.
+    """The rows as arrays `[rows, row length]`, padded on the right, and places for each answer.
 
-    Attributes:
-        ids, positions, pieces: of each token, `[rows, row length]`; of padding the piece is -1.
-        prompts: the piece number of its piece's prompt; of a prompt, that of the prompt itself.
-        predictors: for each answer, the places of its tokens' predictors.
-        last: for each answer, the place of its last token.
+    `prompts` is the piece number of the prompt of each token's piece.
     """
 
     ids: np.ndarray
@@ -304,17 +274,10 @@ def lay_out(rows: list[Row], n_answers: int) -> Layout:
 
 
 def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-    """Returns which tokens see which: a token sees its own piece and its prompt, up to itself.
+    """Returns whether a query (third dimension) sees a key (fourth): its piece and its prompt.
 
     Padding belongs to no piece, so it sees only padding, and no piece sees it. It sees at least
     itself: attention over nothing would be NaN.
-
-    Args:
-        pieces, prompts: of each token, `[rows, row length]`; see `Layout`.
-
-    Returns:
-        bool `[rows, 1, row length, row length]`: whether the query (third dimension) sees the key
-        (fourth).
     """
     rows, length = pieces.shape
     key = pieces[:, None, None, :]
@@ -331,11 +294,7 @@ def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
 
 
 def varlen_inputs(row: Row, device) -> dict:
-    """Returns where the groups of a row begin, as flash attention's `varlen` takes it.
-
-    `cu_seq_lens_q` and `cu_seq_lens_k` are int32 `[groups + 1]`: the place of each beginning, and
-    the row's length. `max_length_q` and `max_length_k` are the tokens of the longest, an int.
-    """
+    """Returns where the groups of a row begin and end, as flash attention's `varlen` takes it."""
     lengths = [group.length for group in row]
     beginnings = batches.send(np.cumsum([0, *lengths], dtype=np.int32), device)
     return {

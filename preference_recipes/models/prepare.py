@@ -3,10 +3,8 @@
 import collections
 import contextlib
 import copy
-import functools
 
 import torch
-from accelerate import DistributedDataParallelKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PreTrainedConfig
@@ -84,14 +82,11 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
     would drift, and the saved actor, which computes them in fp32, would be another model.
     """
-    if may_skip_modules(model):
-        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     if adapters.has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
     with (
         exact_buffers(accelerator, model),
         zero.exact_masters(accelerator, model, engine.half_precision(accelerator)),
-        shared_weights(accelerator, model),
     ):
         model, optimizer = accelerator.prepare(model, optimizer)
     innermost = engine.innermost_optimizer(optimizer)
@@ -102,24 +97,10 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     return model, optimizer
 
 
-def may_skip_modules(model: nn.Module) -> bool:
-    """Whether a forward pass may leave out modules that are trained.
-
-    So do mixtures whose experts are modules of their own, and layers that are dropped at random.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and "expert" in name.split(".")[-1]:
-            return True
-        if getattr(module, "layerdrop", 0):
-            return True
-    return False
-
-
 def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Makes a missing gradient one of zeros, before an optimizer steps.
+    """Makes a missing gradient one of zeros, before an optimizer steps, as ZeRO does.
 
-    That of an expert which no token of an update visited may be missing. ZeRO takes it as zeros:
-    moments and weight decay go on. torch's optimizers would leave the parameter as it is.
+    That of an expert which no token of an update visited may be missing.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -129,18 +110,13 @@ def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
 
 # ============================================================ models that are only read
 def frozen(accelerator, model: nn.Module) -> nn.Module:
-    """Prepares a model that is only read, such as a reference or a reward model.
-
-    It is on the device, in evaluation mode and in the precision of the trained model. Under ZeRO-3
-    and FSDP2 it is sharded like the trained model, not replicated.
-    """
+    """Prepares a model that is only read, in the precision and the shards of the trained one."""
     model.eval().requires_grad_(False)
     round_frozen(accelerator, model)
     if accelerator.is_fsdp2:
         # accelerate would look for the trained model's kinds of layers in this one.
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = model._no_split_modules
-        with shared_weights(accelerator, model):
-            return fsdp2_prepare_model(accelerator, model)
+        return fsdp2_prepare_model(accelerator, model)
     stage = zero.stage(accelerator)
     if not stage:
         # Under autocast, like the trained model.
@@ -195,42 +171,6 @@ def rounded_by_autocast(wrapper: nn.Module, device: torch.device) -> set[str]:
             if parameter is not None and owners[id(parameter)] == 1:
                 found.add(f"{path}.{name}")
     return found
-
-
-# ============================================================ weights and buffers
-@contextlib.contextmanager
-def shared_weights(accelerator, model: nn.Module):
-    """Lets accelerate cut the main process's weights for all, when it prepares the model inside.
-
-    That is what it does under FSDP2 with `fsdp_cpu_ram_efficient_loading`, but for three things: it
-    has no place for buffers that are saved, it does not send buffers, and it finds the optimizer's
-    parameters by their addresses, which parameters without memory do not have.
-
-    Args:
-        model: on the other processes without values, see `load.read_on_main_process`.
-    """
-    if not (accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading):
-        yield
-        return
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            parameter.data_ptr = functools.partial(id, parameter)
-    saved = []  # the modules with buffers that are saved, and which these are
-    for module in model.modules():
-        names = set(module._buffers) - module._non_persistent_buffers_set
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                values = buffer
-                if buffer.is_meta:
-                    values = torch.empty_like(buffer, device=accelerator.device)
-                values = values.to(accelerator.device).contiguous()
-                torch.distributed.broadcast(values, src=0)
-                module._buffers[name] = values
-        module._non_persistent_buffers_set |= names
-        saved.append((module, names))
-    yield
-    for module, names in saved:
-        module._non_persistent_buffers_set -= names
 
 
 @contextlib.contextmanager

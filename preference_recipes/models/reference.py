@@ -27,10 +27,9 @@ class Reference:
         """Loads what the arguments name. All processes must call it.
 
         Args:
-            args: `SharedArgs` with `ref_model_name_or_path`.
             model: the trained one, prepared.
-            settings: where the reference is the trained model, each of its forward passes gets
-                them, such as `with_values=False` of PPO's. A model of its own needs none.
+            settings: what each of its forward passes gets where it is the reference, such as
+                `with_values=False` of PPO's.
         """
         self.accelerator = accelerator
         self.args = args
@@ -47,11 +46,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, batch: dict, temperature: float = 1.0) -> torch.Tensor:
-        """Returns the log-prob of each token of the answers, fp32 `[answers, longest]`.
-
-        Args:
-            batch: of `Packer.make_batch`.
-        """
+        """Returns the log-prob of each token of the answers, fp32 `[answers, longest]`."""
         return self.model(batch, temperature)["logps"]
 
     def precompute(

@@ -19,13 +19,9 @@ ONLY = ""
 
 
 def names_and_paths(args) -> dict[str, str | None]:
-    """Returns the teachers that the arguments name, by what the column `teacher` calls them.
+    """Returns the teachers' folders or hub names, by what the column `teacher` calls them.
 
-    Args:
-        args: needs `teacher teacher_model_name_or_path teacher_prompt lora_r`.
-
-    Returns:
-        Folders or hub names. None stands for the student without its adapters.
+    None stands for the student without its adapters.
     """
     if args.teacher and args.teacher_model_name_or_path:
         sys.exit(
@@ -63,9 +59,6 @@ def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:
     Output layers are often padded beyond the tokenizer, to different sizes: 151,936 rows in the
     small Qwen2.5 models and 152,064 in the large ones. If all are of one size they are used whole.
     Otherwise only tokens that the tokenizer has are given a probability.
-
-    Args:
-        student: a Hugging Face model.
     """
     student_size = student.get_output_embeddings().out_features
     sizes = {student_size}
@@ -78,13 +71,10 @@ def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:
 
 
 class Teacher(NamedTuple):
-    """A model that says how probable each token is.
+    """A prepared `DistillModel`, and its output layer at the run's temperature.
 
-    Attributes:
-        model: a prepared `DistillModel`.
-        head: its output layer at the run's temperature, whole on every process. An engine that cuts
-            weights would have to gather it in each forward and backward pass of the student, which
-            is when the most memory is in use. So to keep it costs none.
+    That is whole on every process: an engine that cuts weights would otherwise gather it in each
+    forward and backward pass of the student, when the most memory is in use.
     """
 
     model: nn.Module
@@ -100,12 +90,7 @@ class Teachers:
     """
 
     def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module):
-        """Loads what the arguments name. All processes must call it.
-
-        Args:
-            args: those of distillation.
-            model: the student, a `DistillModel`, prepared.
-        """
+        """Loads what the arguments name. All processes must call it; `model` is the student."""
         self.is_sharded = engine.is_sharded(accelerator)
         self.have_own_prompts = args.teacher_prompt is not None
         self.fingerprints: dict[str, str] = {}

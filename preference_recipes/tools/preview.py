@@ -21,13 +21,7 @@ SEPARATOR = "\u2502"  # a line that texts hardly hold
 
 
 class Sequence(NamedTuple):
-    """A part of a row as a model reads it.
-
-    Attributes:
-        name: what it is.
-        ids: its tokens.
-        is_trained: bool for each token, whether the loss has a term for it.
-    """
+    """A part of a row as a model reads it, and for each of its tokens whether it is trained on."""
 
     name: str
     ids: list[int]
@@ -38,9 +32,6 @@ def show(accelerator, args, data: Data) -> None:
     """With `--preview N`, prints the first N rows of each training set, and ends the run.
 
     All processes must call it, before any model is loaded.
-
-    Raises:
-        SystemExit: with status 0 after the preview; with a message if a row fits no format.
     """
     if args.preview:
         distributed.on_main_process(accelerator, print_preview, args, data)
@@ -71,9 +62,8 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
     tokenizer = converter.tokenizer
     lines = [f"  as given   {json.dumps(row, ensure_ascii=False, default=str)}"]
     for part in sequences_of(values):
-        n_trained = sum(part.is_trained)
         lines += [
-            f"  {part.name}: {counted(len(part.ids), 'token')}, {n_trained} trained on",
+            f"  {part.name}: {counted(len(part.ids), 'token')}, {sum(part.is_trained)} trained on",
             f"    text     {json.dumps(chat.decode(tokenizer, part.ids), ensure_ascii=False)}",
             f"    tokens   {marked(part, tokenizer)}",
             f"    ids      {' '.join(map(str, part.ids))}",
@@ -86,16 +76,13 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
 
 
 def sequences_of(values: dict) -> list[Sequence]:
-    """Returns the parts of a row that a model reads, and which of their tokens are trained on.
-
-    Args:
-        values: what a row function returned; see `sft_row`, `preference_row`, `reward_row`,
-            `prompt_row` and `taught_row`.
-    """
-    if "targets" in values:
-        sequences = zip(split(values, "input_ids"), split(values, "targets"))
+    """Returns the parts of a row, as any recipe's row function returned it, that a model reads."""
+    if "targets" in values:  # of SFT, whose rows may hold several sequences
+        ends = np.cumsum(values["sequence_lengths"][:-1], dtype=int)
+        columns = (np.split(np.asarray(values[name]), ends) for name in ("input_ids", "targets"))
         return [
-            Sequence("sequence", ids.tolist(), is_trained.tolist()) for ids, is_trained in sequences
+            Sequence("sequence", ids.tolist(), is_trained.tolist())
+            for ids, is_trained in zip(*columns)
         ]
     is_reward_row = "margin" in values
     parts = []
@@ -107,12 +94,6 @@ def sequences_of(values: dict) -> list[Sequence]:
         if ids:
             parts.append(Sequence(name, ids, is_trained))
     return parts
-
-
-def split(values: dict, column: str) -> list[np.ndarray]:
-    """Returns a column of a row of SFT, sequence by sequence: a row may hold several."""
-    ends = np.cumsum(values["sequence_lengths"][:-1], dtype=int)
-    return np.split(np.asarray(values[column]), ends)
 
 
 def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,7 +1,5 @@
 """What text never reaches stands still under every engine; an expert that no token visits does not."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +12,6 @@ from preference_recipes.models import prepare
 from runs import (
     ASSETS,
     LAUNCHERS,
-    REPOSITORY,
     launch,
     recipe,
     training_lines,
@@ -144,7 +141,6 @@ def test_a_missing_gradient_is_one_of_zeros(accelerator):
     """Momentum and decay go on for an expert that the second update does not visit."""
     torch.manual_seed(0)
     model = Mixture()
-    assert prepare.may_skip_modules(model)
     reference = [layer.weight.detach().clone() for layer in model.experts]
     groups = optim.parameter_groups(model, SETTINGS)
     prepared, optimizer = prepare.for_training(
@@ -165,46 +161,3 @@ def test_a_missing_gradient_is_one_of_zeros(accelerator):
             expected.grad = torch.ones(2, 2) if visited else torch.zeros(2, 2)
             plain.step()
         torch.testing.assert_close(model.experts[number].weight, expected)
-
-
-SKIPPING = """
-import json, sys, torch
-from accelerate import Accelerator
-sys.path += {folders!r}
-from common import launch, optim
-from preference_recipes.models import prepare
-from test_untrained import Mixture, RATE, SETTINGS
-
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-torch.manual_seed(0)
-model = Mixture()
-optimizer = torch.optim.AdamW(optim.parameter_groups(model, SETTINGS), lr=RATE)
-prepared, optimizer = prepare.for_training(accelerator, model, optimizer)
-# By process: the experts of four micro-batches, two an update. Expert 2 is visited once, by one process.
-visits = [[0, 1, 0, 0], [0, 2, 1, 1]][accelerator.process_index]
-for number, visited in enumerate(visits):
-    with accelerator.accumulate(prepared):
-        accelerator.backward(prepared(torch.full((1, 2), number + 1.0), visited).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-if accelerator.is_main_process:
-    print("done: ", json.dumps([layer.weight.tolist() for layer in model.experts]))
-"""
-
-
-def test_processes_may_visit_other_experts(tmp_path):
-    """DDP waits for no gradient that does not come; each counts as zero where it is missing."""
-    script = tmp_path / "skipping.py"
-    folders = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/models")]
-    script.write_text(SKIPPING.format(folders=folders))
-    said = launch(LAUNCHERS["ddp"], script).stdout
-    found = json.loads(said.split("done: ")[1].splitlines()[0])
-    torch.manual_seed(0)
-    # The sum of inputs by update and expert, over two micro-batches and two processes.
-    sums = [[1 + 1, 2, 2], [3 + 4, 3 + 4, 0]]
-    for number, layer in enumerate(Mixture().experts):
-        plain = torch.optim.AdamW([layer.weight], lr=RATE, weight_decay=DECAY)
-        for of_update in sums:
-            layer.weight.grad = torch.full((2, 2), of_update[number] / 4)
-            plain.step()
-        torch.testing.assert_close(torch.tensor(found[number]), layer.weight.detach())
