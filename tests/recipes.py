@@ -59,7 +59,6 @@ class Recipe:
 
         split_flags: for test_invariance.py.
         split_updates: how many updates these make.
-        splits_left_out: the splits of test_invariance.py that other recipes are tested with.
         resume_on, resume_on_slow: the launchers under which a killed run is resumed, in `make test`
             and in `make test-slow`.
         resume_flags: for test_resume.py.
@@ -85,7 +84,6 @@ class Recipe:
 
     split_flags: list = field(default_factory=list)
     split_updates: int = 6
-    splits_left_out: list[tuple]
     resume_on: list[str]
     resume_on_slow: list[str] = field(default_factory=list)
     resume_flags: list = field(default_factory=list)
@@ -120,7 +118,6 @@ RECIPES = {
         evaluates_answers=True,
         key_metric="mean_token_accuracy",
         demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
-        splits_left_out=[("zero2", "tokens"), ("ddp", "tokens"), ("compiled", 4)],
         resume_on=[],
         resume_on_slow=["ddp", "offload"],
         overflow=Overflow(stage=2, processes=2, slow=True),
@@ -134,7 +131,6 @@ RECIPES = {
         key_metric="accuracy",
         demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
         split_flags=["--learning_rate", 0.003],
-        splits_left_out=[("zero2", "tokens"), ("ddp", 2), ("compiled", 4)],
         resume_on=[],
         overflow=Overflow(stage=3, processes=2),
         waits={"shared": []},
@@ -145,7 +141,6 @@ RECIPES = {
         evaluates_answers=True,
         key_metric="rewards/accuracies",
         demo=Demo("ds_fp16", "eval/exact_match", 0.15, adapters=(2e-3, 0.15)),
-        splits_left_out=[("zero1", 2), ("ddp", "tokens"), ("compiled", 4)],
         resume_on=["plain", "growing"],
         resume_on_slow=["fsdp2"],
         overflow=Overflow(stage=1, processes=1),
@@ -159,7 +154,6 @@ RECIPES = {
         evaluates_answers=True,
         key_metric="kl",
         demo=Demo("cpu", "eval/exact_match", 0.15),
-        splits_left_out=[("zero1", 2), ("ddp", "tokens"), ("compiled", 4)],
         resume_on=[],
         resume_on_slow=["zero3"],
         waits={
@@ -189,7 +183,6 @@ RECIPES = {
             *("--kl_target", 0.085, "--kl_horizon", 50),
         ],
         split_updates=11,
-        splits_left_out=[("zero1", 2), ("ddp", 2)],
         resume_on=[],
         resume_on_slow=["zero3"],
         # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
@@ -234,7 +227,6 @@ RECIPES = {
             *("--mask_truncated", True),
         ],
         split_updates=7,
-        splits_left_out=[("plain", "tokens"), ("ddp", "tokens"), ("zero1", 2), ("compiled", 4)],
         resume_on=["plain"],
         # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout
         # has 1 to 3 updates.
@@ -268,7 +260,6 @@ RECIPES = {
             *("--learning_rate", 0.003, "--max_steps", 7),
         ],
         split_updates=7,
-        splits_left_out=[("plain", "tokens"), ("ddp", 2), ("zero1", 2), ("compiled", 4)],
         resume_on=[],  # test_recipe.py shows it
         device_flags=[*TAUGHT, "--rollout_batch_size", 16, "--max_new_tokens", 4],
         waits={

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from contracts.proof import processes, warm
+from contracts.proof import warm
 from recipes import RECIPES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -113,15 +113,27 @@ def workers(process: subprocess.Popen) -> list[int]:
     return sorted(child.pid for child in psutil.Process(process.pid).children())
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process still runs; one that has ended but was not waited for does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def kill(process: subprocess.Popen | warm.Process) -> None:
     """A launcher and its workers, which are in groups of their own, all at once; waits until none is there."""
-    started = [psutil.Process(worker) for worker in workers(process)]
-    os.killpg(process.pid, signal.SIGKILL)
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        started = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     for worker in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
     process.wait()
-    while any(processes.is_alive(worker) for worker in started):
+    # They are not this process's children, so nobody tells it when they have ended.
+    while any(is_alive(worker) for worker in started):
         time.sleep(0.01)
 
 
@@ -273,7 +285,7 @@ def tiny_inputs(folder: Path) -> Path:
         }
         for w in words
     ]
-    rows = {
+    rows: dict[str, list[dict]] = {
         "sft": [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs],
         "preferences": pairs,
         "prompts": [{"prompt": say("user", w), "answer": w} for w in words],

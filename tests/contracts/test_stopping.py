@@ -18,9 +18,9 @@ from accelerate.utils import DistributedType
 
 from common import folders, run_folder
 from common.checkpoint import Checkpoint
-from contracts.proof import processes
 from runs import (
     LAUNCHERS,
+    is_alive,
     launch,
     lines,
     recipe,
@@ -186,10 +186,10 @@ def test_what_a_killed_launcher_leaves_ends_with_a_checkpoint(inputs, launcher, 
         for resume in ("auto", "never"):
             result = launch(way, recipe("ppo"), *again, "--resume", resume, cwd=inputs, check=False)
             assert result.returncode and f"--output_dir {output} is in use" in result.stdout
-        assert all(processes.is_alive(worker) for worker in left)
+        assert all(is_alive(worker) for worker in left)
     finally:
         go.touch()
-    while any(processes.is_alive(worker) for worker in left):
+    while any(is_alive(worker) for worker in left):
         time.sleep(0.01)
     assert "stopped by the end of its launcher after update 1, saved in" in console.read_text()
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]

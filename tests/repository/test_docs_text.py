@@ -218,23 +218,3 @@ def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_pa
     tokenizer = tokenizer_of(str(ASSETS / "model"))
     values = function(json.loads(lines[1]), tokenizer, args.max_length, **settings)
     assert values["reason"] == "" and values["length"] > 0
-
-
-@pytest.mark.parametrize(
-    "script", sorted((REPOSITORY / "findings").glob("*.sh")), ids=lambda script: script.stem
-)
-def test_findings_have_the_form_of_contributing(script):
-    """They are not run here: that takes minutes each, and a network."""
-    text = script.read_text(encoding="utf-8")
-    head, _, rest = text.partition("set -euo pipefail\nfolder=$(mktemp -d)\n")
-    places = [
-        head.find(f"# {part}: ") for part in ("The good guess", "What was seen", "Why it matters")
-    ]
-    assert 0 < places[0] < places[1] < places[2]
-    assert max(map(len, text.splitlines())) <= 120
-    assert rest.startswith("trap 'rm -rf \"$folder\"' EXIT\n") and rest.endswith(
-        'echo "as described"\n'
-    )
-    pinned = re.findall(r"pip\" install -q ((?:\S+==\S+ ?(?:\\\n +)?)+)\n", rest)
-    assert len(pinned) == 1 and "assert " in rest
-    assert f"`{script.name}`" in (REPOSITORY / "findings/README.md").read_text(encoding="utf-8")

@@ -2,26 +2,21 @@
 
 import json
 import math
-import re
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from common import folders
-from contracts.proof import processes, rows, warm
-from contracts.proof.processes import Process, end_of
+from contracts.proof import rows, warm
+from runs import LAUNCHERS, TIMEOUT, kill, launch, start_warm, timeless
 
-# A run that takes longer hangs. It is no bound of a promise: a tiny run takes seconds. Below the 600
-# seconds that a test may take, so that it is told which run it was.
-HANG_SECONDS = 240
 # Samples of an update, unless a promise says otherwise.
 BATCH = 16
 # Two updates of 16 and one of 1, for which one process of two has only a padding row.
@@ -77,52 +72,29 @@ TINY_RUN = {
 }
 # How the arguments of one run differ from those of all tiny runs; see `Bench.flags`.
 Changes = dict[str, Any]
-
-
-class Unchecked(Exception):
-    """Why a promise cannot be checked: a flag that the recipe lacks, a metric not logged."""
-
-
-class RunFailed(Exception):
-    """A run ended with an error, where it should not."""
+# A name of `LAUNCHERS`, or the words of another one.
+Launcher = str | list[str]
 
 
 class Finished(NamedTuple):
-    """A run that has ended.
+    """A run that has ended: its `--output_dir`, and what it printed."""
 
-    Attributes:
-        name: for messages.
-        folder: its `--output_dir`.
-        console: what it printed.
-    """
-
-    name: str
     folder: Path
     console: str = ""
 
     @property
     def lines(self) -> list[dict]:
         """All lines of `metrics.jsonl` without what depends on time."""
-        text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines()]
-        return [
-            {tag: value for tag, value in line.items() if not tag.startswith("perf/")}
-            for line in lines
-        ]
+        return timeless(self.folder)
 
     @property
     def training(self) -> list[dict]:
-        """The lines of training."""
         return [line for line in self.lines if "loss" in line]
 
     @property
     def evaluations(self) -> list[dict]:
-        """The lines of evaluations."""
-        return [
-            line
-            for line in self.lines
-            if all(tag == "global_step" or tag.startswith("eval/") for tag in line)
-        ]
+        is_of_evaluation = lambda tag: tag == "global_step" or tag.startswith("eval/")
+        return [line for line in self.lines if all(map(is_of_evaluation, line))]
 
     @property
     def last_step(self) -> int:
@@ -154,16 +126,13 @@ def updates_in(samples: int) -> int:
     return math.ceil(samples / BATCH)
 
 
-# ============================================================ the bench
 class Bench:
     """One recipe with tiny inputs, and all runs of it so far.
 
-    Several promises look at the same runs. The first one that asks for a run makes it; the others
-    wait for it.
+    Several promises look at the same runs. The first one that asks for a run makes it.
 
     Args:
-        recipe: the file.
-        argv: its arguments.
+        argv: the recipe's arguments.
         folder: an empty folder for everything that is written.
         quick: whether promises are checked on fewer engines.
 
@@ -174,41 +143,28 @@ class Bench:
 
     def __init__(self, recipe: Path, argv: list[str], folder: Path, quick: bool):
         self.recipe = recipe
-        self.argv = argv
         self.folder = folder
         self.quick = quick
-        self.slots = processes.Slots()
-        self.runs: dict[str, Future] = {}
-        self.lock = threading.Lock()
-        self.running: set[Process] = set()
-        self.is_stopped = False
-        self.arguments: dict[str, Any] = {}
-        self.train_rows: list[list[dict]] = []
-        self.eval_rows: list[list[dict]] = []
-
-    # ------------------------------------------------------------ what the recipe is
-    def prepare(self) -> None:
-        """Finds out the recipe's arguments, and reads the first rows of its data.
-
-        The run is stopped once it has recorded its arguments, before its first update.
-
-        Raises:
-            RunFailed: it ended before that.
-            Unchecked: it names no model or no data.
-        """
-        output = self.folder / "asked"
-        record = output / "run.yaml"
-        words = [str(self.recipe), *self.argv, "--output_dir", str(output)]
-        process, console = self.start("asked", words, "plain")
-        self.wait("asked", process, console, until=record.exists)
-        if not record.exists():
-            raise RunFailed(f"the recipe does not start:\n{end_of(console)}")
-        self.arguments = yaml.safe_load(record.read_text(encoding="utf-8"))
+        self.runs: dict[str, Finished] = {}
+        self.failures: dict[str, str] = {}
+        self.arguments: dict[str, Any] = self.ask(argv)
         self.need("model_name_or_path", "dataset_name")
         self.train_rows = self.first_rows("dataset")
         self.eval_rows = self.first_rows("eval_dataset")
         if not self.eval_rows:
             self.eval_rows = [self.train_rows[0][-EVALUATION_ROWS:]]
+        kept = {k: v for k, v in self.arguments.items() if k not in LEFT_OUT}
+        self.defaults_file = folder / "asked.yaml"
+        self.defaults_file.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+
+    # ------------------------------------------------------------ what the recipe is
+    def ask(self, argv: list[str]) -> dict:
+        """Returns the recipe's arguments: a run is stopped once it has recorded them."""
+        record = self.folder / "asked" / "run.yaml"
+        words = [*argv, "--output_dir", str(record.parent)]
+        if not self.run_until("asked", "plain", words, record.exists):
+            pytest.fail("the recipe records no run.yaml", pytrace=False)
+        return yaml.safe_load(record.read_text(encoding="utf-8"))
 
     def first_rows(self, kind: str) -> list[list[dict]]:
         """Returns the first rows of `--dataset_name` or of `--eval_dataset_name`."""
@@ -220,10 +176,10 @@ class Bench:
         return all(name in self.arguments for name in names)
 
     def need(self, *names: str) -> None:
-        """Raises `Unchecked` if the recipe lacks one of these arguments."""
+        """Skips the test if the recipe lacks one of these arguments."""
         missing = [f"--{name}" for name in names if name not in self.arguments]
         if missing:
-            raise Unchecked(f"the recipe has no {' '.join(missing)}")
+            pytest.skip(f"the recipe has no {' '.join(missing)}")
 
     @property
     def generates(self) -> bool:
@@ -253,9 +209,7 @@ class Bench:
         return [
             name
             for name, value in (self.model_config or {}).items()
-            if ("dropout" in name or "pdrop" in name)
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
+            if ("dropout" in name or "pdrop" in name) and type(value) in (int, float)
         ]
 
     @property
@@ -275,13 +229,12 @@ class Bench:
             return self.model_source
         config = {**self.model_config, **dict.fromkeys(self.dropout_settings, dropout)}
         copy = self.folder / f"model_{dropout:g}"
-        with self.lock:
-            if not copy.exists():
-                copy.mkdir()
-                for path in self.model_source.iterdir():
-                    if path.name != "config.json":
-                        (copy / path.name).symlink_to(path.resolve())
-                (copy / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        if not copy.exists():
+            copy.mkdir()
+            for path in self.model_source.iterdir():
+                if path.name != "config.json":
+                    (copy / path.name).symlink_to(path.resolve())
+            (copy / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return copy
 
     # ------------------------------------------------------------ its flags
@@ -314,7 +267,7 @@ class Bench:
             "lora_dropout": dropout if self.has_adapter_dropout else 0.0,
             **changes,
         }
-        flags = ["--output_dir", str(output)]
+        flags = [str(self.defaults_file), "--output_dir", str(output)]
         for name, value in values.items():
             if name in asked:
                 flags.append(f"--{name}")
@@ -329,168 +282,76 @@ class Bench:
         for index, (rows_of_set, share) in enumerate(zip(sets, shares)):
             path = self.folder / f"{kind}_{number}_{index}.jsonl"
             text = "".join(json.dumps(row, default=str) + "\n" for row in rows_of_set[:share])
-            with self.lock:
-                if not path.exists():
-                    path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
             paths.append(path)
         return paths
 
-    def defaults_file(self) -> Path:
-        """Writes the recipe's arguments as a YAML file, without those of `LEFT_OUT`."""
-        path = self.folder / "asked.yaml"
-        with self.lock:
-            if not path.exists():
-                kept = {k: v for k, v in self.arguments.items() if k not in LEFT_OUT}
-                path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
-        return path
-
-    # ------------------------------------------------------------ its processes
-    def start(
-        self, name: str, words: list[str], launcher: str, fresh: bool = False
-    ) -> tuple[Process, Path]:
-        """Starts `python [launcher] words`; returns the process and the file of what it prints.
-
-        Raises:
-            RunFailed: `stop` was called.
-        """
-        console = self.folder / f"{name}.txt"
-        command = [*processes.launcher_words(launcher, self.folder), *words]
-        with self.lock:
-            if self.is_stopped:
-                raise RunFailed(f"the run `{name}` was stopped")
-            process = processes.start(command, console, fresh)
-            self.running.add(process)
-        return process, console
-
-    def wait(
-        self, name: str, process: Process, console: Path, until: Callable[[], bool] | None = None
-    ) -> bool:
-        """Waits for the end of a run that `start` has started.
-
-        Args:
-            until: kills the run at the moment when this is true.
-
-        Returns:
-            whether it came to that moment.
-
-        Raises:
-            RunFailed: it hung, and was killed.
-        """
-        latest = time.monotonic() + HANG_SECONDS
-        interval = 0.001 if until else 1  # seconds; a moment may be short
-        try:
-            while process.poll(interval) is None:
-                if until and until():
-                    return True
-                if time.monotonic() > latest:
-                    processes.show_stacks(process)
-                    raise RunFailed(f"the run `{name}` hung:\n{end_of(console, most=100)}")
-            return False
-        finally:
-            # Also after an error, for example in `until`, no run is left behind.
-            if process.returncode is None:
-                processes.kill(process)
-            with self.lock:
-                self.running.discard(process)
-
-    def check_end(self, name: str, process: Process, console: Path) -> None:
-        """Raises `RunFailed` if a process that has ended failed."""
-        output = console.read_text(encoding="utf-8", errors="replace")
-        if process.returncode and not warm.aborted_at_exit(output):
-            raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
-
-    def stop(self) -> None:
-        """Kills all runs, and lets none start from now on.
-
-        Threads that wait for a run then get `RunFailed`.
-        """
-        with self.lock:
-            self.is_stopped = True
-            for process in self.running:
-                processes.send_kill(process)
-
     # ------------------------------------------------------------ its runs
-    def run(self, name: str, launcher: str = "plain", fresh: bool = False, **changes) -> Finished:
+    def run(
+        self, name: str, launcher: Launcher = "plain", fresh: bool = False, **changes
+    ) -> Finished:
         """Returns the run of this name, made with these changes by whoever asks first.
 
         Args:
             fresh: in new interpreters, as a user starts it.
             changes: see `flags`.
-
-        Raises:
-            RunFailed: it ended with an error.
-            Unchecked: none of the rows that it was given can be used.
         """
-        with self.lock:
-            is_first = name not in self.runs
-            future = self.runs.setdefault(name, Future())
-        if is_first:
+        if name not in self.runs and name not in self.failures:
+            output = self.folder / name
+            flags = self.flags(output, **changes)
+            words = LAUNCHERS[launcher] if isinstance(launcher, str) else launcher
             try:
-                output = self.folder / name
-                flags = self.flags(output, **changes)
-                with self.slots.take(processes.number_of(launcher)):
-                    self.launch(name, launcher, flags, fresh=fresh)
-                console = (self.folder / f"{name}.txt").read_text(
-                    encoding="utf-8", errors="replace"
-                )
-                future.set_result(Finished(name, output, console))
-            except RunFailed as error:
-                future.set_exception(as_unchecked(error) or error)
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
+                done = launch(words, self.recipe, *flags, cwd=Path.cwd(), fresh=fresh)
+                self.runs[name] = Finished(output, done.stdout)
+            except AssertionError as error:
+                self.failures[name] = str(error)
+        if name in self.failures:
+            self.fail(name, self.failures[name])
+        return self.runs[name]
 
-    def launch(
-        self,
-        name: str,
-        launcher: str,
-        flags: list[str],
-        until: Callable[[], bool] | None = None,
-        fresh: bool = False,
+    def fail(self, name: str, output: str) -> None:
+        """Ends a test because a run failed; skips it where none of the few rows can be used.
+
+        Some later rows can be used: `ask` has seen a run begin with all of them.
+        """
+        # Other processes fail after the first one because it is gone, and say no more than that.
+        until_failure, _, _ = output.partition(f"\n{warm.FAILED}")
+        last = "\n".join(until_failure.strip().splitlines()[-15:])
+        if "no usable row: " in output:
+            pytest.skip(f"the first rows of the data cannot be used: {last}")
+        pytest.fail(f"the run `{name}` ended with an error:\n{last}", pytrace=False)
+
+    def run_until(
+        self, name: str, launcher: str, flags: list[str], moment: Callable[[], bool]
     ) -> bool:
-        """Runs the recipe to its end, or until a moment, at which all its processes are killed.
+        """Runs the recipe until a moment, at which all its processes are killed, or to its end.
 
         Returns:
             whether it came to that moment.
-
-        Raises:
-            RunFailed: it ended with an error.
         """
-        words = [str(self.recipe), str(self.defaults_file()), *flags]
-        process, console = self.start(name, words, launcher, fresh)
-        was_killed = self.wait(name, process, console, until)
-        if not was_killed:
-            self.check_end(name, process, console)
-        return was_killed
+        console = self.folder / f"{name}.console"
+        console.touch()  # a run that is killed at once may not come to it
+        process = start_warm(
+            LAUNCHERS[launcher], self.recipe, *flags, cwd=Path.cwd(), output=str(console)
+        )
+        latest = time.monotonic() + TIMEOUT
+        try:
+            while process.poll(0.001) is None:
+                if moment():
+                    return True
+                if time.monotonic() > latest:
+                    self.fail(name, f"{console.read_text(errors='replace')}\nit hung")
+        finally:
+            if process.returncode is None:
+                kill(process)
+        if process.returncode:
+            self.fail(name, console.read_text(errors="replace"))
+        return False
 
     def run_to_first_line(self, name: str, **changes) -> dict:
         """Returns the first line of a run's `metrics.jsonl`, and kills it there."""
         output = self.folder / name
         file = output / "metrics.jsonl"
-
-        def has_line() -> bool:
-            return file.exists() and "\n" in file.read_text(encoding="utf-8")
-
-        with self.slots.take(1):
-            self.launch(name, "plain", self.flags(output, **changes), until=has_line)
-        return Finished(name, output).lines[0]
-
-    def run_script(self, name: str, *words: str) -> str:
-        """Runs another script than the recipe; returns what it printed."""
-        with self.slots.take(1):
-            process, console = self.start(name, list(words), "plain")
-            self.wait(name, process, console)
-        if process.returncode != 0:
-            raise RunFailed(end_of(console))
-        return console.read_text(encoding="utf-8", errors="replace")
-
-
-def as_unchecked(error: RunFailed) -> Unchecked | None:
-    """Returns what to say where none of a run's few rows can be used; None of another error.
-
-    Some later rows can be used: `prepare` has seen a run begin with all of them.
-    """
-    unusable = re.search(r"no usable row: .*", str(error))
-    if unusable:
-        return Unchecked(f"the first rows of the data cannot be used: {unusable[0]}")
-    return None
+        has_line = lambda: file.exists() and "\n" in file.read_text(encoding="utf-8")
+        self.run_until(name, "plain", self.flags(output, **changes), has_line)
+        return Finished(output).lines[0]

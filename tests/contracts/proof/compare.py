@@ -46,13 +46,6 @@ class Difference(NamedTuple):
         return self.measured <= self.bound
 
 
-class Check(NamedTuple):
-    """One line of the table: what was compared, how far it is off, and how far it may be."""
-
-    what: str
-    difference: Difference
-
-
 def first_or_nearest(differences: Iterable[Difference]) -> Difference:
     """Returns the first difference beyond its bound, else the one nearest to its bound."""
     nearest = Difference(0.0, 0.0)

@@ -12,7 +12,6 @@ the tests.
 
 import atexit
 import contextlib
-import faulthandler
 import gc
 import importlib
 import os
@@ -43,8 +42,6 @@ LATE = [
     "peft",
     "torch._functorch.aot_autograd",
 ]
-# Has a forked run print the stacks of its threads; no recipe uses this signal.
-SHOW_STACKS = signal.SIGUSR2
 # The beginning of the line that names the process of a world that failed first.
 FAILED = "the process that failed first:"
 
@@ -201,7 +198,6 @@ def start(command: list[str], cwd: str, environment: dict[str, str], output: str
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    faulthandler.register(SHOW_STACKS, file=2)
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.chdir(cwd)
     os.environ.clear()
