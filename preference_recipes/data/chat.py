@@ -142,15 +142,20 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    # "" would not do: a tokenizer that appends an EOS returns that alone, and BOS and EOS may be
-    # the same token.
-    adds_bos = tokenizer("a").input_ids[:1] == [bos]
     # The text may begin with a BOS already. If the prompt is empty, an answer begins it.
     first_id = next((ids[0] for ids in (prompt_ids, *answer_ids) if ids), None)
-    if adds_bos and first_id != bos:
+    if adds_bos(tokenizer, bos) and first_id != bos:
         prompt_ids = [bos, *prompt_ids]
     ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
     return prompt_ids, *ended
+
+
+@functools.lru_cache(maxsize=16)
+def adds_bos(tokenizer, bos: int | None) -> bool:
+    """Whether the tokenizer puts a BOS before a text."""
+    # "" would not do: a tokenizer that appends an EOS returns that alone, and BOS and EOS may be
+    # the same token.
+    return tokenizer("a").input_ids[:1] == [bos]
 
 
 def n_common(first, second) -> int:
