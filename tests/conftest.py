@@ -53,22 +53,9 @@ def tokenizer():
 
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
-    "recipe",
-    "learning",
-    "prove",
-    "stopping",
-    "fp16",
-    "untrained",
-    "nodes",
-    "strategies",
-    "resume",
-    "launch",
-    "configs",
-    "invariance",
-    "ppo",
-    "docs",
-    "metrics",
-    "counting",
+    *["recipe", "learning", "prove", "environments", "nodes", "strategies", "invariance"],
+    *["resume", "launch", "fp16", "stopping", "lora", "vllm", "configs", "docs", "waits"],
+    *["untrained", "ppo", "saved_actors", "references", "golden", "refusals", "grpo", "metrics"],
 ]
 
 

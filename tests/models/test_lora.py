@@ -6,7 +6,6 @@ test_invariance.py, test_resume.py and test_references.py have their cases with 
 import functools
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from recipes import RECIPES
 from recipes import load as load_recipe
 from runs import (
     LAUNCHERS,
-    REPOSITORY,
     config_launcher,
     evaluation_lines,
     launch,
@@ -354,15 +352,7 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
         (checkpoint, tmp_path / "merged", ["--merge"]),
         (output / "actor", tmp_path / "of_actor", ["--merge"]),  # a run may have no checkpoint
     ):
-        command = [
-            sys.executable,
-            "-m",
-            "preference_recipes.tools.export",
-            str(source),
-            str(out),
-            *merging,
-        ]
-        subprocess.run(command, cwd=REPOSITORY, check=True)
+        export(source, out, *merging)
     assert folders.describe_files(tmp_path / "of_actor") == folders.describe_files(
         tmp_path / "merged"
     )
@@ -422,9 +412,10 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_only(inputs, tmp_path,
 
 
 def export(*arguments) -> None:
-    """Runs `python -m preference_recipes.tools.export` as a user does."""
-    command = [sys.executable, "-m", "preference_recipes.tools.export", *map(str, arguments)]
-    subprocess.run(command, cwd=REPOSITORY, check=True)
+    """Runs `python -m preference_recipes.tools.export` in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["export", *map(str, arguments)])
+        exporting.main()
 
 
 @pytest.mark.slow
