@@ -76,15 +76,6 @@ def argument(function: str, call: str, keyword: str, value: str) -> Plant:
     return edit(function, f"{call}({keyword}=...)", is_wanted, change)
 
 
-def return_instead(function: str, value: str) -> Plant:
-    """Makes a function return the value of an expression and do nothing else."""
-
-    def plant(tree: ast.Module) -> None:
-        find_definition(tree, function).body = [ast.Return(expression(value))]
-
-    return plant
-
-
 def together(*plants: Plant) -> Plant:
     """Several edits of one file as one."""
 
