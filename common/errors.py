@@ -17,8 +17,7 @@ failed = False  # whether `run` is ending this process because of an error
 def run(main: Callable[[], None]) -> None:
     """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen.
 
-    A launcher of several processes prints its own report below all that they wrote. That report
-    ends with the message, see `tell_launcher`, so the process itself prints nothing.
+    The report of a launcher ends with the message, so then the process itself prints nothing.
     """
     global failed
     try:
@@ -38,11 +37,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def refuse(message: str, status: int = 1) -> None:
-    """Ends this process with a message, which the launcher shows if there is one.
-
-    Raises:
-        SystemExit: with `status`.
-    """
+    """Ends this process with a message, which the launcher shows if there is one."""
     close_bars()
     if not tell_launcher(message):
         print(message, file=sys.stderr, flush=True)

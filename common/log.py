@@ -37,7 +37,6 @@ class Logger:
         charts: the key metrics, by the title of the chart that shows them together.
 
     Attributes:
-        bar, started: made by `start`, which also reads the clock.
         board: TensorBoard's writer; None where there is none.
     """
 
@@ -67,7 +66,8 @@ class Logger:
         if trackers and self.accelerator.is_main_process:
             self.accelerator.log_with = trackers
             self.accelerator.project_configuration.set_directories(str(self.output_dir))
-            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config=vars(self.args))
+            config = dict(vars(self.args))  # a copy: that of MLflow deletes long values
+            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config=config)
         if "tensorboard" in names and self.accelerator.is_main_process:
             self.start_tensorboard()
         self.started = time.monotonic()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from common import REPOSITORY, as_list, counted, distributed, engine, folders
+from common import REPOSITORY, as_list, counted, engine, folders
 
 # Where a run writes, and whether it resumes, does not belong to what it computes.
 NOT_REPEATED = ("output_dir", "resume")
@@ -88,16 +88,11 @@ def commit() -> str | None:
     return None
 
 
-def date_of_run(accelerator, args) -> str:
-    """Returns the date that chat templates print, as in 2026-01-31; the same on all processes.
+def find_date(args) -> str:
+    """Returns the date that chat templates print, as in 2026-01-31; for the main process.
 
     It is that of the run's start: a resumed run takes it from the checkpoint.
     """
-    return distributed.on_main_process(accelerator, find_date, args)
-
-
-def find_date(args) -> str:
-    """Does the work of `date_of_run` on one process."""
     candidates = []
     if args.resume == "auto":
         candidates = folders.by_step(Path(args.output_dir) / "checkpoints")[::-1]

@@ -32,7 +32,7 @@ OTHER_SENSES = re.compile(r"vision|visual|image|video|audio|speech|multi_?modal|
 # ============================================================ tokenizers
 def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
-    date = record.date_of_run(accelerator, args)
+    date = distributed.on_main_process(accelerator, record.find_date, args)
     return tokenizer_of(
         args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
     )
