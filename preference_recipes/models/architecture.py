@@ -214,9 +214,6 @@ def freeze_unreached(accelerator, wrapper: nn.Module) -> None:
     """Freezes the modules that no text reaches, and prints which: weight decay would shrink them.
 
     The experts of a mixture are reached, even if no token visits one.
-
-    Args:
-        wrapper: a `ModelWrapper`, not prepared yet. Under ZeRO-3 its weights may be cut already.
     """
     names = []
     for model in whole_models(wrapper).values():

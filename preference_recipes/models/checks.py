@@ -56,8 +56,7 @@ def make_packer(
     All processes must call it.
 
     Args:
-        models: all that will read the rows, prepared; their output is scores or log-probs. None
-            stands for none.
+        models: all that will read the rows, prepared, or None.
         max_length: tokens of the longest row.
         share: whether prompts and rows are shared, if all models read packed rows alike.
         varlen: rows are packed for flash attention, see `Packer`.

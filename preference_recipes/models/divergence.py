@@ -108,7 +108,6 @@ def compare(
 
     Args:
         student, teacher: log-probs of all tokens, `[n, v]`.
-        targets: `[n]`.
         beta: None: in place of the divergence, the student's log-prob of the target.
     """
     p_student = student.exp()

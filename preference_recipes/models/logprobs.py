@@ -60,10 +60,8 @@ class ByChunks(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, vocabulary: int, job):
         """Returns the job's values of all positions.
 
-        Args:
-            hidden: `[n, h]`.
-            weight, bias: `[v, h]`; `[v]` or None.
-            vocabulary: only so many tokens, from the first, have a probability.
+        Hidden states are `[n, h]`, the weight `[v, h]`, the bias `[v]` or None. Only so many tokens
+        as `vocabulary` says, from the first, have a probability.
         """
         ctx.job = job
         ctx.rows = slice(vocabulary)
@@ -157,13 +155,9 @@ def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The job of `ByChunks` whose values are the log-probs of the targets, then the extras.
+    """The job of `ByChunks` whose values are the log-probs of the targets `[n]`, then the extras.
 
-    Attributes:
-        targets: `[n]`.
-        multiplier, softcap: the architecture's logits are
-            `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.
-        extras: names of `EXTRAS`.
+    The logits are `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.
     """
 
     targets: torch.Tensor
@@ -303,17 +297,14 @@ class LogProbModel(ModelWrapper):
         extras: tuple[str, ...] = (),
         check: bool = False,
     ) -> dict:
-        """Returns the log-probs of the targets of a batch.
+        """Returns the log-probs of the targets of a batch, `logps`, and the `EXTRAS` asked for.
+
+        They are fp32 `[answers, longest]`, zero where `batch["mask"]` is false.
 
         Args:
             batch: of `Packer.make_batch`.
             temperature: the logits are divided by it.
-            extras: names of `EXTRAS` to return as well.
             check: adds `own_logps`, by the architecture's own forward, for `checks`.
-
-        Returns:
-            dict of fp32 `[answers, longest]`: `logps`, and the extras. They are zero where
-            `batch["mask"]` is false.
         """
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
         job = LogProbs(

@@ -20,7 +20,6 @@ def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
     """Returns the model that the arguments name, ready for `for_training`.
 
     Args:
-        args: `SharedArgs`.
         dropout: False: what the recipe compares, policies or answers, must differ in nothing else.
     """
     model = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
@@ -65,12 +64,7 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which.
-
-    Args:
-        model: a `ModelWrapper`, not prepared yet.
-        args: `SharedArgs`.
-    """
+    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which."""
     architecture.freeze_unreached(accelerator, model)
     lora.add_adapters(accelerator, model, args)
 

@@ -13,10 +13,7 @@ from preference_recipes.models.packing import Packer
 
 
 class Reference:
-    """A reference policy, and its log-probs of answers.
-
-    With adapters, unless the arguments name another one, it is the trained model with its adapters
-    off: no second copy is held.
+    """A reference policy; with adapters, unless another is named, the trained model without them.
 
     Attributes:
         model: reads batches as the policy does; None where all its log-probs are precomputed.

@@ -126,8 +126,8 @@ class Teachers:
     ) -> list[Lesson]:
         """Returns what the teachers say at the targets of a batch, each of its own answers.
 
-        Where the engine cuts weights, all processes must call it equally often: every teacher then
-        reads on all of them, also on those where it has no answer.
+        Where the engine cuts weights, every teacher reads on all processes, also where it has no
+        answer: all must call it equally often.
 
         Args:
             batch: of these answers, as the student reads them.

@@ -107,16 +107,7 @@ def test_a_fingerprint_is_that_of_the_content(inputs, tmp_path):
     assert load.describe_weights("org/hub-name", config) == "commit abc of org/hub-name"
 
 
-PPO = [
-    "--rollout_batch_size",
-    8,
-    "--generate_batch_size",
-    8,
-    "--score_batch_size",
-    8,
-    "--max_new_tokens",
-    4,
-]
+PPO = ["--rollout_batch_size", 8, "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 4]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, part", [("dpo", "reference"), ("ppo", "reward")])
