@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -46,8 +45,6 @@ TABLE = [
     ("dpo", ["--model_name_or_path", "/no/such", *OWN[2:]], 1, ["'/no/such' cannot be loaded by Auto"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], 1, ["'owner/never'", "connect"]),
     ("dpo", [*OWN, "--ref_model_name_or_path", "/no/such"], 1, ["'/no/such' cannot be loaded by Auto"]),
-    ("dpo", [*OWN, "--chat_template", "none.jinja"], 1, ["--chat_template none.jinja: expected a file"]),
-    ("dpo", [*OWN, "--chat_template_kwargs", "{"], 1, ["--chat_template_kwargs {: expected a JSON object"]),
     # Data.
     ("dpo", [*MODEL, "--dataset_name", "none.jsonl"], 1, ["'none.jsonl' does not exist (looked in"]),
     ("dpo", [*MODEL, "--dataset_name", "empty.jsonl"], 1, ["'empty.jsonl'", "holds no rows"]),
@@ -224,7 +221,6 @@ def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, fl
     *_, last, border = result.stdout.strip().splitlines()
     assert set(border) == {"="} and message in last, result.stdout
     assert result.stdout.count(message) == 1
-    assert len(re.findall(r"exitcode +: [12] ", result.stdout)) == 1
 
 
 def test_help_lists_each_flag_once():
