@@ -22,7 +22,6 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
@@ -183,11 +182,6 @@ def find_added_tokens(tokenizer, _size: int) -> re.Pattern:
 
 
 # ============================================================ the template itself
-def read(path: str) -> str:
-    """Returns the chat template in a file."""
-    return Path(path).read_text(encoding="utf-8")
-
-
 def set_defaults(tokenizer, text: str) -> None:
     """Gives variables of a tokenizer's chat template default values, which are saved with it.
 
@@ -424,14 +418,12 @@ class Answer(NamedTuple):
     """The token ids of an answer as a model should write it, and of what precedes it.
 
     Attributes:
-        prompt: what the model reads at inference before it answers.
-        context: `prompt`, or only its beginning if the template writes this answer after that.
+        context: the prompt, or only its beginning if the template writes this answer after that.
         ids: the answer with the token that ends it; none if the template does not write it.
         targets: which of `ids` the model writes itself, and should learn to.
         notes: what the user should know. The run prints each, with its number of rows.
     """
 
-    prompt: list[int]
     context: list[int]
     ids: list[int]
     targets: list[bool]
@@ -467,10 +459,10 @@ def encode_answer(
     if len(sequences) > 1:
         notes = [REWRITES_TURNS]
     if not sequences or why_left_out(notes):
-        return Answer(prompt.ids, context=prompt.ids, ids=[], targets=[], notes=notes)
+        return Answer(prompt.ids, ids=[], targets=[], notes=notes)
     [(ids, targets)] = sequences
     n = min(n_common(prompt.ids, ids), targets.index(True))
-    return Answer(prompt.ids, ids[:n], ids[n:], targets[n:], notes)
+    return Answer(ids[:n], ids[n:], targets[n:], notes)
 
 
 def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
@@ -480,7 +472,7 @@ def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Pro
     context, text = split_answer(prompt.text, written)
     reason = why_unwritten(tokenizer, history, answer, text, tools)
     if reason:
-        return Answer(prompt.ids, context=prompt.ids, ids=[], targets=[], notes=[reason])
+        return Answer(prompt.ids, ids=[], targets=[], notes=[reason])
 
     notes = []
     if drops_thought(tokenizer, history, answer, whole, tools):
@@ -497,7 +489,7 @@ def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Pro
     if not is_ended:
         ids = [*ids, tokenizer.eos_token_id]
         notes.append(APPENDS_EOS)
-    return Answer(prompt.ids, context_ids, ids, [True] * len(ids), notes)
+    return Answer(context_ids, ids, [True] * len(ids), notes)
 
 
 def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, str]:
@@ -710,7 +702,7 @@ def encode_conversation(
         targets = targets + [learn_all] * n_new + [True] * len(answer.ids)
         # Nothing predicts a sequence's first token.
         sequences.append(Sequence(answer.context + answer.ids, [False, *targets[1:]]))
-        prompt_ids = answer.prompt
+        prompt_ids = prompt.ids
         previous = turn
     return sequences, prompt_ids, notes
 

@@ -50,9 +50,6 @@ def prompt_row(
 
 
 # ============================================================ prompts with teachers
-NO_ANSWER = chat.Answer([], [], [], [], notes=[])
-
-
 def taught_row(
     row: dict,
     tokenizer,
@@ -108,33 +105,32 @@ def add_completion(
     values: dict, row: dict, row_of_teacher: dict, tokenizer, room: int, has_completion: bool
 ) -> None:
     """Adds what `taught_row` says of completions, of which `room` tokens are kept."""
-    answer = NO_ANSWER
-    answer_of_teacher = NO_ANSWER
-    if has_completion:
-        answer = encode_completion(row, tokenizer)
-        answer_of_teacher = encode_completion(row_of_teacher, tokenizer)
-        if not answer.ids:
-            left_out = chat.why_left_out(answer.notes) or formats.missing_answer(row["completion"])
-            values["reason"] = values["reason"] or left_out
+    context, answer, notes = encode_completion(row, tokenizer, has_completion)
+    context_of_teacher, _, _ = encode_completion(row_of_teacher, tokenizer, has_completion)
+    if has_completion and not answer.ids:
+        left_out = chat.why_left_out(notes) or formats.missing_answer(row["completion"])
+        values["reason"] = values["reason"] or left_out
     # Its tokens are the same after both prompts: those that the student would write.
     values["completion_ids"] = answer.ids[:room]
     values["completion_targets"] = answer.targets[:room]
     if answer.ids and not any(values["completion_targets"]):
         values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
     values["truncated"] = len(answer.ids) > room
-    values["context_ids"] = answer.context
-    values["teacher_context_ids"] = answer_of_teacher.context
-    values["notes"] += answer.notes
+    values["context_ids"] = context
+    values["teacher_context_ids"] = context_of_teacher
+    values["notes"] += notes
 
 
-def encode_completion(row: dict, tokenizer) -> chat.Answer:
-    """Returns the tokens of a row's completion, none if it has no text, and of what precedes it."""
-    prompt = row["prompt"]
+def encode_completion(
+    row: dict, tokenizer, has_completion: bool
+) -> tuple[list[int], chat.Sequence, list[str]]:
+    """Returns the tokens before a row's completion, its own, none without a text, and notes."""
+    if not has_completion or not has_text(row["completion"]):
+        return [], chat.Sequence([], []), []
     completion = row["completion"]
-    if not has_text(completion):
-        return NO_ANSWER
-    if isinstance(prompt, str):
-        context, ids = chat.encode_plain(tokenizer, prompt, completion)
-        return chat.Answer(context, context, ids, [True] * len(ids), notes=[])
-    answer = as_messages(completion, "assistant")
-    return chat.encode_answer(tokenizer, prompt, answer, row.get("tools"))
+    if not isinstance(row["prompt"], str):
+        completion = as_messages(completion, "assistant")
+    context, [answer], notes = chat.encode_answers(
+        tokenizer, row["prompt"], [completion], row.get("tools")
+    )
+    return context, answer, notes

@@ -64,7 +64,7 @@ def tokenizer_of(
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if chat_template is not None:
-        tokenizer.chat_template = chat.read(chat_template)
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if chat_template_kwargs is not None:
         chat.set_defaults(tokenizer, chat_template_kwargs)
     tokenizer.chat_date = date if chat.prints_date(tokenizer) else None

@@ -306,7 +306,6 @@ def test_under_a_template_of_its_own(answer, prompt_end, content, thought, kept,
     given = message("assistant", content, **({"reasoning_content": thought} if thought else {}))
     found = chat.encode_answer(tokenizer, FIVE, [given])
     prompt = tokenizer.apply_chat_template(FIVE, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(found.prompt) == prompt
     assert tokenizer.decode(found.context) == prompt.removesuffix(prompt_end) + kept
     assert tokenizer.decode(found.ids) == (expected and expected + "<|im_end|>")
     assert found.notes == [chat.DROPS_ANSWER] or expected
@@ -660,8 +659,8 @@ def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(m
     """A shorter context need not be the beginning of the longer one, token by token."""
     answers = iter(
         [
-            chat.Answer([1, 2, 3], [1, 2, 3], [4, 7], [True, False], []),
-            chat.Answer([1, 2, 3], [1, 5], [6], [True], []),
+            chat.Answer([1, 2, 3], [4, 7], [True, False], []),
+            chat.Answer([1, 5], [6], [True], []),
         ]
     )
     monkeypatch.setattr(chat, "encode_answer", lambda *args: next(answers))
