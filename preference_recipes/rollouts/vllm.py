@@ -49,9 +49,12 @@ def connect(sampler: Sampler) -> None:
     """
     if not sampler.args.vllm_url:
         return
-    sampler.servers = Servers(sampler.args.vllm_url)
-    sampler.servers.ask_for_models(sampler)
-    sampler.servers.synchronise(sampler)
+    servers = Servers(sampler.args.vllm_url)
+    workers = on_main_process(sampler.accelerator, servers.workers)
+    dtypes = [worker["dtype"] for worker in workers]
+    servers.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+    servers.synchronise(sampler)
+    sampler.servers = servers
 
 
 def sample_ahead(sampler: Sampler, position: Position) -> None:
@@ -109,18 +112,9 @@ class Servers:
         self.dtype = "float32"  # the coarsest of those in which the servers compute
         self.ahead: Ahead | None = None  # see `sample_ahead`
 
-    def ask_for_models(self, sampler: Sampler) -> None:
-        """Asks the servers what they call their models, and in which dtype they compute."""
-
-        def ask() -> tuple[list[str], list[str]]:
-            workers = [worker for server in self.servers for worker in server.call("describe")]
-            names = [server.base_model() for server in self.servers]
-            return names, [worker["dtype"] for worker in workers]
-
-        names, dtypes = on_main_process(sampler.accelerator, ask)
-        self.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
-        for server, name in zip(self.servers, names):
-            server.model = name
+    def workers(self) -> list[dict]:
+        """Returns the dtype and the version of the weights of all workers of all servers."""
+        return [worker for server in self.servers for worker in server.call("describe")]
 
     # ======================================================== sampling
 
@@ -233,24 +227,23 @@ class Servers:
         path = str(folder.resolve())
 
         def load_into(server: Server) -> None:
-            server.send("POST", "/pause?mode=wait")
+            server.send("/pause?mode=wait")
             if is_adapter:
                 adapter = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
-                server.send("POST", "/v1/load_lora_adapter", adapter)
+                server.send("/v1/load_lora_adapter", adapter)
             else:
                 server.call("load", folder=path)
             # The keys and values of prompts that it still holds come from the old weights.
-            server.send("POST", "/reset_prefix_cache")
+            server.send("/reset_prefix_cache")
             server.call("note_version", version=version)
-            server.send("POST", "/resume")
+            server.send("/resume")
 
         list(in_parallel(load_into, self.servers))
         return version
 
     def all_have_version(self) -> bool:
         """Whether all workers of all servers have the weights that they were last given."""
-        workers = [worker for server in self.servers for worker in server.call("describe")]
-        return {worker["version"] for worker in workers} == {self.version}
+        return {worker["version"] for worker in self.workers()} == {self.version}
 
     def prove(self, sampler: Sampler) -> float:
         """Returns the mean absolute difference of log-probs of some responses, servers to training.

@@ -21,22 +21,16 @@ class Server:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.model = ""  # by which the server knows it; with adapters, the name of the adapter
-
-    def base_model(self) -> str:
-        """Returns the name of the model that the server was started with."""
-        models = self.send("GET", "/v1/models")["data"]
-        # Adapters have a parent.
-        return next(model["id"] for model in models if model.get("parent") is None)
+        self.model: str | None = None  # the name of an adapter; None: that of the start
 
     def call(self, method: str, **arguments: str) -> list:
         """Returns what a method of `vllm_worker.Weights` returns in each worker process."""
         content = {"method": method, "kwargs": arguments}
-        return self.send("POST", "/collective_rpc", content).get("results", [])
+        return self.send("/collective_rpc", content).get("results", [])
 
     def complete(self, request: dict[str, Any]) -> list[Response]:
         """Returns the responses to a request to `/v1/completions`."""
-        answer = self.send("POST", "/v1/completions", {"model": self.model, **request})
+        answer = self.send("/v1/completions", {"model": self.model, **request})
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != request["n"]:
             sys.exit(f"{self.url} gave {len(choices)} responses, asked for {request['n']}")
@@ -59,13 +53,13 @@ class Server:
             )
         return Response(ids, logps if request["temperature"] else [])
 
-    def send(self, verb: str, path: str, content: dict | None = None) -> dict[str, Any]:
-        """Sends a request, and returns the JSON of the answer; an empty dict if it has none."""
+    def send(self, path: str, content: dict | None = None) -> dict[str, Any]:
+        """Posts a request, and returns the JSON of the answer; an empty dict if it has none."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         body = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(self.url + path, body, headers, method=verb)
+        request = urllib.request.Request(self.url + path, body, headers, method="POST")
         try:
             with OPENER.open(request, timeout=TIMEOUT_SECONDS) as answer:
                 text = answer.read()

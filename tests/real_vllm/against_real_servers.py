@@ -107,7 +107,6 @@ class RealServer:
             assert self.process.poll() is None, log.read_text()[-4000:]
             time.sleep(0.5)
         self.client = Server(self.url)
-        self.client.model = self.client.base_model()
 
     def answers(self) -> bool:
         try:
@@ -201,10 +200,10 @@ def test_weights_there_and_back(models, request, name):
     prompts = [[2, 50 + n, 51, 52 + n, 3] for n in range(8)]
     seen = []
     for folder in (models / name, models / "new" / name, models / name):
-        server.client.send("POST", "/pause?mode=wait")
+        server.client.send("/pause?mode=wait")
         server.client.call("load", folder=str(folder))
-        server.client.send("POST", "/reset_prefix_cache")
-        server.client.send("POST", "/resume")
+        server.client.send("/reset_prefix_cache")
+        server.client.send("/resume")
         seen.append(greedy(server, prompts))
         assert seen[-1] == greedy_of_transformers(folder, prompts)
     assert seen[0] != seen[1]
@@ -329,7 +328,7 @@ def test_bf16_and_adapters_in_place(models, bf16, tmp_path, capsys):
         if name == "adapters":
             # The base is what the server was started with: the run before left other weights there.
             bf16.client.call("load", folder=str(models / "tied"))
-            bf16.client.send("POST", "/reset_prefix_cache")
+            bf16.client.send("/reset_prefix_cache")
         run(models / "tied", output, bf16.url, max_steps=10, **settings)
         found = training_lines(output)
         probes = [line["sync/probe_difference"] for line in found if "sync/probe_difference" in line]  # fmt: skip

@@ -58,8 +58,8 @@ class FakeServer:
             returns, a status and a text, is answered in its place; None: the right answer.
     """
 
-    def __init__(self, folder: Path, name: str = "m", dtype: torch.dtype = torch.float32):
-        self.folder, self.name, self.dtype = folder, name, dtype
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+        self.folder, self.dtype = folder, dtype
         self.requests: list[tuple[str, dict]] = []
         self.answered: list[str | None] = []
         self.fault: Callable = lambda path, content: None
@@ -84,9 +84,6 @@ class FakeServer:
 
     def handler(fake) -> type:
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.do_POST()
-
             def do_POST(self):
                 length = int(self.headers.get("Content-Length", 0))
                 content = json.loads(self.rfile.read(length) or "{}")
@@ -106,8 +103,6 @@ class FakeServer:
         return Handler
 
     def answer(self, path: str, content: dict) -> dict | None:
-        if path == "/v1/models":
-            return {"data": [{"id": self.name, "parent": None}]}
         if path == "/collective_rpc":
             method = getattr(self.worker, content["method"])
             return {"results": [method(**content["kwargs"])]}

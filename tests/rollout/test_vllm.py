@@ -95,7 +95,7 @@ def test_a_rollout_is_asked_for_prompt_by_prompt_after_a_proven_synchronisation(
     probe = ["/v1/completions"] * 4
     rollout = ["/v1/completions"] * 4 + ["describe"]
     held_out = ["/v1/completions"] * 2 + ["describe"]
-    start = ["describe", "/v1/models", *sync, *probe]
+    start = ["describe", *sync, *probe]
     # Rollouts of 4 prompts, 8 samples, 2 updates each. Evaluations before, after 2 and after 4; the
     # one after 2 synchronises for the rollout that follows, too.
     expected = [
@@ -116,7 +116,7 @@ def test_a_rollout_is_asked_for_prompt_by_prompt_after_a_proven_synchronisation(
     sampled = asked[6:10]
     first = sampled[0]
     assert {**first, "prompt": [], "seed": 0} == {
-        "model": "m", "prompt": [], "n": 2, "seed": 0, "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "model": None, "prompt": [], "n": 2, "seed": 0, "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "stop_token_ids": [1],
         "logit_bias": {}, "skip_special_tokens": False, "return_token_ids": True, "logprobs": 0,
     }  # fmt: skip
@@ -376,7 +376,7 @@ def test_a_key_is_sent(server, monkeypatch):
     monkeypatch.setattr(
         handler, "do_POST", lambda self: (sent.append(self.headers["Authorization"]), right(self))
     )
-    Server(server.url).base_model()
+    Server(server.url).send("/resume")
     assert sent == ["Bearer secret"]
 
 
