@@ -96,65 +96,57 @@ SETTINGS = dict(
 )  # fmt: skip
 
 
+MINE = types.ModuleType("my_environments")
+exec(ENVIRONMENTS, vars(MINE))
+
+
 @pytest.fixture(scope="module")
-def user(tmp_path_factory):
-    """A folder with a module `my_environments`, and the module."""
+def folder(tmp_path_factory):
+    """A folder with a module `my_environments`, a model and prompts."""
     folder = tmp_path_factory.mktemp("environments")
     (folder / "my_environments.py").write_text(ENVIRONMENTS)
-    module = types.ModuleType("my_environments")
-    exec(ENVIRONMENTS, vars(module))
-    LlamaForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).save_pretrained(
-        folder / "model"
-    )
+    model = LlamaForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32)
+    model.save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder / "model")
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)}
-        for n in range(12)
-    ]
+    ask = lambda n: [{"role": "user", "content": f"{n}+{n}="}]
+    rows = [{"prompt": ask(n), "answer": str(2 * n)} for n in range(12)]
     write_jsonl(folder / "prompts.jsonl", rows)
     write_jsonl(folder / "held_out.jsonl", rows[:3])
-    return folder, module
+    return folder
 
 
-def stage_of(make, has_reward: bool = False) -> episodes.Stage:
-    instance = make()
-    has_step = hasattr(instance, "step")
-    tools = [] if has_step else [environments.get_json_schema(instance.add)]
-    return episodes.Stage(environments.UserClass("E", make, has_step, has_reward, tools))
+@pytest.fixture
+def play(accelerator, tokenizer):
+    """Plays two prompts' episodes with an environment; returns the sampler, what it got, the samples."""
 
+    def played(make, per_prompt=2, dtype=None, **settings):
+        model = LlamaForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
+        args = {**SETTINGS, **settings}
+        sampler = bare_sampler(accelerator, tokenizer, model.to(dtype), **args)
+        instance = make()
+        has_step = hasattr(instance, "step")
+        tools = [] if has_step else [environments.get_json_schema(instance.add)]
+        user_class = environments.UserClass("E", make, has_step, False, tools)
+        sampler.stage = episodes.Stage(user_class)
+        rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1+2=", "30+4=")]
+        texts = [chat.render(tokenizer, row["prompt"], add_generation_prompt=True) for row in rows]
+        prompts = {
+            "prompt_ids": [encode(tokenizer, text) for text in texts],
+            "columns": [json.dumps(row) for row in rows],
+            "row": [1, 2],
+        }
+        uniforms = np.random.default_rng(3).random((2, per_prompt, args["max_new_tokens"]))
+        return sampler, prompts, uniforms, generation.sample(sampler, prompts, uniforms, 1.0)
 
-def played(
-    accelerator,
-    tokenizer,
-    folder,
-    make,
-    temperature=1.0,
-    per_prompt=2,
-    dtype=None,
-    model=None,
-    **settings,
-):
-    """Two prompts' episodes with this environment, and the sampler."""
-    model = model or LlamaForCausalLM.from_pretrained(folder / "model").eval().to(dtype)
-    sampler = bare_sampler(accelerator, tokenizer, model, **{**SETTINGS, **settings})
-    sampler.stage = stage_of(make)
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1+2=", "30+4=")]
-    prompts = {
-        "prompt_ids": [encode(tokenizer, chat.render(tokenizer, row["prompt"], add_generation_prompt=True)) for row in rows],
-        "columns": [json.dumps(row) for row in rows],
-        "row": [1, 2],
-    }  # fmt: skip
-    uniforms = np.random.default_rng(3).random((2, per_prompt, sampler.args.max_new_tokens))
-    return sampler, prompts, uniforms, generation.sample(sampler, prompts, uniforms, temperature)
+    return played
 
 
 # ============================================================ tokens
 
 
-def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user):
+def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
     """Log-probs of one pass over the whole episode are those with which its tokens were drawn."""
-    folder, module = user
-    sampler, _, _, found = played(accelerator, tokenizer, folder, module.Echo, dtype=torch.float64)
+    sampler, _, _, found = play(MINE.Echo, dtype=torch.float64)
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
     logps = LogProbModel(sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
     drawn = found.padded_sampler_logps
@@ -168,29 +160,26 @@ def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user):
         assert found.is_sampled[row][-1]
 
 
-def test_each_token_is_drawn_by_its_own_number(accelerator, tokenizer, user):
+def test_each_token_is_drawn_by_its_own_number(play):
     """So an episode is the same alone, in another order, and with fewer others."""
-    folder, module = user
-    sampler, prompts, uniforms, together = played(accelerator, tokenizer, folder, module.Echo)
+    sampler, prompts, uniforms, together = play(MINE.Echo)
     alone = {name: values[1:] for name, values in prompts.items()}
     second = generation.sample(sampler, alone, uniforms[1:, 1:], 1.0)
     assert second.responses == together.responses[3:]
     assert second.messages == together.messages[3:]
 
 
-def test_an_environment_of_one_turn_changes_nothing(accelerator, tokenizer, user):
-    folder, module = user
-    sampler, prompts, uniforms, found = played(accelerator, tokenizer, folder, module.Once)
+def test_an_environment_of_one_turn_changes_nothing(play):
+    sampler, prompts, uniforms, found = play(MINE.Once)
     sampler.stage = None
     plain = generation.sample(sampler, prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
 
 
-def test_limits_truncate_an_episode(accelerator, tokenizer, user):
-    folder, module = user
+def test_limits_truncate_an_episode(play):
     for settings in (dict(max_turns=1), dict(max_new_tokens=3), dict(max_length=30)):
-        sampler, _, _, found = played(accelerator, tokenizer, folder, module.Echo, **settings)
+        sampler, _, _, found = play(MINE.Echo, **settings)
         args = sampler.args
         for prompt, ids, flags in zip(found.prompts, found.responses, found.is_sampled):
             assert sum(flags) <= args.max_new_tokens
@@ -272,19 +261,17 @@ def call_of(name: str, **given) -> str:
         ("<tool_call>{half</tool_call>", ["no JSON object with name and arguments"]),
     ],
 )
-def test_calls_of_tools_are_answered_or_their_faults_said_to_the_model(user, text, results):
-    _, module = user
+def test_calls_of_tools_are_answered_or_their_faults_said_to_the_model(text, results):
     plain = types.SimpleNamespace()
     message = environments.parsed(plain, text, "", [])
     assert "<tool_call>" not in message["content"]
-    answers, n_failed = environments.call_tools(module.Adds(), message)
+    answers, n_failed = environments.call_tools(MINE.Adds(), message)
     for answer, expected in zip(answers, results, strict=True):
         assert answer["role"] == "tool" and expected in answer["content"]
     assert n_failed == sum(not result.isdigit() for result in results)
 
 
-def test_the_schemas_of_tools_go_into_the_prompt(user, monkeypatch):
-    folder, _ = user
+def test_the_schemas_of_tools_go_into_the_prompt(folder, monkeypatch):
     monkeypatch.chdir(folder)
     args = types.SimpleNamespace(environment="my_environments:Adds")
     (schema,) = episodes.tools(args)
@@ -294,14 +281,12 @@ def test_the_schemas_of_tools_go_into_the_prompt(user, monkeypatch):
     assert episodes.tools(types.SimpleNamespace(environment=None)) is None
 
 
-def test_what_reset_returns_is_appended_to_the_prompt(accelerator, tokenizer, user):
-    folder, module = user
-
-    class Opens(module.Once):
+def test_what_reset_returns_is_appended_to_the_prompt(play, tokenizer):
+    class Opens(MINE.Once):
         def reset(self, **columns):
             return " Think."
 
-    _, prompts, _, found = played(accelerator, tokenizer, folder, Opens)
+    _, prompts, _, found = play(Opens)
     assert found.messages[0][0]["content"] == "1+2= Think."
     assert decode(tokenizer, found.prompts[0]) == "<|user|>1+2= Think.<|end|><|assistant|>"
     assert prompts["prompt_ids"][0] != found.prompts[0]
@@ -319,29 +304,24 @@ def test_what_reset_returns_is_appended_to_the_prompt(accelerator, tokenizer, us
         ("step", "text", TypeError, "not a mapping"),
     ],
 )
-def test_an_environment_that_fails_ends_the_run(
-    accelerator, tokenizer, user, method, fault, error, words
-):
-    folder, module = user
+def test_an_environment_that_fails_ends_the_run(play, method, fault, error, words):
     timeout = 0.5 if fault == "blocks" else 30.0
-    make = module.faulty(method, fault)
+    make = MINE.faulty(method, fault)
     with pytest.raises(error, match=words):
-        played(accelerator, tokenizer, folder, make, environment_timeout=timeout)
+        play(make, environment_timeout=timeout)
 
 
-def test_a_reward_that_is_no_number_ends_the_run(accelerator, tokenizer, user):
-    folder, module = user
-    make = module.faulty("get_reward", "nan")
-    sampler, _, _, found = played(accelerator, tokenizer, folder, make)
+def test_a_reward_that_is_no_number_ends_the_run(play):
+    make = MINE.faulty("get_reward", "nan")
+    sampler, _, _, found = play(make)
     refuses(
         "--environment E: `get_reward`", "got nan for data row 1",
         call=lambda: sampler.stage.rewards(sampler, found),
     )  # fmt: skip
 
 
-def test_methods_may_be_coroutines(accelerator, tokenizer, user):
-    folder, module = user
-    sampler, _, _, found = played(accelerator, tokenizer, folder, module.Slow)
+def test_methods_may_be_coroutines(play):
+    sampler, _, _, found = play(MINE.Slow)
     assert sampler.stage.rewards(sampler, found) == [1.5] * 4
 
 
@@ -398,8 +378,7 @@ def run(folder, output, settings, name="grpo", launcher="plain", check=True):
 @pytest.mark.parametrize("name, launcher, more", [
     ("grpo", "ddp", {"lora_r": 4}), ("ppo", "ddp", {}), pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, launcher, more):
-    folder, _ = user
+def test_an_update_is_the_same_however_episodes_are_split(folder, tmp_path, name, launcher, more):
     settings = {**(GRPO if name == "grpo" else FLAGS), **more}
     run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4), name)
     run(folder, tmp_path / "two", dict(settings, micro_train_batch_size=1), name, launcher)
@@ -418,8 +397,7 @@ def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, 
     assert [message["role"] for message in shown["messages"]][:3] == ["user", "assistant", "user"]
 
 
-def test_each_process_asks_servers_for_its_own_episodes(user, tmp_path):
-    folder, _ = user
+def test_each_process_asks_servers_for_its_own_episodes(folder, tmp_path):
     server = FakeServer(folder / "model")
     try:
         settings = {**GRPO, "vllm_url": server.url}
@@ -436,8 +414,7 @@ def test_each_process_asks_servers_for_its_own_episodes(user, tmp_path):
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
 
 
-def test_killed_within_a_rollout_and_resumed(user, tmp_path):
-    folder, _ = user
+def test_killed_within_a_rollout_and_resumed(folder, tmp_path):
     settings = dict(GRPO, save_steps=1, max_steps=6, max_epochs=2)
     run(folder, tmp_path / "whole", settings)
     flags = ["--model_name_or_path", folder / "model", "--output_dir", tmp_path / "half"]
@@ -451,8 +428,7 @@ def test_killed_within_a_rollout_and_resumed(user, tmp_path):
     assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
 
 
-def test_reward_functions_get_conversations_and_environments(user, tmp_path):
-    folder, _ = user
+def test_reward_functions_get_conversations_and_environments(folder, tmp_path):
     (folder / "environment_rewards.py").write_text(
         "def told(prompts, responses, messages, environments, **columns):\n"
         "    for response, conversation, environment in zip(responses, messages, environments):\n"
@@ -470,8 +446,7 @@ def test_reward_functions_get_conversations_and_environments(user, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Checker", "Calculator", "Remote"])
-def test_the_examples_of_the_page(accelerator, tokenizer, user, name):
-    folder, _ = user
+def test_the_examples_of_the_page(play, name):
     page = (REPOSITORY / "docs/environments.md").read_text()
     code = next(c for c in re.findall("```python\n(.*?)```", page, re.DOTALL) if name in c)
 
@@ -498,7 +473,7 @@ def test_the_examples_of_the_page(accelerator, tokenizer, user, name):
         make = type(
             "WithAnswer", (make,), {"reset": lambda self, **_: names[name].reset(self, "046")}
         )
-    sampler, _, _, found = played(accelerator, tokenizer, folder, make, max_length=400, max_turns=2)
+    sampler, _, _, found = play(make, max_length=400, max_turns=2)
     turns_of = found.of_episodes["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
