@@ -4,6 +4,7 @@ import types
 
 import datasets
 import torch
+from accelerate.utils import DistributedType, DynamoBackend
 
 from common.metrics import Means
 from common.mixture import Mixture
@@ -64,11 +65,13 @@ def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
 
 def alone_in(process_index: int, processes: int):
     """What code that splits rows needs to know of one of several processes."""
+    plugin = types.SimpleNamespace(backend=DynamoBackend.NO)
     return types.SimpleNamespace(
         num_processes=processes,
         process_index=process_index,
         device=torch.device("cpu"),
-        unwrap_model=lambda model, **_: model,
+        distributed_type=DistributedType.NO,
+        state=types.SimpleNamespace(dynamo_plugin=plugin),
     )
 
 
