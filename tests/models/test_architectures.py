@@ -89,7 +89,7 @@ def test_packed_answers_and_shared_prompts(name):
     assert distance(gradients[True], gradients[False]) <= 1e-5
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_text_never_reaches_is_found(name, capsys):
     """What gets no gradient from 60 real tokens: that alone is frozen. The model is as before."""
     model = build(name)
@@ -104,6 +104,8 @@ def test_what_text_never_reaches_is_found(name, capsys):
     assert torch.equal(model(ids, use_cache=False).logits, before)
     said = {
         "gemma3": "not trained: model.vision_tower, model.multi_modal_projector (text",
+        "gemma4": "not trained: model.vision_tower, model.embed_vision (text",
+        "deepseek_v32": "not trained: model.layers.*.self_attn.indexer (text",
     }
     assert capsys.readouterr().out.startswith(said.get(name, ""))
     assert bool(unreached) == (name in said)
