@@ -104,7 +104,7 @@ def assert_goes_on(inputs, launcher, output, reference):
     [
         pytest.param("plain", signal.SIGINT, id="plain-SIGINT"),
         pytest.param("ddp", signal.SIGTERM, id="ddp-SIGTERM", marks=pytest.mark.slow),
-        pytest.param("zero2", signal.SIGUSR1, id="zero2-SIGUSR1"),
+        pytest.param("zero2", signal.SIGUSR1, id="zero2-SIGUSR1", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, number):

@@ -229,7 +229,7 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
     assert torch.equal(wrapper(batch)["logps"], moved) and moved.requires_grad
 
 
-BASE_RUNS = [("dpo", "zero3"), slow("ppo", "zero3"), slow("grpo", "fsdp2")]
+BASE_RUNS = [slow("dpo", "zero3"), slow("ppo", "zero3"), slow("grpo", "fsdp2")]
 MORE = {"dpo": [], "ppo": ["--kl_coef", 0.5], "grpo": [
     "--kl_coef", 0.5, "--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
     "--score_batch_size", 8, "--max_new_tokens", 6]}  # fmt: skip

@@ -376,7 +376,8 @@ def run(folder, output, settings, name="grpo", launcher="plain", check=True):
 
 
 @pytest.mark.parametrize("name, launcher, more", [
-    ("grpo", "ddp", {"lora_r": 4}), ("ppo", "ddp", {}), pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
+    ("grpo", "ddp", {"lora_r": 4}), pytest.param("ppo", "ddp", {}, marks=pytest.mark.slow),
+    pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_update_is_the_same_however_episodes_are_split(folder, tmp_path, name, launcher, more):
     settings = {**(GRPO if name == "grpo" else FLAGS), **more}
