@@ -21,7 +21,8 @@ OURS = Path(__file__).resolve().parents[1]
 
 def cpu_seconds(tree: Path, recipe: str, updates: int, flags: list[str]) -> float:
     """Returns the CPU seconds, of the user and the system, of a run with `updates` updates."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    path = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, recipe, *flags, "--max_steps", str(updates)]
