@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mutations import copy_repository, with_fault
-from planting import Plant, argument, drop_call, replace, together
+from planting import Plant, drop_call, replace, together
 from runs import OFFLINE, REPOSITORY, recipe
 
 FORKS = REPOSITORY / "docs/forks"
@@ -182,17 +182,6 @@ with torch.no_grad():
 """,
         ),
     ),
-    "the_gradient_norm_is_logged_after_clipping": Fault(
-        "means",
-        "sft",
-        "recipes/sft.py",
-        argument(
-            "main",
-            "means.close_update",
-            "grad_norm",
-            "min(grad_norm, args.max_grad_norm or math.inf)",
-        ),
-    ),
     "evaluation_leaves_dropout_on": Fault(
         "evaluation",
         "sft",
@@ -226,17 +215,6 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
 """,
         ),
     ),
-    "the_actor_has_no_generation_config": Fault(
-        "actor",
-        "sft",
-        "common/actor.py",
-        replace(
-            "write",
-            "tokenizer.save_pretrained(temporary)",
-            by="tokenizer.save_pretrained(temporary)\n"
-            "(temporary / 'generation_config.json').unlink()",
-        ),
-    ),
     "the_reference_learns": Fault(
         "actor",
         "dpo",
@@ -245,16 +223,6 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
             "main",
             "reference = Reference(accelerator, args, tokenizer, model)",
             by="reference = Reference(accelerator, args, tokenizer, model); reference.model = model",
-        ),
-    ),
-    "a_skipped_update_of_a_rollout_is_repeated": Fault(
-        "overflow",
-        "grpo",
-        "recipes/grpo.py",
-        replace(
-            "main",
-            "state.advance(args)",
-            by="if applied:\n    state.advance(args)",
         ),
     ),
 }
