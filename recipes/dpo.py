@@ -86,6 +86,7 @@ def preference_loss(
 
     Args:
         chosen_log_ratios, rejected_log_ratios: `[pairs]`, log pi(answer) - log ref(answer).
+        chosen_tokens, rejected_tokens: `[pairs]`, the lengths by which ipo divides them.
     """
     scaled = beta * (chosen_log_ratios - rejected_log_ratios)
     right = -F.logsigmoid(scaled)  # the loss if the label is right
@@ -97,7 +98,7 @@ def preference_loss(
         return smoothed / (1 - 2 * label_smoothing)
     if loss_type == "hinge":
         return torch.relu(1 - scaled)
-    # ipo
+    assert loss_type == "ipo", loss_type
     chosen_average = chosen_log_ratios / chosen_tokens
     rejected_average = rejected_log_ratios / rejected_tokens
     return (chosen_average - rejected_average - 1 / (2 * beta)) ** 2
@@ -123,7 +124,7 @@ def reference_free_loss(
     difference = chosen_averages - rejected_averages
     if loss_type == "simpo":
         return -F.logsigmoid(beta * difference - gamma)
-    # orpo
+    assert loss_type == "orpo", loss_type
     chosen_rest = torch.log(-torch.expm1(chosen_averages))  # log(1 - p)
     rejected_rest = torch.log(-torch.expm1(rejected_averages))
     log_odds_ratio = difference - (chosen_rest - rejected_rest)
@@ -131,7 +132,10 @@ def reference_free_loss(
 
 
 def collate(columns: dict, packer: Packer) -> dict:
-    """Returns pairs as a model reads them: all chosen answers, then all rejected ones."""
+    """Returns pairs as a model reads them: all chosen answers, then all rejected ones.
+
+    `mask` `[2 * pairs, tokens]` says which tokens of the answers count; see `Packer.make_batch`.
+    """
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
     ids = columns["chosen_ids"] + columns["rejected_ids"]
     targets = columns["chosen_targets"] + columns["rejected_targets"]
@@ -147,6 +151,9 @@ def pair_losses(
     """Returns the losses of pairs `[pairs]`, and values to log about them.
 
     A value is `[pairs]`, or with a mask of what counts `[pairs, tokens]`.
+
+    Args:
+        model: a `LogProbModel`, which returns the log-prob of each token of the answers.
     """
     output = model(batch, extras=("mean_logits",))
     logps = output["logps"].sum(1)  # zero past an answer's end
@@ -218,9 +225,11 @@ def main():
     reference = None
     if args.loss_type not in REFERENCE_FREE:
         reference = Reference(accelerator, args, tokenizer, model)
-    models = [model, reference.model if reference else None]
     packer = checks.make_packer(
-        accelerator, models, max_length=args.max_length, share=args.share_prompts
+        accelerator,
+        [model, reference.model if reference else None],
+        max_length=args.max_length,
+        share=args.share_prompts,
     )
     if args.precompute_ref_log_probs:
         reference.precompute([train, *held_out.values()], collate, packer)
@@ -233,7 +242,7 @@ def main():
     identity |= reference.fingerprints if reference else {}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
-    checkpoint.resume()  # loads what --resume names, and opens the log
+    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"
     console.begin(checkpoint, data=what)
@@ -251,7 +260,8 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, reference, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
-                # Part of the mean over the update's pairs; the engine divides by `divisor`.
+                # Its part of the mean over the update's pairs. The engine divides by `divisor`,
+                # the number of micro-batches of all processes, so we multiply.
                 loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

@@ -661,7 +661,7 @@ def main():
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
-    checkpoint.resume()  # loads what --resume names, and opens the log
+    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
     what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
     console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
 
@@ -689,7 +689,8 @@ def main():
                     losses, shares, values = sample_losses(model, batch, stored, args, has_moved)
                     sample_weights = shares * weights
                     run.check_finite(update, data_rows, losses, sample_weights)
-                    # Part of the update's weighted mean; the engine divides by `divisor`.
+                    # Its part of the update's weighted mean. The engine divides by `divisor`,
+                    # the number of micro-batches of all processes, so we multiply.
                     loss = (losses * sample_weights).sum() * update.divisor / sum_of_weights
                     accelerator.backward(loss)  # DeepSpeed clips and steps in here
                     if accelerator.sync_gradients:  # true once, in the last micro-batch

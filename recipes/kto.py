@@ -178,7 +178,7 @@ def main():
     identity |= reference.fingerprints
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
-    checkpoint.resume()  # loads what --resume names, and opens the log
+    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {layout}"
     console.begin(checkpoint, data=what)
@@ -198,7 +198,8 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["rows"], losses, answer_weights)
-                # Part of the mean over the update's answers; the engine divides by `divisor`.
+                # Its part of the mean over the update's answers. The engine divides by `divisor`,
+                # the number of micro-batches of all processes, so we multiply.
                 loss = (losses * answer_weights).sum() * update.divisor / n_answers
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

@@ -174,7 +174,7 @@ def main():
     identity = {**data.fingerprints, **lora.fingerprints(accelerator, scorer)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
-    checkpoint.resume()  # loads what --resume names, and opens the log
+    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"
     console.begin(checkpoint, data=what)
@@ -192,7 +192,8 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
-                # Part of the mean over the update's pairs; the engine divides by `divisor`.
+                # Its part of the mean over the update's pairs. The engine divides by `divisor`,
+                # the number of micro-batches of all processes, so we multiply.
                 loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

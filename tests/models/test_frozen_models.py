@@ -1,9 +1,12 @@
 """Reference and reward models: a change is noticed at a resume, and cached log-probs are those of this engine."""
 
+import gc
 import json
 import os
 import shutil
+import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from common.shared_args import SharedArgs
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
+from recipes import load as load_recipe
 from runs import (
     LAUNCHERS,
     launch,
@@ -156,3 +160,28 @@ def test_log_probs_precomputed_under_zero3(inputs, tmp_path):
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
     one, other = weights(tmp_path / "each"), weights(tmp_path / "once")
     assert (one - other).norm() <= 1e-5 * one.norm()
+
+
+def test_precomputing_frees_the_reference(inputs, tmp_path, accelerator, monkeypatch):
+    """When the loop begins, nothing holds the reference any more."""
+    dpo_recipe = load_recipe("dpo")
+    references = []
+
+    class Recorded(dpo_recipe.Reference):
+        def precompute(self, *settings):
+            references.append(weakref.ref(self.model))
+            super().precompute(*settings)
+
+    def begin(*_, **__):
+        gc.collect()
+        assert [reference() for reference in references] == [None]
+        sys.exit(0)
+
+    monkeypatch.setattr(dpo_recipe, "Reference", Recorded)
+    monkeypatch.setattr(dpo_recipe.console, "begin", begin)
+    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl"]
+    flags += ["--precompute_ref_log_probs", "--output_dir", tmp_path / "out", "--report_to", "none"]
+    monkeypatch.setattr(sys, "argv", ["dpo.py", *map(str, flags)])
+    with pytest.raises(SystemExit) as ended:
+        dpo_recipe.main()
+    assert ended.value.code == 0
