@@ -104,23 +104,16 @@ LARGEST_RATIO = 20  # DPPO uses ratios up to this one
 LARGEST_LOG_RATIO = 20  # it first clamps log-ratios to this: nothing overflows
 
 
-def final_scores(
-    scores: torch.Tensor,
-    response_lengths: torch.Tensor,
-    max_new_tokens: int,
-    *,
-    buffer: int,
-    penalty: float,
-) -> torch.Tensor:
-    """Returns the scores `[samples]` less a penalty for length.
+def length_penalties(response_lengths: torch.Tensor, args: Args) -> torch.Tensor:
+    """Returns what is subtracted from each score for its response's length, `[samples]`.
 
-    It grows from 0 to `penalty` over the last `buffer` tokens of `max_new_tokens`. Source: DAPO,
+    It grows from 0 to `--overlong_penalty` over the last `--overlong_buffer` tokens. Source: DAPO,
     arXiv:2503.14476 eq. 13.
     """
-    if buffer == 0:
-        return scores
-    beyond = (response_lengths - (max_new_tokens - buffer)).clamp(min=0)
-    return scores - penalty * beyond / buffer
+    if args.overlong_buffer == 0:
+        return torch.zeros(len(response_lengths))
+    beyond = (response_lengths - (args.max_new_tokens - args.overlong_buffer)).clamp(min=0)
+    return args.overlong_penalty * beyond / args.overlong_buffer
 
 
 def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
@@ -560,30 +553,17 @@ def sample_round(
         vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
     samples.check_finite(sampler)
     with run.timed("score"):
-        unpenalised = judge.score(sampler, samples, packer)
-    learned = unpenalised
+        scores = judge.score(sampler, samples, packer)
+    compared = scores.total  # what the responses of a group are compared by
     if args.reward_scaling == "each":
-        scaled = scale_each(unpenalised.parts, judge.weights, args.n_samples_per_prompt)
-        learned = unpenalised._replace(total=scaled)
-    # By the scores without the penalty: a group that is all right, or all wrong, teaches nothing.
-    group_is_kept = groups_to_keep(learned.total, args)
-    scores = with_penalty(unpenalised, samples, args)  # as they are logged
-    log_rollout(run, sampler, samples, scores, group_is_kept)
+        compared = scale_each(scores.parts, judge.weights, args.n_samples_per_prompt)
+    # Without the penalty for length: a group that is all right, or all wrong, teaches nothing.
+    group_is_kept = groups_to_keep(compared, args)
+    penalties = length_penalties(samples.mask.sum(1), args)
+    penalised = scores._replace(total=scores.total - penalties)
+    log_rollout(run, sampler, samples, penalised, group_is_kept)
     sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
-    learned = with_penalty(learned, samples, args)
-    return samples.select(sample_is_kept), learned.total[sample_is_kept]
-
-
-def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
-    """Returns the scores of samples with the penalty for length in their total."""
-    total = final_scores(
-        scores.total,
-        samples.mask.sum(1),
-        args.max_new_tokens,
-        buffer=args.overlong_buffer,
-        penalty=args.overlong_penalty,
-    )
-    return scores._replace(total=total)
+    return samples.select(sample_is_kept), (compared - penalties)[sample_is_kept]
 
 
 def log_rollout(
@@ -764,7 +744,9 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = evaluation.sample_held_out(sampler, eval_set)
-            scores = with_penalty(judge.score(sampler, samples, packer), samples, run.args)
+            scores = judge.score(sampler, samples, packer)
+            penalties = length_penalties(samples.mask.sum(1), run.args)
+            scores = scores._replace(total=scores.total - penalties)
             values, shown = evaluation.results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += shown

@@ -369,9 +369,11 @@ def test_the_penalty_for_length():
     """DAPO's eq. 13 with 10 tokens at most and a buffer of 4: 0 up to 6 tokens, then a quarter more for each."""
     lengths = torch.tensor([1, 6, 7, 8, 10])
     scores = torch.full((5,), 2.0)
-    found = grpo.final_scores(scores, lengths, max_new_tokens=10, buffer=4, penalty=1.0)
+    args = types.SimpleNamespace(max_new_tokens=10, overlong_buffer=4, overlong_penalty=1.0)
+    found = scores - grpo.length_penalties(lengths, args)
     assert found.tolist() == [2, 2, 1.75, 1.5, 1]
-    assert grpo.final_scores(scores, lengths, 10, buffer=0, penalty=1.0).tolist() == [2] * 5
+    args.overlong_buffer = 0
+    assert grpo.length_penalties(lengths, args).tolist() == [0] * 5
 
 
 def test_each_reward_is_normalised_in_its_group_before_they_are_added():
