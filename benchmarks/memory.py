@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--steps 2] [--lora_r 0] [--configs YAML_OR_JSON ...]
 
-Each config is launched with a random Llama (9 million parameters with 6 layers): the project's own `make_accelerator`, `prepare` and
-`prepare_frozen`, two updates of two micro-batches (`--steps`) of 16 tokens. In the second update each storage that a live tensor has is counted once, as
+Each config is launched with a random Llama (9 million parameters with 6 layers): the project's own `make_accelerator`, `for_training` and
+`frozen`, two updates of two micro-batches (`--steps`) of 16 tokens. In the second update each storage that a live tensor has is counted once, as
 the state it belongs to, at three moments:
 
     forward    at the end of the last micro-batch's forward, as its backward begins: when activations are at their largest
@@ -40,6 +40,8 @@ CONFIGS = [
     "ds_fp16.yaml",
     "ds_zero3.yaml",
 ]
+# What `optim.parameter_groups` reads.
+DECAY = argparse.Namespace(weight_decay=0.1, optimizer="adamw")
 MODEL = dict(
     hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=8192
 )  # and the number of layers
@@ -185,7 +187,7 @@ def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None
         lora_r=lora_r, lora_alpha=16.0, lora_dropout=0.0, lora_target_modules=["all-linear"]
     )
     lora.add_adapters(accelerator, policy, settings)
-    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, DECAY), lr=1e-4)
     raw = optimizer
     prepared, optimizer = prepare.for_training(accelerator, policy, optimizer)
     others = [

@@ -28,7 +28,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from memory import CONFIGS, MODEL, REPOSITORY, bare_accelerator, small_config
+from memory import CONFIGS, DECAY, MODEL, REPOSITORY, bare_accelerator, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -189,7 +189,7 @@ def worker(layers: int, steps: int) -> None:
         )
     )
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
-    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, DECAY), lr=1e-4)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     answer = torch.randint(0, MODEL["vocab_size"], (15,)).tolist()
     batch = packing.Packer(accelerator.device).make_batch([[1]], [answer])

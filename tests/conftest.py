@@ -33,7 +33,7 @@ PRECISION_OF_PRODUCTS = torch.backends.mkldnn.matmul.fp32_precision
 @pytest.fixture(autouse=True)
 def process_as_it_began():
     """Takes back what models set for the whole process, so that no test depends on those before it."""
-    # `checkpoint.install_signals`
+    # `stopping.Signals`
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # `cpu.use_onednn`, for a wide model
     torch.backends.mkldnn.matmul.fp32_precision = PRECISION_OF_PRODUCTS

@@ -3,7 +3,7 @@
     python tests/peers/trl_distill.py            # needs `pip install -e '.[peers]'`
     python tests/peers/trl_distill.py OTHER.json
 
-Without an argument it writes trl_distill.json beside this file. tests/models/test_divergence.py compares ours with that.
+Without an argument it writes trl_distill.json beside this file. tests/rollout/test_divergence.py compares ours with that.
 `DistillationTrainer` computes its loss from hidden states and output layers, in fp32; `GKDTrainer` from logits, here in fp64.
 """
 
