@@ -74,7 +74,7 @@ def taught_row(
     formats.require(row, "prompt", expected="'prompt'")
     has_completion = with_completion and row.get("completion") is not None
     if has_completion:
-        pair = {name: row[name] for name in ("prompt", "completion")}
+        pair = {name: row.get(name) for name in ("prompt", "completion", "label")}
         prompt, completion = formats.conversation(pair)
         if strings_as_messages:
             prompt, completion = formats.as_turns(prompt, completion)
