@@ -5,7 +5,7 @@ import pytest
 from runs import REPOSITORY
 
 # Lines of Python. Lower a number with every change that makes the folder shorter. The aims: 2,700, 6,800, 2,800, 16,000.
-MOST = {"common": 5_398, "preference_recipes": 11_605, "recipes": 3_272, "tests": 26_873}
+MOST = {"common": 4_022, "preference_recipes": 8_163, "recipes": 3_102, "tests": 21_443}
 
 
 @pytest.mark.parametrize("folder", MOST)
