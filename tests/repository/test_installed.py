@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from recipes import NAMES
-from runs import OFFLINE, REPOSITORY, recipe, timeless
+from runs import OFFLINE, REPOSITORY, recipe, training_lines
 
 pytest.importorskip("pip")  # it installs the wheel
 pytest.importorskip("setuptools", "77")  # it builds the wheel
@@ -22,7 +22,7 @@ if not (REPOSITORY / ".git").exists():
 
 # Where a wheel has the folders of the repository that are inside no package there.
 MOVED = {name: f"preference_recipes/{name}" for name in ("accelerate_configs", "assets", "recipes")}
-FEW_UPDATES = ["--max_steps", 2, "--eval_dataset_name=", "--report_to", "none"]
+FEW_UPDATES = ["--max_steps", 2, "--exact_match_rows", 0, "--report_to", "none"]
 
 
 class Built(NamedTuple):
@@ -141,6 +141,6 @@ def test_a_copy_runs_under_a_config_that_names_a_json(built, tmp_path):
     flags = [*FEW_UPDATES, "--output_dir", tmp_path / "out"]
     words = ["preference-recipes", "run", *launcher, "my_dpo.py", *flags]
     assert "fp16" in built.run(*words, cwd=tmp_path).stdout
-    (first, second) = timeless(tmp_path / "out")
+    (first, second) = training_lines(tmp_path / "out")
     assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert (second["global_step"], first["skipped_steps"]) == (2, 0)
