@@ -38,7 +38,7 @@ prove: $(VENV)/installed-test  ## tell whether RECIPE=FILE keeps what is promise
 # tests/README.md says which tests are slow: those that repeat on other engines what `make test` shows.
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/installed-test  ## run the tests, eight minutes on two cores
+test: $(VENV)/installed-test  ## run the tests, four minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/installed-test  ## test the same contracts on more engines, and the demos
