@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from common import distributed
 from common.progress import Progress
 
 MANY = 100  # consecutive skips that end a run at any loss scale
@@ -50,9 +51,9 @@ def check_finite(
 
 
 def check_skips(accelerator, progress: Progress, loss_scale: float | None) -> None:
-    """Ends a run that does nothing but skip updates, whose gradients are not finite.
+    """Says that an update was skipped; ends a run that does nothing else.
 
-    In fp16 they overflowed. DeepSpeed also skips them in bf16 and fp32, without a loss scale. A
+    In fp16 its gradients overflowed. DeepSpeed also skips in bf16 and fp32, without a scale. A
     second consecutive skip ends the run if the loss scale is at its smallest and cannot fall
     further, or if there is none. Otherwise the hundredth does.
 
@@ -64,9 +65,11 @@ def check_skips(accelerator, progress: Progress, loss_scale: float | None) -> No
     if plugin is not None:
         smallest = plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1)
     most = MANY if loss_scale and loss_scale > smallest else 2
-    if progress.consecutive_skips < most:
-        return
     at_scale = f" at loss scale {loss_scale:g}" if loss_scale else ""
+    if progress.consecutive_skips < most:
+        skipped = f"update {progress.updates_seen} was skipped, its gradients are not finite"
+        distributed.warn(accelerator, f"{skipped}{at_scale}")
+        return
     sys.exit(
         f"update {progress.global_step + 1}: {progress.consecutive_skips} updates in a row were "
         f"skipped, their gradients are not finite{at_scale}: "

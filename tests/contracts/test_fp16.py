@@ -143,12 +143,13 @@ def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
         (2.0, None, 100),
     ],
 )
-def test_skips_without_end_end(scale, settings, ends):
+def test_skips_are_said_and_without_end_end(scale, settings, ends, capsys):
     """At the smallest scale after two, elsewhere (a fixed scale, torch's own scaler) after a hundred."""
     plugin = settings and types.SimpleNamespace(deepspeed_config={"fp16": settings})
     if settings == {}:
         plugin = types.SimpleNamespace(deepspeed_config={})
-    accelerator = types.SimpleNamespace(state=types.SimpleNamespace(deepspeed_plugin=plugin))
+    state = types.SimpleNamespace(deepspeed_plugin=plugin)
+    accelerator = types.SimpleNamespace(state=state, is_main_process=True)
     progress = Progress(1000, 1, 1, 1000, global_step=20)
     with pytest.raises(SystemExit, match=f"update 21: {ends} updates in a row") as ended:
         while True:
@@ -156,6 +157,8 @@ def test_skips_without_end_end(scale, settings, ends):
             guards.check_skips(accelerator, progress, scale)
     assert ("at loss scale" in str(ended.value)) == bool(scale)
     assert progress.skipped_steps == ends and progress.global_step == 20
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == ends - 1 and said[0].startswith("WARNING: update 21 was skipped")
 
 
 @pytest.mark.parametrize(
