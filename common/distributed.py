@@ -46,15 +46,9 @@ def warn(accelerator: Accelerator, message: str) -> None:
         tqdm.write(f"WARNING: {message}")
 
 
-def gather_by_key(mine: dict[int, Any]) -> dict[int, Any]:
-    """Returns the values that the processes have, each under its key, on every process."""
-    by_key = {}
-    for part in gather_object([mine]):
-        by_key.update(part)
-    return by_key
-
-
 def gather_rows(mine: dict[int, Any]) -> list:
     """Returns the values of the rows 0, 1, 2 ... that the processes have, as a list on each."""
-    by_row = gather_by_key(mine)
+    by_row = {}
+    for part in gather_object([mine]):
+        by_row.update(part)
     return [by_row[row] for row in range(len(by_row))]

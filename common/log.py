@@ -212,8 +212,7 @@ def as_markdown(samples: list[dict]) -> str:
 def verdict(sample: dict) -> str:
     """Returns what is known of a response, such as `wrong (right: '25')` or `score 0.25`."""
     if "score" in sample:
-        score = sample["score"]
-        return "failed" if score is None else f"score {score:.4g}"
+        return f"score {sample['score']:.4g}"
     if "right" in sample:
         # An answer may be a whole solution that ends with it.
         return "right" if sample["right"] else f"wrong (right: {sample['answer'][-40:]!r})"

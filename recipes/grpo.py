@@ -482,8 +482,7 @@ def make_rollout(
     if not is_trained.any():
         return None
     if args.advantage_std == "mean" and (scores < 0).any():
-        least = scores.nan_to_num(0.0).min()
-        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {least:g}")
+        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {scores.min():g}")
     advantages = estimate_advantages(
         scores, args.n_samples_per_prompt, args.baseline, args.advantage_std, is_trained
     )
@@ -579,12 +578,12 @@ def log_rollout(
     }
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
-    sampler.means.add_rollout(logged)
-    sampler.means.add_rollout({"frac_groups_dropped": ~is_kept})
+    logged["frac_groups_dropped"] = ~is_kept
     if run.args.n_samples_per_prompt > 1:
         groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-        sampler.means.add_rollout({"frac_reward_zero_std": ~scores_differ(groups)})
-        sampler.means.add_rollout({"reward_std": std_of_groups(groups)})
+        logged["frac_reward_zero_std"] = ~scores_differ(groups)
+        logged["reward_std"] = std_of_groups(groups)
+    sampler.means.add_rollout(logged)
     sampler.means.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     sampler.means.add_rollout({"completions/max_length": response_lengths}, reduce="max")
     run.logger.log_samples(scores.total, samples.examples(sampler.tokenizer, scores, "rollout"))
@@ -641,7 +640,7 @@ def main():
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
-    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
+    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
     console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
 
@@ -670,7 +669,7 @@ def main():
                     sample_weights = shares * weights
                     run.check_finite(update, data_rows, losses, sample_weights)
                     # Its part of the update's weighted mean. The engine divides by `divisor`,
-                    # the number of micro-batches of all processes, so we multiply.
+                    # the number of micro-batches of all processes, so we multiply by it.
                     loss = (losses * sample_weights).sum() * update.divisor / sum_of_weights
                     accelerator.backward(loss)  # DeepSpeed clips and steps in here
                     if accelerator.sync_gradients:  # true once, in the last micro-batch
