@@ -40,29 +40,27 @@ def main():
     parser.add_argument("recipe")
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    own, flags = sys.argv[1:], []
-    if "--" in own:
-        at = own.index("--")
-        own, flags = own[:at], own[at + 1 :]
-    args = parser.parse_args(own)
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    flags = words[end + 1 :]
 
     trees = [OURS, args.other.resolve()]
     for tree in trees:
         cpu_seconds(tree, args.recipe, 1, flags)  # the data is tokenised and cached
-    starts, updates = [], []
+    starts = []
+    updates = []
     for number in range(args.rounds):
-        one, more = {}, {}
+        one = {}
+        more = {}
         for tree in trees if number % 2 else reversed(trees):  # who is first changes
             one[tree] = cpu_seconds(tree, args.recipe, 1, flags)
             more[tree] = cpu_seconds(tree, args.recipe, 1 + args.updates, flags)
         updates.append([(more[tree] - one[tree]) / args.updates for tree in trees])
         starts.append([one[tree] - update for tree, update in zip(trees, updates[-1])])
-        print(
-            "ours, other: start {:.2f} {:.2f}, update {:.3f} {:.3f}".format(
-                *starts[-1], *updates[-1]
-            ),
-            flush=True,
-        )
+        start = " ".join(f"{seconds:.2f}" for seconds in starts[-1])
+        update = " ".join(f"{seconds:.3f}" for seconds in updates[-1])
+        print(f"ours, other: start {start}, update {update}", flush=True)
     for name, pairs in (("start", starts), ("update", updates)):
         ratios = sorted(ours / other for ours, other in pairs)
         print(f"{name}: {statistics.median(ratios):.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f}")
