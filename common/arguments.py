@@ -105,7 +105,9 @@ def check_ranges(args, parser: Parser) -> None:
         if not all(LIMITS[name](value, limit) for name, limit in limits.items()):
             parser.error(f"--{field.name} {value}: expected {range_in_words(limits)}")
         if field.name.endswith("_steps") and value > 1 and value % 1 != 0:
-            parser.error(f"--{field.name} {value}: expected whole updates, or below 1 a share")
+            parser.error(
+                f"--{field.name} {value}: expected a whole number of updates, or a share below 1"
+            )
 
 
 def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:

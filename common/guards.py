@@ -51,11 +51,11 @@ def check_finite(
 
 
 def check_skips(accelerator, progress: Progress, loss_scale: float | None) -> None:
-    """Says that an update was skipped; ends a run that does nothing else.
+    """Warns of a skipped update, and ends a run that only skips.
 
-    In fp16 its gradients overflowed. DeepSpeed also skips in bf16 and fp32, without a scale. A
-    second consecutive skip ends the run if the loss scale is at its smallest and cannot fall
-    further, or if there is none. Otherwise the hundredth does.
+    In fp16 its gradients overflowed. DeepSpeed also skips updates in bf16 and fp32, where there is
+    no loss scale. A second skip in a row ends the run if the scale cannot fall further, or if there
+    is none. Otherwise the hundredth does.
 
     Raises:
         SystemExit: saying what helps.
@@ -67,11 +67,11 @@ def check_skips(accelerator, progress: Progress, loss_scale: float | None) -> No
     most = MANY if loss_scale and loss_scale > smallest else 2
     at_scale = f" at loss scale {loss_scale:g}" if loss_scale else ""
     if progress.consecutive_skips < most:
-        skipped = f"update {progress.updates_seen} was skipped, its gradients are not finite"
+        skipped = f"update {progress.updates_seen} was skipped: its gradients are not finite"
         distributed.warn(accelerator, f"{skipped}{at_scale}")
         return
     sys.exit(
         f"update {progress.global_step + 1}: {progress.consecutive_skips} updates in a row were "
-        f"skipped, their gradients are not finite{at_scale}: "
-        "lower --learning_rate if the loss had grown; see docs/fp16.md"
+        f"skipped: their gradients are not finite{at_scale}. "
+        "Lower --learning_rate if the loss had grown; see docs/fp16.md"
     )

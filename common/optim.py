@@ -113,8 +113,8 @@ def warmup_updates(warmup_steps: float, total_updates: int) -> int:
 def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> LambdaLR:
     """Returns the schedule of the learning rates: warm-up, then `args.lr_scheduler_type`.
 
-    The rates are those of `transformers.get_scheduler`, whose module imports all of peft. It is not
-    prepared: accelerate would step it `num_processes` times per update.
+    The rates are those of `transformers.get_scheduler`, whose module is slow to import. The
+    schedule is not prepared: accelerate would step it `num_processes` times per update.
     """
     kind = args.lr_scheduler_type
     warmup = warmup_updates(args.warmup_steps, total_updates)

@@ -396,7 +396,7 @@ def main():
     identity = {**data.fingerprints, **of_bases, **all_teachers.fingerprints}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
-    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
+    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
     console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
 
@@ -426,7 +426,7 @@ def main():
                 losses, values = token_losses(model, batch, lessons, stored, args, has_moved)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
                 # Its part of the mean over response tokens. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply.
+                # the number of micro-batches of all processes, so we multiply by it.
                 loss = (losses * token_weights).sum() * update.divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

@@ -178,7 +178,7 @@ def main():
     identity |= reference.fingerprints
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
-    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
+    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {layout}"
     console.begin(checkpoint, data=what)
@@ -199,7 +199,7 @@ def main():
                 losses, values = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["rows"], losses, answer_weights)
                 # Its part of the mean over the update's answers. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply.
+                # the number of micro-batches of all processes, so we multiply by it.
                 loss = (losses * answer_weights).sum() * update.divisor / n_answers
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

@@ -496,7 +496,7 @@ def main():
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
-    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
+    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
     console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
 
@@ -523,7 +523,7 @@ def main():
                 losses, values = token_losses(model, batch, stored, rollout, args, policy_has_moved)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
                 # Its part of the mean over the update's tokens. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply.
+                # the number of micro-batches of all processes, so we multiply by it.
                 loss = (losses * token_weights).sum() * update.divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

@@ -174,7 +174,7 @@ def main():
     identity = {**data.fingerprints, **lora.fingerprints(accelerator, scorer)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
-    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
+    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     layout = packer.describe("both answers", each="answer")
     what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {layout}"
     console.begin(checkpoint, data=what)
@@ -193,7 +193,7 @@ def main():
                 losses, values = pair_losses(model, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
                 # Its part of the mean over the update's pairs. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply.
+                # the number of micro-batches of all processes, so we multiply by it.
                 loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

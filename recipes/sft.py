@@ -208,7 +208,7 @@ def main():
     identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
-    checkpoint.resume()  # seeds, loads what --resume names if anything, opens the log
+    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     layout = f"rows are {'packed' if packer.share else 'padded'}"
     what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens; {layout}"
     console.begin(checkpoint, data=what)
@@ -229,7 +229,7 @@ def main():
                 losses, values = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
                 # Its part of the mean over the update's targets. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply.
+                # the number of micro-batches of all processes, so we multiply by it.
                 loss = (losses * token_weights).sum() * update.divisor / n_targets
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

@@ -4,9 +4,9 @@ One rule: an answer is what the chat template writes after the generation prompt
 the token that ends the turn. All cutting is done on texts, which are tokenised at the very end,
 prompt and answer apart, as at inference.
 
-With most templates that is all `encode_turn` does: it renders the prompt, then prompt and answer,
-which begins with the prompt (case 1 of `split_answer`); the rest up to its end token is the answer.
-What the rule meets where a template does otherwise:
+Most templates need no more. `encode_turn` renders the prompt, and then the prompt with its answer.
+The second text begins with the first (case 1 of `split_answer`). What follows, up to the token that
+ends the turn, is the answer. Other templates need more:
 
     the template ...                                      so ...
     wants contents or arguments in another form           a trial finds the form, see `Style`

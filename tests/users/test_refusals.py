@@ -27,7 +27,7 @@ TABLE = [
     ("sft", ["--learning_rate", -1], 2, ["--learning_rate -1.0: expected at least 0"]),
     ("sft", ["--learning_rate", "nan"], 2, ["--learning_rate nan: expected at least 0"]),
     ("sft", ["--seed", -1], 2, ["--seed -1: expected at least 0 and below 4294967296"]),
-    ("sft", ["--save_steps", 2.5], 2, ["--save_steps 2.5: expected whole updates"]),
+    ("sft", ["--save_steps", 2.5], 2, ["--save_steps 2.5: expected a whole number of updates"]),
     ("dpo", MODEL, 2, ["--dataset_name is missing", "neither for the demo"]),
     ("dpo", ["list.yaml"], 2, ["list.yaml: expected a flat mapping"]),
     ("dpo", ["unknown.yaml"], 2, ["unrecognized arguments: --betta 0.2"]),
