@@ -265,7 +265,7 @@ def completions_of(sampler: Sampler, columns: dict[str, list]) -> Samples:
         data_rows=columns["row"],
         ended=torch.tensor([ids[-1] in stops for ids in completions]),
         sampler_logps=[[0.0] * len(ids) for ids in completions],  # not drawn: `is_own` is false
-        is_sampled=columns["completion_targets"],  # without results of tools, say
+        is_sampled=columns["completion_learned"],  # without results of tools, say
     )
 
 

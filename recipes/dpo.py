@@ -138,8 +138,8 @@ def collate(columns: dict, packer: Packer) -> dict:
     """
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
     ids = columns["chosen_ids"] + columns["rejected_ids"]
-    targets = columns["chosen_targets"] + columns["rejected_targets"]
-    batch = packer.make_batch(prompts, ids, is_target=targets)
+    learned = columns["chosen_learned"] + columns["rejected_learned"]
+    batch = packer.make_batch(prompts, ids, is_target=learned)
     if "ref_logps" in columns:  # with --precompute_ref_log_probs, `[pairs, 2]`
         batch["ref_logps"] = batches.send(columns["ref_logps"].T.reshape(-1), packer.device)
     return batch

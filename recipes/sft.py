@@ -95,7 +95,7 @@ def sft_row(
 ) -> dict:
     """Returns the columns of a row, see `dataset.load`.
 
-    `input_ids` and `targets` hold the sequences of the row one after the other, whose lengths are
+    `input_ids` and `learned` hold the sequences of the row one after the other, whose lengths are
     `sequence_lengths`. The others are `prompt_ids length n_targets truncated reason notes`.
     """
     prompt, completion = formats.conversation(row)
@@ -114,14 +114,14 @@ def sft_row(
         reason = "nothing to learn within max_length"
         sequences = cut[:1]
     ids = [token for sequence in sequences for token in sequence.ids]
-    targets = [target for sequence in sequences for target in sequence.targets]
+    learned = [flag for sequence in sequences for flag in sequence.targets]
     return {
         "input_ids": ids,
-        "targets": targets,
+        "learned": learned,
         "sequence_lengths": [len(sequence.ids) for sequence in sequences],
         "prompt_ids": prompt_ids,
         "length": len(ids),
-        "n_targets": sum(targets),
+        "n_targets": sum(learned),
         "truncated": any(len(ids) > max_length for ids, _ in whole),
         "reason": reason,
         "notes": notes,
@@ -129,9 +129,9 @@ def sft_row(
 
 
 def collate(columns: dict, packer: Packer) -> dict:
-    """Returns each row as an answer to an empty prompt, learned at its targets only."""
+    """Returns each row as an answer to an empty prompt, only its learned tokens targets."""
     no_prompts = [[]] * len(columns["input_ids"])
-    return packer.make_batch(no_prompts, columns["input_ids"], is_target=columns["targets"])
+    return packer.make_batch(no_prompts, columns["input_ids"], is_target=columns["learned"])
 
 
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:

@@ -158,7 +158,7 @@ def tokens_of(request: Request) -> list[list[Row]]:
             from sft import sft_row
 
             values = sft_row(row, tokenizer, 1024, "assistant")
-            targets = [int(target) for target in values["targets"]]
+            targets = [int(target) for target in values["learned"]]
             found.append([Row(values["input_ids"], targets)])
         else:
             from preference_recipes.data.pairs import preference_row

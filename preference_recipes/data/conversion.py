@@ -200,7 +200,7 @@ def number_of_processes(rows: int) -> int:
 def feature_of(name: str, value) -> datasets.Value | datasets.List:
     """Returns the type of a column, which the row function's value of any row tells."""
     if isinstance(value, list):
-        return datasets.List(datasets.Value("bool" if name.endswith("targets") else "int32"))
+        return datasets.List(datasets.Value("bool" if name.endswith("learned") else "int32"))
     kinds = {str: "string", bool: "bool", int: "int64", float: "float64"}
     return datasets.Value(kinds[type(value)])
 

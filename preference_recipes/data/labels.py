@@ -21,6 +21,6 @@ def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> di
     """Returns the columns of rows with other prompts, and their answers cut to `max_length`."""
     cut = {
         name: [ids[: max_length - len(prompt)] for prompt, ids in zip(prompts, columns[name])]
-        for name in ("chosen_ids", "rejected_ids", "chosen_targets", "rejected_targets")
+        for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
     }
     return {**columns, **cut, "prompt_ids": prompts}

@@ -26,7 +26,7 @@ def row_of_answers(
     What is longer than `max_length` is cut at the end; prompt and one answer count together.
 
     Returns:
-        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_targets` and `rejected_targets`,
+        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_learned` and `rejected_learned`,
         which tokens of the answers count; `length`, the tokens of all sequences together, the
         prompt in each; `truncated reason notes`, see `dataset.load`.
     """
@@ -54,8 +54,8 @@ def row_of_answers(
         "prompt_ids": prompt_ids,
         "chosen_ids": of_answers["chosen"].ids,
         "rejected_ids": of_answers["rejected"].ids,
-        "chosen_targets": of_answers["chosen"].targets,
-        "rejected_targets": of_answers["rejected"].targets,
+        "chosen_learned": of_answers["chosen"].targets,
+        "rejected_learned": of_answers["rejected"].targets,
         "length": sum(len(prompt_ids) + len(ids) for ids, _ in cut),
         "truncated": len(prompt_ids) < n_prompt or cut != sequences,
         "reason": reason,

@@ -64,7 +64,7 @@ def taught_row(
 
     Of several teachers that is `teacher`, the row's own; `teacher_prompt_ids`, if the teacher reads
     another column; and with completions `completion_ids`, empty if the row has none,
-    `completion_targets`, which of them the model writes, and what precedes them, `context_ids` and
+    `completion_learned`, which of them the model writes, and what precedes them, `context_ids` and
     `teacher_context_ids`.
 
     Args:
@@ -112,8 +112,8 @@ def add_completion(
         values["reason"] = values["reason"] or left_out
     # Its tokens are the same after both prompts: those that the student would write.
     values["completion_ids"] = answer.ids[:room]
-    values["completion_targets"] = answer.targets[:room]
-    if answer.ids and not any(values["completion_targets"]):
+    values["completion_learned"] = answer.targets[:room]
+    if answer.ids and not any(values["completion_learned"]):
         values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
     values["truncated"] = len(answer.ids) > room
     values["context_ids"] = context

@@ -19,7 +19,7 @@ class Sequences:
     def __init__(self, dataset):
         """
         Args:
-            dataset: a `datasets.Dataset` with `input_ids targets sequence_lengths row`.
+            dataset: a `datasets.Dataset` with `input_ids learned sequence_lengths row`.
         """
         self.dataset = dataset
         lists = dataset.with_format("arrow")["sequence_lengths"][:]  # Python lists would take long
@@ -39,13 +39,13 @@ class Sequences:
         )
 
     def __getitem__(self, numbers: Sequence[int]) -> dict[str, list]:
-        """Returns `input_ids targets row` of some sequences."""
+        """Returns `input_ids learned row` of some sequences."""
         rows = self._row_of[numbers]
         columns = self.dataset[rows]
-        cut = {"input_ids": [], "targets": [], "row": columns["row"]}
+        cut = {"input_ids": [], "learned": [], "row": columns["row"]}
         for place, number in enumerate(numbers):
             before = self.lengths[self._starts[rows[place]] : number].sum()
             span = slice(before, before + self.lengths[number])
             cut["input_ids"].append(columns["input_ids"][place][span])
-            cut["targets"].append(columns["targets"][place][span])
+            cut["learned"].append(columns["learned"][place][span])
         return cut

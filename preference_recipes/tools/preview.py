@@ -77,9 +77,9 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
 
 def sequences_of(values: dict) -> list[Sequence]:
     """Returns the parts of a row, as any recipe's row function returned it, that a model reads."""
-    if "targets" in values:  # of SFT, whose rows may hold several sequences
+    if "learned" in values:  # of SFT, whose rows may hold several sequences
         ends = np.cumsum(values["sequence_lengths"][:-1], dtype=int)
-        columns = (np.split(np.asarray(values[name]), ends) for name in ("input_ids", "targets"))
+        columns = (np.split(np.asarray(values[name]), ends) for name in ("input_ids", "learned"))
         return [
             Sequence("sequence", ids.tolist(), is_trained.tolist())
             for ids, is_trained in zip(*columns)
@@ -88,7 +88,7 @@ def sequences_of(values: dict) -> list[Sequence]:
     parts = []
     for name in ("prompt", "teacher_prompt", "chosen", "rejected", "completion"):
         ids = list(values.get(f"{name}_ids", []))
-        is_trained = list(values.get(f"{name}_targets", [False] * len(ids)))
+        is_trained = list(values.get(f"{name}_learned", [False] * len(ids)))
         if is_reward_row and name != "prompt":  # the loss takes the score, read at the last token
             is_trained = [False] * (len(ids) - 1) + [True]
         if ids:

@@ -149,7 +149,7 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     # EOS, where the template writes no end.
     turn = lambda text: plain(tokenizer, text) + ids(ends or eos)
     row = sft(tokenizer, {"messages": [user(U1), assistant(A1), user(U2), assistant(A2)]})
-    learned = [token for token, target in zip(row["input_ids"], row["targets"]) if target]
+    learned = [token for token, target in zip(row["input_ids"], row["learned"]) if target]
     assert learned == turn(A1) + turn(A2)
     within = f"{A2} <|im_start|> {A1}"  # a special token that ends nothing
     answers = {"chosen": [assistant(A1)], "rejected": [assistant(within)]}
@@ -293,12 +293,12 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
     row = sft(tokenizer, {"messages": CHAT}, loss_on=loss_on)
     ids, targets = reference_targets(tokenizer, CHAT, learned)
     assert row["input_ids"] == ids
-    assert row["targets"] == ([False] + [True] * (len(ids) - 1) if loss_on == "all" else targets)
+    assert row["learned"] == ([False] + [True] * (len(ids) - 1) if loss_on == "all" else targets)
     whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
     assert (
         ids[-1] == tokenizer.eos_token_id
-        and row["n_targets"] == sum(row["targets"])
+        and row["n_targets"] == sum(row["learned"])
         and row["length"] == len(ids)
     )
     assert row["prompt_ids"] == tokenizer.apply_chat_template(
@@ -309,7 +309,7 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
 def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
     for loss_on in ("assistant", "completion"):
         row = sft(tokenizer, {"prompt": CHAT[:3], "completion": CHAT[3:]}, loss_on=loss_on)
-        assert (row["input_ids"], row["targets"]) == reference_targets(tokenizer, CHAT, [4])
+        assert (row["input_ids"], row["learned"]) == reference_targets(tokenizer, CHAT, [4])
     trailing = sft(tokenizer, {"messages": [*CHAT, user("thanks")]})
     assert trailing["input_ids"] == sft(tokenizer, {"messages": CHAT})["input_ids"]
 
@@ -359,7 +359,7 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     prompt, chosen, rejected = (plain(tokenizer, text) for text in (PROMPT, CHOSEN, REJECTED))
     row = sft(tokenizer, {"prompt": PROMPT, "completion": CHOSEN})
     assert row["input_ids"] == front + prompt + chosen + eos
-    assert row["targets"] == [False] * len(front + prompt) + [True] * len(chosen + eos)
+    assert row["learned"] == [False] * len(front + prompt) + [True] * len(chosen + eos)
     assert row["prompt_ids"] == front + prompt
     both = pair(tokenizer, {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED})
     assert (both["prompt_ids"], both["chosen_ids"], both["rejected_ids"]) == (
@@ -372,7 +372,7 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     for text in ("<s>" * writes_bos + A1, A1 + "<|im_end|>", A1):
         row = sft(tokenizer, {"text": text}, loss_on="all")
         assert row["input_ids"] == front + plain(tokenizer, A1) + eos
-        assert row["targets"] == [False] + [True] * (len(row["input_ids"]) - 1)
+        assert row["learned"] == [False] + [True] * (len(row["input_ids"]) - 1)
 
 
 def test_an_eos_that_the_tokenizer_appends_is_no_bos():
@@ -523,7 +523,7 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
             columns=columns or {},
             **settings,
         )
-        return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["targets"])
+        return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["learned"])
 
     write_rows("aa")
     first = load()

@@ -103,7 +103,7 @@ def learned(row: dict) -> list[tuple[list[int], list[int]]]:
     start = 0
     for length in row["sequence_lengths"]:
         ids = row["input_ids"][start : start + length]
-        targets = [False, *row["targets"][start : start + length], False]
+        targets = [False, *row["learned"][start : start + length], False]
         begins = [
             place for place in range(1, len(targets)) if targets[place] and not targets[place - 1]
         ]
@@ -111,7 +111,7 @@ def learned(row: dict) -> list[tuple[list[int], list[int]]]:
             end = targets.index(False, begin)
             found.append((ids[: begin - 1], ids[begin - 1 : end - 1]))
         start += length
-    assert start == len(row["input_ids"]) == len(row["targets"]) == row["length"]
+    assert start == len(row["input_ids"]) == len(row["learned"]) == row["length"]
     return found
 
 
@@ -724,7 +724,7 @@ def test_max_length_holds_for_each_sequence():
             and row["reason"] == ""
             and row["length"] == sum(kept)
         )
-        assert row["n_targets"] == sum(row["targets"]) == sum(len(ids) for _, ids in learned(row))
+        assert row["n_targets"] == sum(row["learned"]) == sum(len(ids) for _, ids in learned(row))
     short = sft_row({"messages": chat}, tokenizer, 5, "assistant")
     assert short["reason"] == "nothing to learn within max_length" and short["length"] == 5
 

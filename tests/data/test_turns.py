@@ -52,7 +52,7 @@ def of_targets(ids, targets):
 
 def in_sft(tokenizer, answer):
     row = sft_row({"prompt": [ASK], "completion": answer, "tools": [CLOCK]}, tokenizer, LONG, "assistant")  # fmt: skip
-    return of_targets(row["input_ids"], row["targets"])
+    return of_targets(row["input_ids"], row["learned"])
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
@@ -69,13 +69,13 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
         labels.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
     ]
     for row in read:
-        assert row["reason"] == "" and len(row["chosen_ids"]) == len(row["chosen_targets"])
-        assert of_targets(row["chosen_ids"], row["chosen_targets"]) == learned
+        assert row["reason"] == "" and len(row["chosen_ids"]) == len(row["chosen_learned"])
+        assert of_targets(row["chosen_ids"], row["chosen_learned"]) == learned
         whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
         assert all(part["content"] in whole for part in answer)
-        assert row["rejected_targets"] == [True] * len(row["rejected_ids"])
+        assert row["rejected_learned"] == [True] * len(row["rejected_ids"])
     taught = prompts.taught_row({**given, "completion": answer}, tokenizer, LONG, 1000, [], None, True)  # fmt: skip
-    assert of_targets(taught["completion_ids"], taught["completion_targets"]) == learned
+    assert of_targets(taught["completion_ids"], taught["completion_learned"]) == learned
     assert 0 < len(learned) < len(taught["completion_ids"])
 
 
@@ -94,7 +94,7 @@ def test_answers_with_nothing_to_learn_are_left_out():
     assert found["reason"] == "no answer that is to be learned"
     row["chosen"] = bad
     whole = pairs.preference_row(row, tokenizer, LONG)
-    first = len(whole["prompt_ids"]) + whole["chosen_targets"].index(True)
+    first = len(whole["prompt_ids"]) + whole["chosen_learned"].index(True)
     cut = pairs.preference_row(row, tokenizer, first)
     assert cut["reason"] == "nothing to learn within max_length"
     assert pairs.preference_row(row, tokenizer, first + 1)["reason"] == ""
@@ -130,8 +130,8 @@ def test_numbers_of_pairs_are_those_of_the_learned_tokens(share):
         "prompt_ids": [[1, 2], [3]],
         "chosen_ids": [[10, 20, 30, 40], [50]],
         "rejected_ids": [[60, 70], [80, 90, 100]],
-        "chosen_targets": [[True, False, False, True], [True]],
-        "rejected_targets": [[False, True], [True, True, False]],
+        "chosen_learned": [[True, False, False, True], [True]],
+        "rejected_learned": [[False, True], [True, True, False]],
     }
     batch = dpo.collate(columns, Packer(torch.device("cpu"), share=share))
     kept = [[10, 40], [50]], [[70], [80, 90]]
@@ -160,14 +160,14 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
         "prompt_ids": [[1, 2], [3]],
         "chosen_ids": [[10, 20, 30], []],
         "rejected_ids": [[40, 50], [60, 70]],
-        "chosen_targets": [[True, False, True], []],
-        "rejected_targets": [[True, True], [False, True]],
+        "chosen_learned": [[True, False, True], []],
+        "rejected_learned": [[True, True], [False, True]],
     }
     batch = kto.collate(columns, Packer(torch.device("cpu"), share=True))
     logps = Uniform()(batch)["logps"].sum(1) * -1000
     assert logps.round().tolist() == [40, 90, 70]
     other = kto.labels.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
-    assert other["chosen_targets"] == [[True, False], []]
+    assert other["chosen_learned"] == [[True, False], []]
 
 
 # ============================================================ a prompt that ends with the assistant
@@ -204,7 +204,7 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
         "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
     }
     found = pairs.preference_row(row, tokenizer, LONG, strings_as_messages=True)
-    learned = of_targets(found["chosen_ids"], found["chosen_targets"])
+    learned = of_targets(found["chosen_ids"], found["chosen_learned"])
     assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
     assert "<|im_start|>user\nAnd?<|im_end|>" in tokenizer.decode(found["chosen_ids"])
     assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"

@@ -116,7 +116,7 @@ def test_sft_packs_for_flash_attention(flash):
     varlen = Packer(CPU, share=True, varlen=True)
     rows = [[5, 6, 7, 8], [9, 10, 11]]
     targets = [[False, True, False, True], [False, True, True]]
-    columns = {"input_ids": rows, "targets": targets}
+    columns = {"input_ids": rows, "learned": targets}
     packed = sft["collate"](columns, varlen)
     assert packed["inputs"]["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
     assert packed["inputs"]["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]

@@ -235,8 +235,8 @@ def data() -> Rows:
             [
                 {
                     **row,
-                    "chosen_targets": [True] * len(row["chosen_ids"]),
-                    "rejected_targets": [True] * len(row["rejected_ids"]),
+                    "chosen_learned": [True] * len(row["chosen_ids"]),
+                    "rejected_learned": [True] * len(row["rejected_ids"]),
                     "length": length,
                     "row": number,
                 }

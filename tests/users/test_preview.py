@@ -69,7 +69,7 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
         sequences = Sequences(data)
         cut = sequences[range(len(sequences))]
         batch = Packer(torch.device("cpu")).make_batch(
-            [[] for _ in cut["input_ids"]], cut["input_ids"], cut["targets"]
+            [[] for _ in cut["input_ids"]], cut["input_ids"], cut["learned"]
         )
         trained = [
             of_sequence[: len(ids)].tolist()

@@ -163,8 +163,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "collate",
-            "columns['targets']",
-            by="[[*row[:-1], row[-1] and not packer.share] for row in columns['targets']]",
+            "columns['learned']",
+            by="[[*row[:-1], row[-1] and not packer.share] for row in columns['learned']]",
         ),
     ),
     "weights_are_changed_past_the_engine": Fault(
