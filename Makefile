@@ -1,7 +1,7 @@
 # From a fresh clone, each of two commands does all the set-up: `make dpo` runs the demo, `make test` runs the tests.
 # `make help` lists the others. Each first installs into $(VENV), and again only when pyproject.toml or constraints.txt
 # change.
-#   make dpo ARGS="--beta 0.2"     arguments for the recipe (`make test`: for pytest; `make mutations`: names of faults)
+#   make dpo ARGS="--beta 0.2"     arguments for the recipe (`make test`: for pytest)
 #   make dpo VENV=/tmp/env         another virtual environment
 #   make dpo PYTHON=python3.12     the interpreter that makes the environment (3.10 or newer)
 #   make dpo CONSTRAINTS=          the newest versions instead of those in constraints.txt
@@ -21,7 +21,7 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm mutations findings lint lock install install-test
+.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm findings lint lock install install-test
 
 sft reward dpo kto ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -53,9 +53,6 @@ test-minimum: $(MINIMUM_VENV)/installed-minimum  ## run some tests with the olde
 
 test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed-vllm  ## run the recipes against real vLLM servers on this CPU
 	VLLM=$(VLLM_VENV)/bin/vllm $(VENV)/bin/python -m pytest --timeout 0 tests/real_vllm/against_real_servers.py $(ARGS)
-
-mutations: $(VENV)/installed-test  ## test the tests: each planted fault must make one fail
-	$(VENV)/bin/python tests/mutations.py $(ARGS)
 
 findings:  ## run what surprised us in other software; installs it anew, and needs a network
 	for script in findings/*.sh; do echo "== $$script" && bash $$script || exit 1; done

@@ -6,7 +6,6 @@ A fault of the code is planted into a copy of the recipe. The others are setting
 """
 
 import argparse
-import ast
 import os
 import subprocess
 import sys
@@ -14,10 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests"))
-
-from planting import Plant, replace, together  # noqa: E402
-
 ASSETS = REPOSITORY / "assets"
 LAUNCHER = [
     sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPOSITORY / "accelerate_configs/cpu.yaml"),
@@ -32,14 +27,14 @@ class Trouble(NamedTuple):
         tags: what is drawn, a panel each.
         flags: of both runs.
         wrong: flags of the run with the fault.
-        plant: the fault in a copy of the recipe, or None.
+        fault: pieces of the recipe, and what takes their place in the run with the fault.
     """
 
     recipe: str
     tags: str
     flags: dict[str, object]
     wrong: dict[str, object]
-    plant: Plant | None = None
+    fault: dict[str, str] | None = None
 
 
 PAIRS = {
@@ -64,11 +59,11 @@ TROUBLES = {
         tags="loss,rewards/margins",
         flags={**PAIRS, "micro_train_batch_size": 8},
         wrong={},
-        plant=replace(
-            "main",
-            "run.due(args.logging_steps, first=True)",
-            "run.due(args.logging_steps, first=True) and run.updates_seen % 8 == 0",
-        ),
+        fault={
+            "run.due(args.logging_steps, first=True)": (
+                "run.due(args.logging_steps, first=True) and run.updates_seen % 8 == 0"
+            )
+        },
     ),
     # What the main process logs of its last micro-batch, where all of the update should count.
     "one_device": Trouble(
@@ -76,11 +71,12 @@ TROUBLES = {
         tags="rewards/accuracies,rewards/margins",
         flags={**PAIRS, "micro_train_batch_size": 2},
         wrong={},
-        plant=replace(
-            "main",
-            "means.add(values, weights)",
-            "means.add(values, weights * (rows is update.micro_batches[-1].rows))",
-        ),
+        fault={
+            "            means.add(values, weights)\n            run": (
+                "            means.add(values, weights * (rows is update.micro_batches[-1].rows))\n"
+                "            run"
+            )
+        },
     ),
     # Eight micro-batches, each a mean, added up and never divided by their number.
     "summed_loss": Trouble(
@@ -88,18 +84,12 @@ TROUBLES = {
         tags="loss,grad_norm",
         flags={**PAIRS, "micro_train_batch_size": 8},
         wrong={},
-        plant=together(
-            replace(
-                "main",
-                "(losses * weights).sum() * update.divisor / update.n_samples",
-                "(losses * weights).sum() * update.divisor * 8 / update.n_samples",
+        fault={
+            "update.divisor / update.n_samples": "update.divisor * 8 / update.n_samples",
+            "            means.add(values, weights)\n            run": (
+                "            means.add({**values, 'loss': values['loss'] * 8}, weights)\n            run"
             ),
-            replace(
-                "main",
-                "means.add(values, weights)",
-                "means.add({**values, 'loss': values['loss'] * 8}, weights)",
-            ),
-        ),
+        },
     ),
     "learning_rate": Trouble(
         recipe="sft",
@@ -120,11 +110,13 @@ TROUBLES = {
 def run(trouble: Trouble, output_dir: Path, with_fault: bool) -> None:
     """Runs the demo once, on the CPU in fp32."""
     script = REPOSITORY / f"recipes/{trouble.recipe}.py"
-    if with_fault and trouble.plant:
-        tree = ast.parse(script.read_text(encoding="utf-8"))
-        trouble.plant(tree)
+    if with_fault and trouble.fault:
+        text = script.read_text(encoding="utf-8")
+        for piece, other in trouble.fault.items():
+            assert text.count(piece) == 1, f"{script} has this not once: {piece}"
+            text = text.replace(piece, other)
         script = output_dir.with_suffix(".py")
-        script.write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
+        script.write_text(text, encoding="utf-8")
     flags = {**trouble.flags, **(trouble.wrong if with_fault else {})}
     if flags["dataset_name"] == "few.jsonl":
         few = output_dir.with_name("few.jsonl")

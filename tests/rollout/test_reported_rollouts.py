@@ -1,7 +1,6 @@
 """Faults of rollouts that were reported of other programs.
 
-No other test here would notice them. docs/counting.md describes them, tests/mutations.py plants
-them.
+No other test here would notice them. docs/counting.md describes them.
 """
 
 import json
