@@ -164,61 +164,6 @@ def whole(parameter: nn.Parameter) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def unrounded_shards():
-    """Lets ZeRO-3 cut a model that is loaded inside the block into shards of fp32.
-
-    It would round them at once, and `exact_masters` would come too late. Does nothing elsewhere.
-    """
-    from transformers.integrations import deepspeed as of_transformers
-
-    config = of_transformers.deepspeed_config() or {}
-    halves = [config[half] for half in ("fp16", "bf16") if config.get(half, {}).get("enabled")]
-    for half in halves:
-        half["enabled"] = False
-    try:
-        yield
-    finally:
-        for half in halves:
-            half["enabled"] = True
-
-
-@contextlib.contextmanager
-def exact_masters(accelerator, model: nn.Module, half: torch.dtype | None):
-    """Starts DeepSpeed's fp32 masters at the weights as they were loaded.
-
-    DeepSpeed rounds a model to half precision, and makes its masters of the rounded weights. For
-    the block inside which it prepares `model`.
-
-    Args:
-        half: the precision; None: fp32, which needs no masters.
-    """
-    if half is None or not stage(accelerator):
-        yield
-        return
-    before = {}
-    for parameter in model.parameters():
-        held = getattr(parameter, "ds_tensor", parameter)  # a shard, if ZeRO-3 has cut it already
-        if parameter.requires_grad:
-            before[parameter] = held.data
-        if held is not parameter:
-            held.data = held.data.to(half)
-            parameter.data = parameter.data.to(half)
-    yield
-    from deepspeed import utils
-
-    for parameter, value in before.items():
-        if not hasattr(parameter, "ds_tensor"):
-            utils.safe_set_full_fp32_param(parameter, value)
-            continue
-        shard_size = parameter.ds_tensor.numel()
-        if value.numel() != shard_size:  # it was not cut yet
-            start = shard_size * torch.distributed.get_rank()
-            value = value.flatten()[start : start + shard_size]
-            value = nn.functional.pad(value, (0, shard_size - len(value)))
-        utils.safe_set_local_fp32_param(parameter, value)
-
-
-@contextlib.contextmanager
 def gathered_for_generation(prepared: nn.Module, model: nn.Module):
     """Gathers the whole `model` on every process inside the block, and removes ZeRO-3's hooks.
 

@@ -1,6 +1,5 @@
 """Loading a tokenizer and models, and refusing what would be trained otherwise than was meant."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -239,15 +238,14 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         # even where there is one.
         device_map = {"": str(PartialState().device)}
         settings |= {"quantization_config": in_4bit(), "device_map": device_map}
-    with contextlib.nullcontext() if frozen else zero.unrounded_shards():
-        model, info = from_pretrained(
-            auto_class,
-            name,
-            output_loading_info=True,
-            dtype=torch.float32,
-            attn_implementation=args.attn_implementation,
-            **settings,
-        )
+    model, info = from_pretrained(
+        auto_class,
+        name,
+        output_loading_info=True,
+        dtype=torch.float32,
+        attn_implementation=args.attn_implementation,
+        **settings,
+    )
     if not is_packed and getattr(model, "hf_quantizer", None) is not None:
         sys.exit(
             f"{name!r} holds quantized weights, which are not loaded as they are: give the model "

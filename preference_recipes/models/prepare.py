@@ -78,10 +78,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     if adapters.has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
-    with (
-        exact_buffers(accelerator, model),
-        zero.exact_masters(accelerator, model, engine.half_precision(accelerator)),
-    ):
+    with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
     innermost = engine.innermost_optimizer(optimizer)
     innermost.register_step_post_hook(optim.hold_step_counts)
