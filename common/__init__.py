@@ -1,4 +1,4 @@
-"""Where our files are, who started this process, and small helpers."""
+"""Where our files are, and small helpers."""
 
 import contextlib
 import functools
@@ -9,9 +9,6 @@ from typing import Any
 
 # transformers imports bitsandbytes if it is installed. It warns of kernels that no recipe uses.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-# Who started this process. It may be gone before this process has imported torch.
-PARENT = os.getppid()
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.

@@ -4,6 +4,7 @@ import filecmp
 import hashlib
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ class Checkpoint:
             self.save()
             run.logger.bar.close()
             self.accelerator.print(
-                f"stopped by {stopping.cause_of(number)} after update {self.last_saved}, "
+                f"stopped by {signal.Signals(number).name} after update {self.last_saved}, "
                 f"saved in {self.folder}: go on with --resume auto"
             )
             sys.exit(128 + number)

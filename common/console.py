@@ -2,11 +2,13 @@
 
 import re
 import time
+from pathlib import Path
 
+from huggingface_hub import HfApi
 from torch import nn
 from tqdm import tqdm
 
-from common import best, counted, engine, hub, log, optim, record
+from common import best, counted, engine, log, optim, record
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.run import Run
@@ -95,4 +97,12 @@ def end(actor: Actor) -> None:
         print(f"  {name:{width}}  {before:>10}  {after:>10}")
     for line in actor.best.describe_end():
         print(line, flush=True)
-    hub.push(run.args, run.output_dir / best.FOLDER if run.args.keep_best else folder)
+    if run.args.push_to_hub:
+        upload(run.output_dir / best.FOLDER if run.args.keep_best else folder, run.args.push_to_hub)
+
+
+def upload(folder: Path, name: str) -> None:
+    """Uploads an actor to a repository of the hub, which is private if it is new."""
+    repository = HfApi().create_repo(name, private=True, exist_ok=True)
+    HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
+    print(f"uploaded {folder} to {repository}", flush=True)

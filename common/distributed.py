@@ -8,8 +8,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from common import errors
-
 
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
     """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
@@ -18,7 +16,7 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
     forever. All processes must call it.
 
     Raises:
-        SystemExit: with the first message, on the main process; with status 1 on the others.
+        SystemExit: with the first message.
     """
     result = None
     problem = None
@@ -29,8 +27,7 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
             problem = error.code
     problems = [problem for problem in gather_object([problem]) if problem]
     if problems:
-        errors.tell_launcher(problems[0])
-        sys.exit(problems[0] if accelerator.is_main_process else 1)
+        sys.exit(problems[0])
     return result
 
 

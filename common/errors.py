@@ -9,16 +9,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-# How long a process that fails after another one of its node lets the launcher see that one first.
-SECONDS = 3
+from tqdm import tqdm
+
 failed = False  # whether `run` is ending this process because of an error
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen.
-
-    The report of a launcher ends with the message, so then the process itself prints nothing.
-    """
+    """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen."""
     global failed
     try:
         main()
@@ -26,37 +23,30 @@ def run(main: Callable[[], None]) -> None:
         failed = bool(error.code)
         if isinstance(error.code, str):
             refuse(error.code)
-        close_bars()
         raise
     except Exception:
         failed = True
-        close_bars()
-        if tell_launcher(traceback.format_exc()):
+        if launcher_says(traceback.format_exc()):
             sys.exit(1)
         raise
 
 
 def refuse(message: str, status: int = 1) -> None:
-    """Ends this process with a message, which the launcher shows if there is one."""
-    close_bars()
-    if not tell_launcher(message):
+    """Ends this process with a message."""
+    if not launcher_says(message):
         print(message, file=sys.stderr, flush=True)
     sys.exit(status)
 
 
-def close_bars() -> None:
-    """Ends the lines of all progress bars. Python would draw them again below the message."""
-    tqdm = sys.modules.get("tqdm")
-    for bar in list(tqdm.tqdm._instances) if tqdm else []:
-        bar.close()
-
-
-def tell_launcher(message: str) -> bool:
-    """Writes why this process ends to the file that torch's launcher reads, if there is one.
+def launcher_says(message: str) -> bool:
+    """Writes why this process ends to the file with which torch's launcher ends its own report.
 
     Only the first process of a node that fails writes one. What the others would say is a
     consequence, or the same: they wait for the launcher, which ends them once it sees the first.
+    Returns whether there is a launcher.
     """
+    for bar in list(tqdm._instances):
+        bar.close()  # or Python would draw it again below the message
     # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from one
     # that a launcher started.
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
@@ -69,5 +59,5 @@ def tell_launcher(message: str) -> bool:
         report = {"message": {"message": message, "extraInfo": extra}}
         file.write_text(json.dumps(report), encoding="utf-8")
     if not file.exists():
-        time.sleep(SECONDS)
+        time.sleep(3)
     return True

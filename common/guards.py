@@ -10,7 +10,7 @@ import torch
 from common import distributed
 from common.progress import Progress
 
-MANY = 100  # consecutive skips that end a run at any loss scale
+MANY = 100  # consecutive skips that end a run
 
 
 def check_finite(
@@ -51,27 +51,21 @@ def check_finite(
 
 
 def check_skips(accelerator, progress: Progress, loss_scale: float | None) -> None:
-    """Warns of a skipped update, and ends a run that only skips.
+    """Warns of an update that the engine skipped, and ends a run that only skips.
 
     In fp16 its gradients overflowed. DeepSpeed also skips updates in bf16 and fp32, where there is
-    no loss scale. A second skip in a row ends the run if the scale cannot fall further, or if there
-    is none. Otherwise the hundredth does.
+    no loss scale.
 
     Raises:
         SystemExit: saying what helps.
     """
-    plugin = accelerator.state.deepspeed_plugin
-    smallest = 0.0  # torch's own scaler has no smallest scale
-    if plugin is not None:
-        smallest = plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1)
-    most = MANY if loss_scale and loss_scale > smallest else 2
-    at_scale = f" at loss scale {loss_scale:g}" if loss_scale else ""
-    if progress.consecutive_skips < most:
-        skipped = f"update {progress.updates_seen} was skipped: its gradients are not finite"
-        distributed.warn(accelerator, f"{skipped}{at_scale}")
+    why = "its gradients are not finite"
+    if loss_scale:
+        why += f" at loss scale {loss_scale:g}"
+    if progress.consecutive_skips < MANY:
+        distributed.warn(accelerator, f"update {progress.updates_seen} was skipped: {why}")
         return
     sys.exit(
-        f"update {progress.global_step + 1}: {progress.consecutive_skips} updates in a row were "
-        f"skipped: their gradients are not finite{at_scale}. "
+        f"update {progress.global_step + 1} was skipped {MANY} times in a row: {why}. "
         "Lower --learning_rate if the loss had grown; see docs/fp16.md"
     )

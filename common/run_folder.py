@@ -27,43 +27,31 @@ def decide(args, recipe: str) -> str:
 
     It is made if it is not there. From then on it is this run's alone, until this process ends.
     """
-    is_new = args.resume == "never"
+    own = None  # the folder of the run that goes on
     if args.resume == "auto":
         if not args.output_dir:
             sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
-        path = Path(args.output_dir)
-    elif is_new:
-        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        path = Path(args.output_dir or folders.unused(Path("runs", recipe, now), separator="-"))
-    else:
-        own = folder_of(Path(args.resume))
-        if not (args.output_dir or own):
+        own = Path(args.output_dir).resolve()
+    elif args.resume != "never":
+        checkpoints = Path(args.resume).resolve().parent
+        if checkpoints.name == "checkpoints":
+            own = checkpoints.parent
+        elif not args.output_dir:
             sys.exit(
                 f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too"
             )
-        path = Path(args.output_dir or own)
-        is_new = path.resolve() != own
-    path = path.absolute()  # a user's code may change the working directory
+    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    path = args.output_dir or own or folders.unused(Path("runs", recipe, now), separator="-")
+    path = Path(path).absolute()  # a user's code may change the working directory
     # A folder named after the time must be new: another run may begin in the same instant.
-    path.mkdir(parents=True, exist_ok=bool(args.output_dir) or not is_new)
+    path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
     lock(path)
-    if is_new and has_update(path):
+    if path.resolve() != own and has_update(path):
         sys.exit(
             f"--output_dir {path} already holds another run. Take another, "
             "or --resume auto to go on from its last checkpoint."
         )
     return str(path)
-
-
-def folder_of(checkpoint: Path) -> Path | None:
-    """Returns the folder of the run that wrote a checkpoint; None if it lies somewhere else."""
-    if not (checkpoint / "manifest.json").is_file():
-        sys.exit(
-            f"--resume {checkpoint}: not a checkpoint, it holds no manifest.json. "
-            "Give never, auto or .../global_step_..."
-        )
-    parent = checkpoint.resolve().parent
-    return parent.parent if parent.name == "checkpoints" else None
 
 
 def lock(folder: Path) -> None:

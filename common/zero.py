@@ -108,8 +108,7 @@ def delay_scale_growth() -> None:
     """Lets DeepSpeed's loss scale grow between two updates only.
 
     DeepSpeed 0.19.8 lets it grow within an update, and then divides gradients by twice the scale
-    that they were multiplied by. It also raises an error at the smallest scale; here `Run.count`
-    ends the run, and says where it was.
+    that they were multiplied by.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -117,7 +116,6 @@ def delay_scale_growth() -> None:
 
     def update_scale(scaler, overflow: bool) -> None:
         before = scaler.cur_scale
-        scaler.raise_error_at_min_scale = False
         original_update_scale(scaler, overflow)
         if scaler.cur_scale > before:
             scaler.grown = scaler.cur_scale

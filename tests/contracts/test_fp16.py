@@ -132,33 +132,18 @@ def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
     assert [taken for taken, *_ in unguarded] == [0.5, 0.5, 0.25, 0.5, 0.25]
 
 
-@pytest.mark.parametrize(
-    "scale, settings, ends",
-    [
-        (1.0, {"min_loss_scale": 1}, 2),
-        (2.0, {"min_loss_scale": 1}, 100),
-        (4.0, {"min_loss_scale": 4}, 2),
-        (1.0, {}, 2),
-        (None, {}, 2),
-        (2.0, None, 100),
-    ],
-)
-def test_skips_are_said_and_without_end_end(scale, settings, ends, capsys):
-    """At the smallest scale after two, elsewhere (a fixed scale, torch's own scaler) after a hundred."""
-    plugin = settings and types.SimpleNamespace(deepspeed_config={"fp16": settings})
-    if settings == {}:
-        plugin = types.SimpleNamespace(deepspeed_config={})
-    state = types.SimpleNamespace(deepspeed_plugin=plugin)
-    accelerator = types.SimpleNamespace(state=state, is_main_process=True)
+@pytest.mark.parametrize("scale, said", [(2.0, " at loss scale 2"), (None, "")])
+def test_skips_are_said_and_without_end_end(scale, said, capsys):
+    accelerator = types.SimpleNamespace(is_main_process=True)
     progress = Progress(1000, 1, 1, 1000, global_step=20)
-    with pytest.raises(SystemExit, match=f"update 21: {ends} updates in a row") as ended:
+    with pytest.raises(SystemExit, match=f"update 21 was skipped 100 times .* finite{said}. Lower"):
         while True:
             progress.update_done(applied=False, samples=1, tokens=1)
             guards.check_skips(accelerator, progress, scale)
-    assert ("at loss scale" in str(ended.value)) == bool(scale)
-    assert progress.skipped_steps == ends and progress.global_step == 20
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == ends - 1 and said[0].startswith("WARNING: update 21 was skipped")
+    assert progress.skipped_steps == 100 and progress.global_step == 20
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 99
+    assert lines[0] == f"WARNING: update 21 was skipped: its gradients are not finite{said}"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from common import actor, best, folders, hub
+from common import actor, best, console, folders
 from common.progress import Progress
 from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data, load_evaluation_sets
@@ -237,7 +237,6 @@ def test_the_answers_of_held_out_rows_are_part_of_their_content(accelerator, tmp
 
 
 def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(monkeypatch, capsys):
-    """It is made before the run trains; a token that may only read is refused there."""
     asked = []
 
     class Api:
@@ -245,20 +244,13 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(monkeypatch, c
             asked.append((name, settings))
             return types.SimpleNamespace(repo_id=f"me/{name}")
 
-        def auth_check(self, repository, *, write):
-            asked.append((repository, write))
-
         def upload_folder(self, **settings):
             asked.append(settings)
 
-    monkeypatch.setattr(hub, "HfApi", Api)
-    args = types.SimpleNamespace(push_to_hub="mine", preview=0)
-    made = ("mine", {"private": True, "exist_ok": True})
-    hub.check_push(args)
-    assert asked == [made, ("me/mine", True)]
-    hub.push(args, Path("out/actor"))
-    assert asked[2:] == [made, {"repo_id": "me/mine", "folder_path": Path("out/actor")}]
+    monkeypatch.setattr(console, "HfApi", Api)
+    console.upload(Path("out/actor"), "mine")
+    assert asked == [
+        ("mine", {"private": True, "exist_ok": True}),
+        {"repo_id": "me/mine", "folder_path": Path("out/actor")},
+    ]
     assert "uploaded out/actor to" in capsys.readouterr().out
-    hub.check_push(types.SimpleNamespace(push_to_hub="mine", preview=3))
-    hub.push(types.SimpleNamespace(push_to_hub=None), Path("out/actor"))
-    assert len(asked) == 4

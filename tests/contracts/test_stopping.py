@@ -11,7 +11,6 @@ import tempfile
 import time
 import types
 
-import psutil
 import pytest
 import torch
 from accelerate.utils import DistributedType
@@ -20,7 +19,6 @@ from common import folders, run_folder
 from common.checkpoint import Checkpoint
 from runs import (
     LAUNCHERS,
-    is_alive,
     launch,
     lines,
     recipe,
@@ -36,8 +34,6 @@ from runs import (
 from small_run import small_run
 
 UPDATES = 40
-SLOW_ROLLOUT = ["--dataset_name", "prompts.jsonl", "--rollout_batch_size", 8, "--generate_batch_size", 8,
-                "--score_batch_size", 8, "--max_new_tokens", 4]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +42,6 @@ def inputs(tmp_path_factory):
     tiny_llama(folder / "model", attention_dropout=0.2)
     rows = [{"text": f"{n}{'x' * (n % 9)}"} for n in range(44)]
     write_jsonl(folder / "rows.jsonl", rows)
-    write_jsonl(folder / "prompts.jsonl", [{"prompt": row["text"]} for row in rows])
-    (folder / "quick_of_test.py").write_text(
-        "def reward(prompts, responses):\n    return [len(set(text)) / 2 for text in responses]\n"
-    )
-    (folder / "slow_of_test.py").write_text(
-        "import time\n\ndef reward(prompts, responses):\n    open('scoring', 'w')\n    time.sleep(60)\n"
-    )
     return folder
 
 
@@ -124,22 +113,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, num
     assert_goes_on(inputs, launcher, output, unbroken(launcher))
 
 
-def test_a_second_signal_ends_it_at_once(inputs):
-    """The first waits for its update, here of a minute; what comes within seconds of it may be the same one, passed on."""
-    output = inputs / "twice"
-    given = flags(inputs, output, *SLOW_ROLLOUT, "--reward_function", "slow_of_test:reward")
-    process = begin("plain", inputs, recipe("ppo"), *given)
-    until((inputs / "scoring").exists, process)
-    for wait in (0.5, 3.5):
-        os.kill(process.pid, signal.SIGTERM)
-        time.sleep(wait)
-        assert process.poll() is None
-    last = time.time()
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=20) == 128 + signal.SIGTERM and time.time() - last < 5
-    assert not (output / "checkpoints").exists()
-
-
 def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
     """No file may grow beyond 20 kB after the first checkpoint: what a full disk does, as far as a process can see."""
     output = inputs / "full"
@@ -152,41 +125,6 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
     whole = folders.by_step(output / "checkpoints")
     assert whole and all(folders.fault_of(path) is None for path in whole)
     assert_goes_on(inputs, "plain", output, unbroken("plain"))
-
-
-def test_what_a_killed_launcher_leaves_ends_with_a_checkpoint(inputs):
-    """Until then no other run gets the folder. Here the first rollout waits for a file `go`."""
-    output, go = inputs / "left", inputs / "go"
-    (inputs / "waiting_of_test.py").write_text(
-        "import os, time\n\ndef reward(prompts, responses):\n    open(os.environ['GO'] + '-waiting', 'w')\n"
-        "    while not os.path.exists(os.environ['GO']):\n        time.sleep(0.01)\n"
-        "    return [len(set(text)) / 2 for text in responses]\n"
-    )
-    more = [*SLOW_ROLLOUT, "--reward_function", "waiting_of_test:reward", "--max_steps", 2]
-    way = LAUNCHERS["ddp"]
-    console = inputs / "left.txt"
-    again = flags(inputs, output, *more)
-    own = {"cwd": inputs, "env": {"GO": str(go)}}
-    process = start_warm(way, recipe("ppo"), *again, output=str(console), **own)
-    try:
-        until(go.with_name(f"{go.name}-waiting").exists, process)
-        left = [psutil.Process(worker) for worker in workers(process)]
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=60)
-        # At once, and with `--resume never`, too.
-        for resume in ("auto", "never"):
-            result = launch(way, recipe("ppo"), *again, "--resume", resume, cwd=inputs, check=False)
-            assert result.returncode and f"--output_dir {output} is in use" in result.stdout
-        assert all(is_alive(worker) for worker in left)
-    finally:
-        go.touch()
-    while any(is_alive(worker) for worker in left):
-        time.sleep(0.01)
-    assert "stopped by the end of its launcher after update 1, saved in" in console.read_text()
-    assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
-    result = launch(way, recipe("ppo"), *again, "--resume", "auto", **own)
-    assert "resumed from" in result.stdout and "done: 2 updates" in result.stdout
-    assert [line["global_step"] for line in lines(output)] == [1, 2]
 
 
 @pytest.mark.parametrize("world, stage, precision", [

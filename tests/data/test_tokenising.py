@@ -3,6 +3,7 @@
 import copy
 import datetime
 import os
+import types
 from functools import partial
 
 import datasets
@@ -113,14 +114,19 @@ def test_a_bad_row_is_named_by_two_processes_as_by_one(accelerator, monkeypatch,
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-@pytest.mark.parametrize("engine", ["ddp", "deepspeed", "fsdp"])
-def test_the_others_wait_for_hours(monkeypatch, on_cpu, engine):
+def test_the_others_wait_for_hours(monkeypatch, on_cpu):
     """The processes of a run wait for the one that tokenises: NCCL would give up after 10 minutes, gloo after 30."""
+    asked = {}
+
+    def accelerator(**given):
+        asked.update(given)
+        return types.SimpleNamespace(mixed_precision="no")
+
     monkeypatch.setenv("LOCAL_RANK", "0")
-    launcher = launch.Launcher(
-        processes=2, on_cpu=on_cpu, deepspeed=engine == "deepspeed", fsdp=engine == "fsdp"
-    )
-    (settings,) = launch.process_group_settings(launcher)
+    monkeypatch.setattr(launch, "Accelerator", accelerator)
+    launch.build(None, on_cpu, 1)
+    (settings,) = asked["kwargs_handlers"]
+    assert settings.backend == ("gloo" if on_cpu else "nccl")
     assert settings.to_kwargs()["timeout"] >= datetime.timedelta(hours=12)
 
 

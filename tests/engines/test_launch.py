@@ -63,24 +63,6 @@ def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_reposit
     )
 
 
-@pytest.mark.parametrize(
-    "environment, expected",
-    [
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "lo"),
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, None),  # two nodes
-        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
-        ({}, None),
-    ],
-)
-def test_processes_of_one_machine_listen_on_loopback(monkeypatch, environment, expected):
-    """Unless the user names an interface: gloo would take the address of the host's name, which others may reach."""
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "environ", {**os.environ, **environment})
-    common.launch.stay_on_this_machine()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
-
-
 # Imports a recipe, as starting it does, and says which packages it has found.
 FIND = "import runpy, sys; runpy.run_path(sys.argv[1]); import common; print(common.__file__)"
 
@@ -198,21 +180,6 @@ def test_a_folder_without_an_update_may_be_used_again(tmp_path):
                 f"--output_dir {folder} already holds another run",
                 call=lambda folder=folder: decide(folder),
             )
-
-
-def test_only_a_launcher_that_is_gone_is_missed(monkeypatch):
-    """A shell that started a run in the background may end."""
-    for name in common.launch.SET_BY_LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
-    is_gone = common.launch.launcher_is_gone
-    monkeypatch.setenv("WORLD_SIZE", "2")  # by hand, or by srun
-    for parent, gone in ((common.launch.PARENT, False), (1, True)):
-        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        assert not is_gone()
-        for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE", "CROSS_SIZE"):
-            with monkeypatch.context() as launched:
-                launched.setenv(name, "none")
-                assert is_gone() == gone, (name, parent)
 
 
 def test_a_run_on_cpus_ends():

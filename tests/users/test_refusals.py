@@ -61,7 +61,7 @@ TABLE = [
     ("dpo", [*OWN, "--output_dir", "used"], 1, ["already holds another run"]),
     ("dpo", [*OWN, "--output_dir", "stopped"], 1, ["already holds another run", "--resume auto"]),
     ("dpo", [*OWN, "--resume", "auto"], 1, ["--resume auto", "--output_dir: give it"]),
-    ("dpo", [*OWN, "--resume", "used"], 1, ["--resume used: not a checkpoint", "manifest.json"]),
+    ("dpo", [*OWN, "--resume", "used"], 1, ["--resume used is not in the checkpoints of a run"]),
 ]  # fmt: skip
 FAST = range(0, len(TABLE), 9)
 
@@ -141,7 +141,7 @@ def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     assert refusal.value.code == 1
     message = json.loads(file.read_text())["message"]
     assert message["message"] == message["extraInfo"]["py_callstack"] == "--beta 0: expected more"
-    errors.tell_launcher("a consequence")
+    errors.launcher_says("a consequence")
     assert json.loads(file.read_text())["message"] == message
 
     # The others tell nothing, and wait: a process that fails too would be in the report.
