@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, engine, folders, record, zero
-from common.best import FOLDER, Best
+from common import adapters, best, engine, folders, record, zero
+from common.best import Best
 from common.run import Run
 
 
@@ -36,28 +37,10 @@ class Actor:
         self.tokenizer = tokenizer
         self.also = dict(also or {})
         self.unwrapped = engine.unwrapped(run.accelerator, model)
-        self.best = Best(run.accelerator, run.args, run.progress)
-
-    def save_if_due(self) -> None:
-        """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
-        interval = self.run.args.save_actor_steps
-        if interval > 0 and self.run.due(interval):
-            folder = self.run.output_dir / "actors" / f"global_step_{self.run.global_step:06d}"
-            self.save(folder, keep=self.run.args.save_actor_limit)
-
-    def keep_best(self, line: dict[str, float]) -> None:
-        """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
-
-        All processes must call it, after each evaluation. The one before training counts, too.
-        """
-        if self.run.args.keep_best and self.best.note(line):
-            self.save(self.run.output_dir / FOLDER)
+        self.best = Best()
 
     def save(
-        self,
-        directory: Path | None = None,
-        keep: int = 0,
-        weights: dict[str, torch.Tensor] | None = None,
+        self, directory: Path | None = None, weights: dict[str, torch.Tensor] | None = None
     ) -> None:
         """Saves the actor in the dtype of `--save_dtype`.
 
@@ -66,76 +49,99 @@ class Actor:
 
         Args:
             directory: replaced as a whole if it is there; by default the run's `actor`.
-            keep: how many `global_step_*` folders stay in the parent folder, the newest; 0: all.
             weights: other weights to save instead of the model's, by their names in `unwrapped`,
                 such as a running average of them.
         """
-        directory = directory or self.run.output_dir / "actor"
-        with self.run.timed("paused"):
-            save(
-                self.run.accelerator,
-                self.model,
-                self.unwrapped,
-                self.tokenizer,
-                directory,
-                keep=keep,
-                dtype=self.run.args.save_dtype,
-                weights=weights,
-            )
-        if self.run.accelerator.is_main_process:
+        run = self.run
+        directory = directory or run.output_dir / "actor"
+        models = {directory: self.unwrapped.model}
+        how = dict(dtype=run.args.save_dtype, weights=weights)
+        with run.timed("paused"):
+            save(run.accelerator, run.args, self.model, models, self.tokenizer, **how)
+        if run.accelerator.is_main_process:
             tqdm.write(f"saved the actor: {directory}")  # above the progress bar
+
+    def save_if_due(self) -> None:
+        """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
+        args = self.run.args
+        if args.save_actor_steps > 0 and self.run.due(args.save_actor_steps):
+            actors = self.run.output_dir / "actors"
+            self.save(actors / f"global_step_{self.run.global_step:06d}")
+            if self.run.accelerator.is_main_process:
+                folders.rotate(actors, args.save_actor_limit)
 
     def write_into(self, parent: Path) -> None:
         """Writes the actor to `parent/actor`, and the models of `also` next to it.
 
         They stay in the dtype in which they are trained. All processes must call it.
         """
-        accelerator = self.run.accelerator
-        weights = gather_weights(accelerator, self.model, self.unwrapped)
-        if accelerator.is_main_process:
-            for name, model in {"actor": self.unwrapped.model, **self.also}.items():
-                state_dict = weights_of(model, weights, self.unwrapped)
-                write(model, state_dict, self.tokenizer, parent / name, card=name == "actor")
-        accelerator.wait_for_everyone()
+        run = self.run
+        models = {parent / "actor": self.unwrapped.model}
+        models |= {parent / name: model for name, model in self.also.items()}
+        save(run.accelerator, run.args, self.model, models, self.tokenizer)
+
+    def keep_best(self, line: dict[str, float]) -> None:
+        """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
+
+        All processes must call it, after each evaluation. The one before training counts, too.
+        """
+        run = self.run
+        if not run.args.keep_best:
+            return
+        metric, lower = best.metric_of(run.args.keep_best)
+        if metric not in line:
+            sys.exit(
+                f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "
+                f"they have {', '.join(line)}"
+            )
+        self.best.since += 1
+        if self.best.is_beaten_by(line[metric], lower):
+            self.best = Best(run.global_step, line[metric])
+            # The file first: a run that is killed in between sees that they do not agree.
+            if run.accelerator.is_main_process:
+                values = {"metric": metric, "global_step": run.global_step, "value": line[metric]}
+                folders.replace_file(run.output_dir / best.FILE, json.dumps(values) + "\n")
+            self.save(run.output_dir / best.FOLDER)
+        self.count_patience()
+
+    def count_patience(self) -> None:
+        """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
+        if 0 < self.run.args.stop_after <= self.best.since:
+            self.run.progress.stopped_early = True
 
 
 def save(
     accelerator: Accelerator,
+    args,
     prepared: nn.Module,
-    unwrapped: nn.Module,
+    models: dict[Path, nn.Module],
     tokenizer,
-    directory: Path,
-    *,
-    keep: int = 0,
     dtype: str | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes a trained model as `Actor.save` does.
+    """Writes models inside a prepared one as ordinary folders. All processes must call it.
 
     Args:
+        models: by the folder of each, which is replaced as a whole if it is there.
         dtype: floating-point weights are converted to it. None: they stay as they are.
+        weights: see `Actor.save`.
     """
-    of_model = gather_weights(accelerator, prepared, unwrapped)
+    unwrapped = engine.unwrapped(accelerator, prepared)
+    gathered = gather_weights(accelerator, prepared, unwrapped)
     if accelerator.is_main_process:
-        model = unwrapped.model
-        state_dict = weights_of(model, {**of_model, **(weights or {})}, unwrapped)
-        if dtype is not None:
-            state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
-        write(model, state_dict, tokenizer, directory, keep=keep)
+        for folder, model in models.items():
+            state_dict = weights_of(model, {**gathered, **(weights or {})}, unwrapped)
+            if dtype is not None:
+                state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
+            write(args, model, state_dict, tokenizer, folder)
     accelerator.wait_for_everyone()
 
 
 def write(
-    model: nn.Module,
-    state_dict: dict[str, torch.Tensor],
-    tokenizer,
-    directory: Path,
-    *,
-    keep: int = 0,
-    card: bool = True,
+    args, model: nn.Module, state_dict: dict[str, torch.Tensor], tokenizer, folder: Path
 ) -> None:
-    """Writes a Hugging Face folder with these weights. For the main process."""
-    temporary = directory.with_name(f".{directory.name}.writing")
+    """Writes a model with these weights, its tokenizer and a card. For the main process."""
+    temporary = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     is_adapter = adapters.has_adapter(model)
     if is_adapter:
@@ -145,9 +151,15 @@ def write(
         largest = max(state_dict.values(), key=torch.Tensor.numel)
         write_dtype(temporary, str(largest.dtype).removeprefix("torch."))
     tokenizer.save_pretrained(temporary)
-    if card:
-        record.write_card(temporary, "peft" if is_adapter else "transformers")
-    folders.replace(temporary, directory, keep)
+    record.write_card(temporary, args, "peft" if is_adapter else "transformers")
+    folders.replace(temporary, folder)
+
+
+def write_dtype(folder: Path, dtype: str) -> None:
+    """Writes into a Hugging Face folder's config which dtype its weights have."""
+    file = folder / "config.json"
+    config = {**folders.read_json(file), "dtype": dtype}
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -160,13 +172,6 @@ def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return result
 
 
-def write_dtype(folder: Path, dtype: str) -> None:
-    """Writes into a Hugging Face folder's config which dtype its weights have."""
-    file = folder / "config.json"
-    config = {**folders.read_json(file), "dtype": dtype}
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def gather_weights(
     accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
 ) -> dict[str, torch.Tensor]:
@@ -177,7 +182,8 @@ def gather_weights(
     """
     engine.reshard(prepared)
     if adapters.has_adapter(unwrapped):
-        return adapters.gather(unwrapped)
+        trained = adapters.trained_parameters(unwrapped)
+        return {name: zero.whole(p).to("cpu", copy=True) for name, p in trained.items()}
     if zero.stage(accelerator) == 3 or accelerator.is_fsdp2:
         return accelerator.get_state_dict(prepared)  # each process holds a part
     # Here every process has all weights. accelerate would copy them to the host on each process,
@@ -190,14 +196,8 @@ def weights_of(
 ) -> dict[str, torch.Tensor]:
     """Returns the weights of a model inside `unwrapped` under its own names, tied ones once."""
     (prefix,) = [f"{name}." for name, module in unwrapped.named_modules() if module is model]
-    state_dict = {
-        name.removeprefix(prefix): value
-        for name, value in weights.items()
-        if name.startswith(prefix)
-    }
     # Gathered weights no longer share memory, so transformers would write tied ones twice.
-    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names_once = {name for name, _ in model.named_parameters()}
-    for tied in all_names - names_once:
-        state_dict.pop(tied, None)
-    return state_dict
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in model.named_parameters()}
+    own = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+    return {name: value for name, value in own.items() if name not in tied}

@@ -8,8 +8,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from common import zero
-
 # The one adapter of a model, by the name that peft gives to a first one.
 ADAPTER = "default"
 # What peft's own file has no place for: mean and standard deviation of a reward model's scores.
@@ -33,21 +31,13 @@ def trained_part(module: nn.Module) -> nn.Module:
     return nn.ParameterDict({name.replace(".", "/"): p for name, p in parameters.items()})
 
 
-def gather(unwrapped: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns copies of the whole trained weights by name; all processes must call it."""
-    parameters = trained_parameters(unwrapped)
-    return {name: zero.whole(p).to("cpu", copy=True) for name, p in parameters.items()}
-
-
 def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes a model's adapter as an ordinary folder of peft.
+    """Writes a model's adapter as an ordinary folder of peft, and a reward model's moments there.
 
-    `save_pretrained` is not used: of a model of 4 bits it would not take these weights, but read
-    the model's own.
+    `save_pretrained` would not take these weights of a model of 4 bits, but read the model's own.
 
     Args:
         state_dict: the trained weights, by their names in `model`.
-        folder: is made. A reward model's mean and standard deviation are written there, too.
     """
     import peft
 
@@ -60,12 +50,6 @@ def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Pa
     model.peft_config[ADAPTER].save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-    moments = {
-        name: getattr(model.config, name)
-        for name in ("reward_mean", "reward_std")
-        if hasattr(model.config, name)
-    }
-    if moments:
-        text = json.dumps(moments, indent=2) + "\n"
-        (folder / MOMENTS_FILE).write_text(text, encoding="utf-8")
+    if hasattr(model.config, "reward_mean"):
+        moments = {name: getattr(model.config, name) for name in ("reward_mean", "reward_std")}
+        (folder / MOMENTS_FILE).write_text(json.dumps(moments) + "\n", encoding="utf-8")

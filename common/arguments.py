@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-from common import ASSETS, best, counted, errors, speaks_for_all
+from common import ASSETS, counted, errors, speaks_for_all
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -87,8 +87,10 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         parser.set_defaults(**{name: value for name, value in of_lora.items() if value is not None})
     args = args_class(**vars(parser.parse_args(words)))
     check_ranges(args, parser)
-    if fault := best.fault_of_settings(args):
-        parser.error(fault)
+    if args.keep_best and not args.eval_dataset_name:
+        parser.error(f"--keep_best {args.keep_best} needs --eval_dataset_name")
+    if args.stop_after and not (args.keep_best and args.eval_steps):
+        parser.error(f"--stop_after {args.stop_after} needs --keep_best and --eval_steps")
     # A single data set is recorded by its name, not as a list of one.
     if len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name

@@ -26,7 +26,7 @@ from common import (
     stopping,
 )
 from common.actor import Actor
-from common.best import FILE, FOLDER
+from common.best import FILE, FOLDER, Best
 from common.metrics import Means
 from common.run import Run
 
@@ -100,7 +100,6 @@ class Checkpoint:
         All processes must call it.
         """
         run = self.run
-        best = self.actor.best
         # Only the trained model is saved and loaded. This also frees a reference model that is no
         # longer needed.
         engine_state.choose(self.accelerator, self.model, self.actor.unwrapped)
@@ -110,13 +109,13 @@ class Checkpoint:
         if path:
             self.load(path)
         has_best = distributed.on_main_process(self.accelerator, self.restore_folder, path)
-        if best.global_step is not None and not has_best:
+        if self.actor.best.global_step is not None and not has_best:
             self.accelerator.print(
-                f"NOTE: the actor of update {best.global_step} is no longer in {run.output_dir}/"
-                f"{FOLDER}: --keep_best begins anew"
+                f"NOTE: the actor of update {self.actor.best.global_step} is no longer in "
+                f"{run.output_dir}/{FOLDER}: --keep_best begins anew"
             )
-            best.forget()
-        best.count_patience()  # a run that had stopped early stops again
+            self.actor.best = Best()
+        self.actor.count_patience()  # a run that had stopped early stops again
         distributed.on_main_process(self.accelerator, record.write, self.accelerator, run.args)
         run.logger.start()
         run.speed.restart()
@@ -180,7 +179,8 @@ class Checkpoint:
         if beyond or replaced:
             beyond.append(output_dir / "actor")
         best_file = output_dir / FILE
-        has_best = best_file.is_file() and best_file.read_text() == self.actor.best.in_file()
+        best_there = folders.read_json(best_file)["global_step"] if best_file.is_file() else None
+        has_best = best_there is not None and best_there == self.actor.best.global_step
         if not has_best:
             beyond += [output_dir / FOLDER, best_file]
         if path is None:  # a run that continues adds to it, and hides later values
@@ -246,7 +246,7 @@ class Checkpoint:
             "format": FORMAT,
             "arguments": self.whole_identity(),
             "progress": {name: getattr(self.run.progress, name) for name in COUNTERS},
-            "best": self.actor.best.state(),
+            "best": vars(self.actor.best),
             "scheduler": self.scheduler.state_dict(),
             "last_update": self.means.last_update,
             # Of each process apart: summing them now would change the rounding, and so the log.
@@ -271,7 +271,8 @@ class Checkpoint:
         shares = gather_object([own_share])
         if accelerator.is_main_process:
             folders.write_manifest(temporary, *shares)
-            folders.replace(temporary, final, self.run.args.save_total_limit)
+            folders.replace(temporary, final)
+            folders.rotate(self.folder, self.run.args.save_total_limit)
         accelerator.wait_for_everyone()
 
     # ============================================================ loading
@@ -301,7 +302,7 @@ class Checkpoint:
         self.load_schedule(state["scheduler"])
         for name in COUNTERS:
             setattr(progress, name, state["progress"][name])
-        self.actor.best.load_state(state["best"])
+        self.actor.best = Best(**state["best"])
         self.means.last_update = state["last_update"]
         # Each process takes the sums that it had; of another number of processes the first one all.
         for writer, sums in enumerate(state["open_sums"]):

@@ -12,7 +12,7 @@ import numpy as np
 STEP_PREFIX = "global_step_"
 
 
-def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
+def replace(temporary: Path, directory: Path) -> None:
     """Flushes a written folder to the disk and puts it in the place of another.
 
     Killed at any instant, this leaves the old folder or the new one whole: at worst the old one
@@ -21,7 +21,6 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
     Args:
         temporary: the written folder, in the same parent folder as `directory`.
         directory: where to put it; what is there is deleted.
-        keep: how many `global_step_*` folders stay in the parent folder, the newest; 0 keeps all.
     """
     flush(*temporary.rglob("*"), temporary)
     old = directory.with_name(f".{directory.name}.old")
@@ -31,10 +30,13 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
     temporary.rename(directory)
     flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
-    if keep:
-        for path in by_step(directory.parent)[:-keep]:
-            # On NFS a folder cannot be deleted while someone reads it. It goes the next time.
-            shutil.rmtree(path, ignore_errors=True)
+
+
+def rotate(parent: Path, keep: int) -> None:
+    """Deletes `global_step_*` folders of a folder but the newest ones; 0 keeps all."""
+    for path in by_step(parent)[:-keep] if keep else []:
+        # On NFS a folder cannot be deleted while someone reads it. It goes the next time.
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def unused(path: Path, separator: str) -> Path:

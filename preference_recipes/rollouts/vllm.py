@@ -203,9 +203,9 @@ class Servers:
             return
         folder = Path(sampler.args.output_dir) / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
-        actor.save(
-            accelerator, sampler.model, sampler.unwrapped, sampler.tokenizer, folder, dtype=dtype
-        )
+        models = {folder: sampler.unwrapped.model}
+        tokenizer = sampler.tokenizer
+        actor.save(accelerator, sampler.args, sampler.model, models, tokenizer, dtype=dtype)
         is_adapter = adapters.has_adapter(sampler.unwrapped)
         self.version = on_main_process(accelerator, self.load_weights, folder, is_adapter)
         if is_adapter:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common import folders
+from common.best import Best
 from common.checkpoint import Checkpoint
 from small_run import small_run, update
 
@@ -190,13 +191,11 @@ def test_the_best_actor_is_set_aside_only_if_it_came_after(tmp_path, capsys, com
     (tmp_path / "actor_best").mkdir()
     for loss in [1.0, 2.0, 0.5] if comes_after else [1.0, 2.0]:
         update(run)
-        run.actor.best.note({"eval/loss": loss})
+        run.actor.keep_best({"eval/loss": loss})
         if loss == 2.0:
             run.save()
-    found = resume(tmp_path, **best).actor.best.state()
-    known = {"global_step": 1, "value": 1.0, "since": 1}
-    nothing = {"global_step": None, "value": None, "since": 0}
-    assert found == (nothing if comes_after else known)
+    found = resume(tmp_path, **best).actor.best
+    assert found == (Best() if comes_after else Best(global_step=1, value=1.0, since=1))
     assert ("--keep_best begins anew" in capsys.readouterr().out) == comes_after
     for name in ("actor_best", "best.json"):
         assert (tmp_path / name).exists() != comes_after

@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 import sys
-from pathlib import Path
+import types
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import transformers
 import yaml
 
 from common import record
-from runs import LAUNCHERS, evaluation_lines, launch, recipe, timeless, tiny_inputs, weights
+from runs import LAUNCHERS, launch, recipe, timeless, tiny_inputs, weights
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_run_yaml_repeats_the_run(inputs, tmp_path):
 
 def test_each_start_is_recorded(inputs, tmp_path):
     output, own = tmp_path / "out", tmp_path / "mine.py"
-    own.write_text("# mine\n" + recipe("dpo").read_text())
+    own.write_text(recipe("dpo").read_text())
     launch(LAUNCHERS["zero2"], own, *flags(inputs, output, "--save_steps", 2))
     launch(
         LAUNCHERS["zero2"],
@@ -51,8 +51,7 @@ def test_each_start_is_recorded(inputs, tmp_path):
         *flags(inputs, output, "--save_steps", 2, "--resume", "auto", "--max_steps", 4),
     )
     first, second = json.loads((output / "environment.json").read_text())
-    assert (first["resume"], second["resume"]) == ("never", "auto")
-    assert first["output_dir"] == str(output) and first["command"].endswith("--save_steps 2")
+    assert first["command"].endswith("--save_steps 2") and "--resume auto" in second["command"]
     assert first["processes"] == 2 and first["engine"] == "DeepSpeed ZeRO-2 fp32 on cpu"
     assert (
         first["launcher"]["ACCELERATE_USE_DEEPSPEED"] == "true"
@@ -64,31 +63,21 @@ def test_each_start_is_recorded(inputs, tmp_path):
         and first["versions"]["transformers"] == transformers.__version__
     )
     assert first["python"] == sys.version.split()[0]
-    assert first["recipe"] == str(own) and first["source"] == own.read_text()
     assert yaml.safe_load((output / "run.yaml").read_text())["max_steps"] == 4
 
-    # Its card has the figures of the first and of the last evaluation.
     card = (output / "actor/README.md").read_text()
-    before, *_, after = evaluation_lines(output)
-    assert f"| eval/loss | {before['eval/loss']:.4g} | {after['eval/loss']:.4g} |" in card
     assert header_of(card) == {"library_name": "transformers", "tags": ["mine"]}
-    assert "DeepSpeed ZeRO-2 fp32 on cpu, 2 processes, cpu" in card
-    for path in (str(tmp_path), str(inputs), sys.executable):
-        assert path not in card
-    assert "From `model` on `dpo.jsonl`" in card
+    assert card.endswith("# model, trained by mine on dpo.jsonl\n")
     in_checkpoint = (output / "checkpoints/global_step_000004/actor/README.md").read_text()
     assert header_of(in_checkpoint) == header_of(card)
 
 
-def test_a_card_names_what_is_on_the_hub(tmp_path):
-    args = {"model_name_or_path": "owner/model", "dataset_name": ["owner/data:main", str(tmp_path)]}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(args))
-    start = dict(recipe="recipes/sft.py", versions={"torch": "1"}, working_directory=str(tmp_path), engine="DDP", processes=1, device="cpu", python="3")  # fmt: skip
-    (tmp_path / "environment.json").write_text(json.dumps([start]))
-    folder = tmp_path / "actors/global_step_000001"
-    folder.mkdir(parents=True)
-    record.write_card(folder, "peft")
-    card = (folder / "README.md").read_text()
+def test_a_card_names_what_is_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["recipes/sft.py"])
+    data = ["owner/data:main", str(tmp_path)]
+    args = types.SimpleNamespace(model_name_or_path="owner/model", dataset_name=data)
+    record.write_card(tmp_path, args, "peft")
+    card = (tmp_path / "README.md").read_text()
     expected = {
         "library_name": "peft",
         "tags": ["sft"],
@@ -96,9 +85,5 @@ def test_a_card_names_what_is_on_the_hub(tmp_path):
         "datasets": ["owner/data"],
     }
     assert header_of(card) == expected
-    assert "# model, trained by sft" in card and "held out" not in card
-    # Outside of a run there is none.
-    elsewhere = Path(tmp_path.parent / "elsewhere")
-    elsewhere.mkdir()
-    record.write_card(elsewhere, "peft")
-    assert not [*elsewhere.iterdir()]
+    assert f"# owner/model, trained by sft on owner/data:main, {tmp_path.name}\n" in card
+    assert str(tmp_path) not in card

@@ -260,18 +260,19 @@ def test_the_base_is_the_reference(inputs, name, launcher):
 HELD = """
 import os, runpy, sys
 import torch
-from common import actor, zero
+from common import actor, engine, zero
 
 save = actor.save
 
 
-def hold(accelerator, prepared, unwrapped, *rest, **settings):
+def hold(accelerator, args, prepared, *rest, **settings):
+    unwrapped = engine.unwrapped(accelerator, prepared)
     frozen = {name: p for name, p in unwrapped.named_parameters() if not p.requires_grad}
     with zero.gathered(list(frozen.values())):
         held = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for name, p in frozen.items()}
     if accelerator.is_main_process:
         torch.save(held, os.environ["HELD"])
-    return save(accelerator, prepared, unwrapped, *rest, **settings)
+    return save(accelerator, args, prepared, *rest, **settings)
 
 
 actor.save = hold

@@ -1,6 +1,5 @@
-"""What people see of a run: TensorBoard, as its own server answers, other trackers, samples, and the blocks in the console."""
+"""What people see of a run: TensorBoard, as its own server answers, other trackers, and samples."""
 
-import html
 import json
 import re
 import sqlite3
@@ -11,9 +10,7 @@ from urllib.parse import urlencode
 import pytest
 from tensorboard import default, program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugin_util import markdown_to_safe_html
 
-from common import log
 from recipes import RECIPES
 from runs import (
     evaluation_lines,
@@ -36,7 +33,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(inputs):
-    """A run of two updates of each recipe, held-out data with answers included, and its console."""
+    """A run of two updates of each recipe, held-out data with answers included."""
     done = {}
 
     def run(name):
@@ -49,11 +46,11 @@ def finished(inputs):
             more = RECIPES[name].board_flags
             if RECIPES[name].evaluates_answers:
                 more = ["--max_new_tokens", 4]
-            result = launch(
+            launch(
                 [], recipe(name), "--model_name_or_path", inputs / "model", "--dataset_name", data, "--eval_dataset_name", held_out,
                 "--output_dir", output, "--train_batch_size", 4, "--micro_train_batch_size", 2, "--max_steps", 2, *more,
             )  # fmt: skip
-            done[name] = output, result.stdout
+            done[name] = output
         return done[name]
 
     return run
@@ -85,32 +82,17 @@ def ask():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_tensorboards_server_answers(finished, ask, name):
-    output, _ = finished(name)
+    output = finished(name)
     answer = ask(output)
-    kinds = {
-        kind: set(answer(f"{kind}/tags").get("tensorboard", {}))
-        for kind in ("scalars", "histograms", "text")
-    }
     # Every value of every line is a curve.
     logged = {tag for line in lines(output) for tag in line} - {"global_step"}
-    assert kinds["scalars"] == logged
+    assert set(answer("scalars/tags")["tensorboard"]) == logged
     key_metric = RECIPES[name].key_metric
     held_out = {tag for tag in logged if tag.startswith("eval/")}
     for tag in (key_metric, *held_out):
         points = answer("scalars/scalars", tag=tag, run="tensorboard")
         expected = {line["global_step"]: line[tag] for line in lines(output) if tag in line}
         assert {step: value for _, step, value in points} == pytest.approx(expected), tag
-    # No two kinds share a tag: the server would show neither.
-    expected = set()
-    if name != "reward":
-        expected.add("samples/evaluation")
-    if RECIPES[name].generates:
-        expected.add("samples/rollout")
-    if RECIPES[name].scores_responses:
-        assert kinds["histograms"] == {"rollout/scores"}
-    assert {tag.removesuffix("/text_summary") for tag in kinds["text"]} == expected
-    assert not kinds["scalars"] & (kinds["histograms"] | kinds["text"])
-
     # The page of key charts: in each, training and evaluation.
     (group,) = answer("custom_scalars/layout")["category"]
     assert group["title"] == "key metrics"
@@ -124,7 +106,7 @@ def test_what_tensorboards_server_answers(finished, ask, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_are_those_that_the_metrics_count(finished, name):
-    output, said = finished(name)
+    output = finished(name)
     written = samples(output)
     for line in evaluation_lines(output) if name != "dpo" else lines(output):
         if "eval/exact_match" not in line:
@@ -151,26 +133,6 @@ def test_samples_are_those_that_the_metrics_count(finished, name):
             score = line["objective/scores" if name == "ppo" else "reward"]
             assert statistics.fmean(made) == pytest.approx(score, rel=1e-6)
         assert written[0]["rewards"].keys() == {"ties"}
-    first = written[0]
-    verdict = log.verdict(first)
-    assert f"  {verdict}: {first['prompt'][-80:]!r} -> {first['response'][-80:]!r}\n" in said
-
-
-def test_samples_are_shown_as_they_are():
-    """TensorBoard reads texts as Markdown: it would fetch pictures from where a model says."""
-    prompt = "<|im_start|>user\nWhat is 2*3*4 | a_b_c? &lt; \\boxed{é} <!-- x --> 漢 😀"
-    response = "1. **b**\n- `c` ![i](http://x/y.png) <img src='z'> <think>h</think>\n\n# end\n[i]: http://x\n<img src='z'>"
-    example = {"source": "eval", "row": 1, "prompt": prompt, "response": response, "right": True}
-    page = markdown_to_safe_html(log.as_markdown([example]))
-    assert "<img" not in page and "<a" not in page
-    texts = re.findall("<p>(.*?)</p>|<pre><code>(.*?)\n</code></pre>", page, re.DOTALL)
-    read = [html.unescape("".join(text)) for text in texts]
-    assert read == ["eval, row 1:", prompt, "right:", response]
-
-    # Python takes U+2028 for the end of a line, Markdown does not.
-    example["response"] = "\u2028![i](http://x/y.png)\r\v<img src='z'>"
-    page = markdown_to_safe_html(log.as_markdown([example]))
-    assert "<img" not in page and "<a" not in page
 
 
 @pytest.mark.slow
@@ -190,7 +152,7 @@ def test_another_tracker_gets_every_line(inputs, tmp_path):
 
 
 def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
-    """What a killed run wrote after the checkpoint is hidden; page and settings are written once."""
+    """What a killed run wrote after the checkpoint is hidden."""
     for first, last, resumed_from in ((1, 4, 0), (3, 5, 2)):
         checkpoint = small_run(tmp_path, report_to=["tensorboard"])
         checkpoint.run.progress.global_step = resumed_from
@@ -203,5 +165,4 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
     board.Reload()
     found = [(event.step, event.value) for event in board.Scalars("loss")]
     assert found == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6)]
-    assert len([*(tmp_path / "tensorboard").iterdir()]) == 2
     assert board.PluginTagToContent("custom_scalars")
