@@ -12,7 +12,7 @@
     waits       how often an update waits for the GPU, by torch.cuda.set_sync_debug_mode: no more
                 often with four times the micro-batches
     generation  tokens a second of GRPO's rollouts: a random model of 0.5 B parameters, 128
-                responses of 256 tokens
+                responses of 256 tokens; recording.py on it, in fp32 and in bf16
     precision   precision.py, 0.5 B
     rl          rl_precision.py
     dpo, sft, grpo  peers.py against TRL, with --hh and --gsm8k
@@ -312,6 +312,15 @@ def generation(step: Step) -> dict:
     make = [REPOSITORY / "benchmarks" / "make_model.py", model, "--data", prompts]
     if not step.run("model", *make, "--layers", layers, "--hidden_size", hidden):
         return {"passed": False}
+    found = {}
+    for half in ("no", "bf16"):
+        script = REPOSITORY / "benchmarks" / "recording.py"
+        rows = 16 if step.args.tiny else 128
+        sizes = ["--rows", rows, "--new_tokens", new_tokens, "--precision", half]
+        report = step.folder / f"recording-{half}.json"
+        if not step.run(f"recording, {half}", script, model, *sizes, "--report", report):
+            return {"passed": False}
+        found[half] = json.loads(report.read_text())
     output = step.folder / f"grpo-{int(time.time())}"
     flags = [
         "--model_name_or_path", model, "--dataset_name", prompts, "--report_to", "none", "--output_dir", output, "--max_steps", 3,
@@ -326,7 +335,7 @@ def generation(step: Step) -> dict:
         for line in lines
         if line.get("perf/generate_seconds")
     ]
-    return {"passed": bool(rates), "tokens a second, by rollout": rates}
+    return {"passed": bool(rates), "tokens a second, by rollout": rates, "recording": found}
 
 
 def precision(step: Step) -> dict:

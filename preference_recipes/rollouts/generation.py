@@ -16,6 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from common import batches, distributed, engine, zero
 from preference_recipes.data import chat
 from preference_recipes.models import checks
+from preference_recipes.rollouts import recorded
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Response, Samples
 
@@ -220,8 +221,16 @@ def generate_batch(
     if model._supports_default_dynamic_cache() and not model._is_stateful:
         # Rows of such a cache can be dropped and repeated. Without that there is one round.
         at_once = TOKENS_AT_ONCE
-        cache = with_room(DynamicCache(config=model.config), length + max_new_tokens)
-        read_prompts(sampler, prompts, ids, padding, stops, cache)
+        cache = DynamicCache(config=model.config)
+        is_recorded = length > 1 and recorded.can_record(sampler, cache)
+        room = length + max_new_tokens
+        cache = with_room(cache, recorded.round_up(room) if is_recorded else room)
+        if is_recorded or len(set(map(tuple, prompts))) < len(prompts):
+            read_prompts(sampler, prompts, ids, padding, stops, cache)
+        if is_recorded:
+            step = recorded.Step(sampler, ids, padding, cache, max_new_tokens, draw)
+            yield from recorded.generate(step, stops)
+            return
     while True:
         n_new = min(at_once, length + max_new_tokens - ids.shape[1])
         output = run_model(sampler, ids, padding, n_new, stops, cache, draw)
@@ -257,14 +266,13 @@ def read_prompts(
 ) -> None:
     """Fills the cache with all prompts but their last tokens, each distinct prompt read once.
 
-    The last tokens are left to the first round: their logits decide the first new ones. Does
-    nothing if no prompt occurs twice.
+    The last tokens are left to the first round: their logits decide the first new ones.
     """
     first_row: dict[tuple, int] = {}  # of each distinct prompt: of A A B A those of A 0, of B 2
     for row, prompt in enumerate(prompts):
         first_row.setdefault(tuple(prompt), row)
     length = ids.shape[1] - 1
-    if len(first_row) == len(prompts) or length == 0:
+    if length == 0:
         return
     first_rows = list(first_row.values())  # 0 2
     # This fills the cache. `generate` also draws a token, which is not used.
@@ -384,18 +392,21 @@ class SampleByUniform(LogitsProcessor):
 
         So transformers, which then chooses greedily, can only choose the drawn one.
         """
-        scaled = scores.float() / self.temperature
+        token, logps = self.tokens(scores.float(), self.uniforms[:, self.n_drawn, None])
+        self.logps[:, self.n_drawn] = logps[:, 0]
+        self.n_drawn += 1
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+    def tokens(self, scores, uniform) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the token of each row and its log-prob, `[rows, 1]`."""
+        scaled = scores / self.temperature
         cumulative = scaled.softmax(-1).double().cumsum(-1)
         total = cumulative[:, -1:]  # 1 up to rounding
-        uniform = self.uniforms[:, self.n_drawn, None]
         token = torch.searchsorted(cumulative, uniform * total, right=True)
         # NaN makes `searchsorted` return an index past the vocabulary, so it is clamped. The
         # token's log-prob is NaN, too, so `Samples.check_finite` ends the run.
         token = token.clamp(max=scores.shape[1] - 1)
-        logps = scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True)
-        self.logps[:, self.n_drawn] = logps[:, 0]
-        self.n_drawn += 1
-        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+        return token, scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True)
 
     def keep(self, rows: list[int]) -> None:
         """Drops all other rows."""

@@ -1,0 +1,232 @@
+"""Generation on a GPU by a decoding step that is recorded once, as a CUDA graph, and replayed.
+
+A decoding step of a small model launches about a thousand kernels, and the host is slower at that
+than the GPU. A recording has all of them in one launch. So nothing in a step may depend on the
+host: shapes and addresses stay, and what changes from token to token is in tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from common import in_one_line, print_once
+from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.samples import Response
+
+# A step reads so many places of the cache, or a multiple of it: each multiple is a recording.
+PLACES = 128
+# The host looks for finished rows after so many tokens. It waits for the GPU only there.
+TOKENS_AT_ONCE = 16
+# Rows are moved together when at most this share of the recorded ones is unfinished.
+MOVE_AT = 0.75
+DEVICES = ("cuda",)  # that can record
+# With transformers 5.23 these copy a number of the host to the GPU in each step.
+READ_HOST = ("falcon", "phimoe")
+
+
+def can_record(sampler: Sampler, cache: DynamicCache) -> bool:
+    """Whether steps of this model can be recorded; otherwise transformers' `generate` is called.
+
+    What is left out reads something on the host, or keeps more than the keys of each token.
+    """
+    model = sampler.unwrapped.model
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        sampler.accelerator.device.type in DEVICES
+        and all(type(layer) is DynamicLayer for layer in cache.layers)  # and no subclass of it
+        and model._can_compile_fullgraph
+        and config._attn_implementation == "sdpa"
+        and rope.get("rope_type") not in ("dynamic", "longrope")
+        and config.model_type not in READ_HOST
+        and not any(isinstance(module, FSDPModule) for module in model.modules())
+    )
+
+
+def round_up(tokens: int) -> int:
+    """Returns a number of places, a multiple of `PLACES`, that holds so many tokens."""
+    return math.ceil(tokens / PLACES) * PLACES
+
+
+class FixedLayer(DynamicLayer):
+    """A layer of the cache whose keys and values `[rows, heads, places, head size]` never move.
+
+    Args:
+        read: a layer with the keys of the prompts, and room for those of the responses.
+    """
+
+    def __init__(self, read: DynamicLayer, step: Step):
+        super().__init__()
+        self.step = step
+        self.is_initialized = True
+        self.keys, self.values = read.rooms
+        for room in read.rooms:
+            room[:, :, step.read :] = 0  # what is masked must be a number, too
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Writes those of the newest tokens to their place, and returns what is visible."""
+        rows = slice(self.step.rows)
+        self.keys[rows].index_copy_(2, self.step.place, key_states)
+        self.values[rows].index_copy_(2, self.step.place, value_states)
+        visible = slice(self.step.visible)
+        return self.keys[rows, :, visible], self.values[rows, :, visible]
+
+    def get_seq_length(self) -> int:
+        return self.step.visible - 1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.step.visible, 0
+
+
+class Step:
+    """One more token for each row. Calling it is what is recorded.
+
+    Args:
+        ids: `[rows, length]`, the prompts, padded on the left.
+        padding: `[rows]`, places of padding in each.
+        cache: of all of `ids` but the last token of each row; it becomes the step's own.
+        draw: None: greedy.
+
+    Attributes:
+        rows, visible: rows that are computed, the first of each tensor, and places of the cache
+            that they read. Plain numbers: for others a step is recorded anew.
+        token, position: `[rows, 1]`, the newest token and its position.
+        place, n_drawn: `[1]`, where the keys of the newest token go, and how many were drawn.
+        mask: bool `[rows, 1, 1, places]`, which places a row attends to.
+        drawn, logps: `[rows, max_new_tokens]`, the tokens, and the log-prob of each.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        ids: torch.Tensor,
+        padding: np.ndarray,
+        cache: DynamicCache,
+        max_new_tokens: int,
+        draw,
+    ):
+        device = ids.device
+        self.model = sampler.unwrapped.model
+        self.vocabulary = sampler.unwrapped.vocabulary
+        self.draw = draw
+        self.rows, length = ids.shape
+        self.read = length - 1  # tokens in the cache when generation begins
+        self.visible = 0
+        padding_of_row = torch.from_numpy(padding).to(device)[:, None]
+        self.token = ids[:, -1:].clone()
+        self.position = self.read - padding_of_row
+        self.place = torch.tensor([self.read], device=device)
+        self.n_drawn = torch.zeros(1, dtype=torch.long, device=device)
+        place = torch.arange(round_up(length + max_new_tokens), device=device)
+        self.mask = ((place >= padding_of_row) & (place < self.read))[:, None, None]
+        self.drawn = ids.new_zeros(self.rows, max_new_tokens)
+        self.logps = torch.zeros(self.rows, max_new_tokens, device=device)
+        self.uniforms = None if draw is None else draw.uniforms.clone()
+        self.cache = cache
+        self.cache.layers = [FixedLayer(layer, self) for layer in cache.layers]
+
+    def __call__(self) -> None:
+        rows = slice(self.rows)
+        token = self.token[rows]
+        mask = self.mask[rows]
+        mask.index_fill_(3, self.place, True)
+        output = self.model(
+            input_ids=token,
+            position_ids=self.position[rows],
+            attention_mask=mask[..., : self.visible],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        scores = output.logits[:, -1].float()
+        scores[:, self.vocabulary :] = -torch.inf  # see `LogProbModel.vocabulary`
+        if self.draw is None:
+            new = scores.argmax(-1, keepdim=True)
+        else:
+            uniform = self.uniforms[rows].index_select(1, self.n_drawn)
+            new, logps = self.draw.tokens(scores, uniform)
+            self.logps[rows].index_copy_(1, self.n_drawn, logps)
+        self.drawn[rows].index_copy_(1, self.n_drawn, new)
+        token.copy_(new)
+        self.position[rows].add_(1)
+        self.place.add_(1)
+        self.n_drawn.add_(1)
+
+    def keep(self, rows: list[int]) -> None:
+        """Moves these rows to the front; the others are computed no more."""
+        index = torch.tensor(rows, device=self.token.device)
+        tensors = [self.token, self.position, self.mask, self.drawn, self.logps]
+        if self.uniforms is not None:
+            tensors.append(self.uniforms)
+        for layer in self.cache.layers:
+            tensors += [layer.keys, layer.values]
+        for tensor in tensors:
+            tensor[: len(rows)] = tensor[index]
+        self.rows = len(rows)
+
+
+class Recorder:
+    """Records a step for each number of rows and of visible places, and replays it."""
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()  # recordings never run at the same time
+
+    def __call__(self) -> None:
+        shape = (self.step.rows, self.step.visible)
+        if shape in self.replays:
+            self.replays[shape]()
+            return
+        # The first step of a shape runs as it is: what a library sets up in it is not recorded.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.step()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, such as those of reward functions, may use the GPU meanwhile.
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                self.step()  # recorded, not run
+        except RuntimeError as error:
+            print_once(f"NOTE: decoding is not recorded, so it is slower: {in_one_line(error)}")
+            self.replays[shape] = self.step
+        else:
+            self.replays[shape] = graph.replay
+
+
+def generate(step: Step, stops: set[int]) -> Iterator[tuple[int, Response]]:
+    """Yields the place of each prompt in a batch with its response, as soon as that has ended."""
+    run_step = Recorder(step)
+    max_new_tokens = step.drawn.shape[1]
+    prompts = list(range(step.rows))  # whose response a row is
+    unfinished = prompts  # rows
+    n_new = 0
+    while unfinished:
+        for _ in range(min(TOKENS_AT_ONCE, max_new_tokens - n_new)):
+            n_new += 1
+            step.visible = round_up(step.read + n_new)
+            run_step()
+        drawn = step.drawn[: step.rows, :n_new].tolist()
+        logps = step.logps[: step.rows, :n_new].tolist()
+        still_unfinished = []
+        for row in unfinished:
+            end = next((n for n, token in enumerate(drawn[row], start=1) if token in stops), 0)
+            if not end and n_new < max_new_tokens:
+                still_unfinished.append(row)
+                continue
+            end = end or max_new_tokens
+            logps_of_row = [] if step.draw is None else logps[row][:end]
+            yield prompts[row], Response(drawn[row][:end], logps_of_row)
+        unfinished = still_unfinished
+        if unfinished and len(unfinished) <= MOVE_AT * step.rows:
+            step.keep(unfinished)
+            prompts = [prompts[row] for row in unfinished]
+            unfinished = list(range(len(prompts)))
