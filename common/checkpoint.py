@@ -10,21 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from common import (
-    arguments,
-    counted,
-    distributed,
-    engine,
-    engine_state,
-    folders,
-    log,
-    record,
-    stopping,
-)
+from common import arguments, distributed, engine, engine_state, folders, log, record, stopping
 from common.actor import Actor
 from common.best import FILE, FOLDER, Best
 from common.metrics import Means
@@ -32,18 +21,12 @@ from common.run import Run
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
-# The version of a checkpoint's layout. Checkpoints of other versions are refused.
-FORMAT = 5
 # The files of lines that grow with a run. A checkpoint holds them as they were.
 LOGS = (log.METRICS, log.SAMPLES)
 
 
 def carried(dataclass: type) -> type:
-    """Lets checkpoints hold the objects of a dataclass.
-
-    They are read without running code, so torch must be told by name which classes it may
-    construct.
-    """
+    """Lets checkpoints hold the objects of a dataclass: they are read without running code."""
     torch.serialization.add_safe_globals([dataclass])
     return dataclass
 
@@ -92,112 +75,6 @@ class Checkpoint:
         self.last_saved: int | None = None
         self.signals = stopping.Signals()
 
-    # ============================================================ the beginning of a run
-
-    def resume(self) -> None:
-        """Goes on at a checkpoint or begins at the start, as `--resume` says, and opens the log.
-
-        All processes must call it.
-        """
-        run = self.run
-        # Only the trained model is saved and loaded. This also frees a reference model that is no
-        # longer needed.
-        engine_state.choose(self.accelerator, self.model, self.actor.unwrapped)
-        # The models were made alike on all processes. From here on, dropout differs between them.
-        set_seed(run.args.seed, device_specific=True)
-        path = distributed.on_main_process(self.accelerator, self.find)
-        if path:
-            self.load(path)
-        has_best = distributed.on_main_process(self.accelerator, self.restore_folder, path)
-        if self.actor.best.global_step is not None and not has_best:
-            self.accelerator.print(
-                f"NOTE: the actor of update {self.actor.best.global_step} is no longer in "
-                f"{run.output_dir}/{FOLDER}: --keep_best begins anew"
-            )
-            self.actor.best = Best()
-        self.actor.count_patience()  # a run that had stopped early stops again
-        distributed.on_main_process(self.accelerator, record.write, self.accelerator, run.args)
-        run.logger.start()
-        run.speed.restart()
-        if path and path.parent.resolve() == self.folder.resolve():
-            self.last_saved = run.global_step
-        elif path and run.args.save_steps:
-            self.save()  # so that the next `--resume auto` finds it here
-
-    def find(self) -> Path | None:
-        """Returns the checkpoint that `--resume` names; with `auto` the newest whole one.
-
-        Prints which ones are passed over, and why. None: the run begins at 0. For the main process.
-        """
-        for leftover in self.folder.glob(".global_step_*.writing"):
-            shutil.rmtree(leftover)  # of a killed run
-        resume = self.run.args.resume
-        if resume == "never":
-            return None
-        candidates = folders.by_step(self.folder)[::-1] if resume == "auto" else [Path(resume)]
-        for path in candidates:
-            fault = folders.fault_of(path)
-            if fault is None:
-                return path
-            self.accelerator.print(f"passed over {path}: {fault}")
-        if resume != "auto":
-            sys.exit(f"--resume {resume}: it cannot be used, see above")
-        if candidates:
-            sys.exit(
-                f"--resume auto: of {counted(len(candidates), 'checkpoint')} none is whole; "
-                "to start from the beginning take another --output_dir"
-            )
-        if (self.run.output_dir / "actor").exists():
-            sys.exit(
-                f"--resume auto: the run in {self.run.output_dir} has ended and left no checkpoint"
-            )
-        self.accelerator.print(f"no checkpoint in {self.folder}: starting from the beginning")
-        return None
-
-    def restore_folder(self, path: Path | None) -> bool:
-        """Makes the run's folder what it was at the checkpoint; for the main process.
-
-        The logs are copied out of the checkpoint. What the folder holds beyond that point, such as
-        the lines and checkpoints of a killed run, stays under names that end in `.before_resume`.
-        The logs come last: killed before that, the run resumes from the same point again.
-
-        Without a checkpoint that is what a run killed before its first one has left. Returns
-        whether the folder holds the actor of the best evaluation so far.
-        """
-        output_dir = self.run.output_dir
-        point = self.run.global_step
-        beyond = [
-            folder
-            for parent in (self.folder, output_dir / "actors")
-            for folder in folders.by_step(parent)[::-1]
-            if folders.step_of(folder) > point
-        ]
-        copies = {copy.name: copy for copy in (path / "logs").glob("*")} if path else {}
-        replaced = [name for name in LOGS if not same(output_dir / name, copies.get(name))]
-        # The final actor has no step in its name. If nothing else lies beyond this point, the run
-        # had ended here, and the actor stays.
-        if beyond or replaced:
-            beyond.append(output_dir / "actor")
-        best_file = output_dir / FILE
-        best_there = folders.read_json(best_file)["global_step"] if best_file.is_file() else None
-        has_best = best_there is not None and best_there == self.actor.best.global_step
-        if not has_best:
-            beyond += [output_dir / FOLDER, best_file]
-        if path is None:  # a run that continues adds to it, and hides later values
-            beyond.append(output_dir / "tensorboard")
-        beyond += [output_dir / name for name in replaced]
-        aside = [folders.set_aside(each) for each in beyond if each.exists()]
-        for name in replaced:
-            if name in copies:
-                temporary = output_dir / f".{name}.writing"
-                shutil.copyfile(copies[name], temporary)
-                folders.flush(temporary)
-                temporary.rename(output_dir / name)
-        folders.flush(output_dir)
-        if aside:
-            self.accelerator.print(f"set aside in {output_dir}: {', '.join(aside)}")
-        return has_best
-
     # ============================================================ saving
 
     def save_if_due(self) -> None:
@@ -243,7 +120,6 @@ class Checkpoint:
         # The main process writes what all have alike; all help to collect it.
         others = {name: part.state() for name, part in self.others.items()}
         state = {
-            "format": FORMAT,
             "arguments": self.whole_identity(),
             "progress": {name: getattr(self.run.progress, name) for name in COUNTERS},
             "best": vars(self.actor.best),
@@ -275,15 +151,66 @@ class Checkpoint:
             folders.rotate(self.folder, self.run.args.save_total_limit)
         accelerator.wait_for_everyone()
 
-    # ============================================================ loading
+    # ============================================================ the beginning of a run
+
+    def resume(self) -> None:
+        """Goes on at a checkpoint or begins at the start, as `--resume` says, and opens the log.
+
+        All processes must call it.
+        """
+        run = self.run
+        accelerator = self.accelerator
+        # Only the trained model is saved and loaded. This also frees a reference model that is no
+        # longer needed.
+        engine_state.choose(accelerator, self.model, self.actor.unwrapped)
+        # The models were made alike on all processes. From here on, dropout differs between them.
+        set_seed(run.args.seed, device_specific=True)
+        path = distributed.on_main_process(accelerator, self.find)
+        if path:
+            self.load(path)
+        has_best = distributed.on_main_process(accelerator, self.restore_folder, path)
+        if self.actor.best.global_step is not None and not has_best:
+            accelerator.print(f"NOTE: {FOLDER} is of another update: --keep_best begins anew")
+            self.actor.best = Best()
+        self.actor.count_patience()  # a run that had stopped early stops again
+        distributed.on_main_process(accelerator, record.write, accelerator, run.args)
+        run.logger.start()
+        run.speed.restart()
+        if path and path.parent.resolve() == self.folder.resolve():
+            self.last_saved = run.global_step
+        elif path and run.args.save_steps:
+            self.save()  # so that the next `--resume auto` finds it here
+
+    def find(self) -> Path | None:
+        """Returns the checkpoint that `--resume` names; with `auto` the newest whole one.
+
+        Prints which ones are passed over, and why. None: the run begins at 0. For the main process.
+        """
+        for leftover in self.folder.glob(".global_step_*.writing"):
+            shutil.rmtree(leftover)  # of a killed run
+        resume = self.run.args.resume
+        if resume == "never":
+            return None
+        candidates = folders.by_step(self.folder)[::-1] if resume == "auto" else [Path(resume)]
+        for path in candidates:
+            fault = folders.fault_of(path)
+            if fault is None:
+                return path
+            self.accelerator.print(f"passed over {path}: {fault}")
+        if candidates:
+            sys.exit(f"--resume {resume}: no whole checkpoint, see above")
+        if (self.run.output_dir / "actor").exists():
+            sys.exit(
+                f"--resume auto: the run in {self.run.output_dir} has ended and left no checkpoint"
+            )
+        self.accelerator.print(f"no checkpoint in {self.folder}: starting from the beginning")
+        return None
 
     def load(self, path: Path) -> None:
-        """Reads a whole checkpoint into the run; refuses one that does not fit or lacks a part."""
+        """Reads a whole checkpoint into the run; refuses one that does not fit."""
         accelerator = self.accelerator
         progress = self.run.progress
         state = folders.read_json(path / "state.json")
-        if state["format"] != FORMAT:
-            sys.exit(f"--resume: {path} was written by another version: resume it with that")
         self.refuse_another_run(path, state["arguments"])
 
         # 1. What the engine holds.
@@ -310,44 +237,12 @@ class Checkpoint:
             self.means.open.load_state(sums, mine=accelerator.process_index == reader)
 
         # 3. What the recipe holds. The main process wrote it, so its tensors were on the first GPU.
+        place = {"cuda:0": str(accelerator.device)}
         for name, part in self.others.items():
-            file = path / f"{name}.pt"
-            if not file.is_file():
-                sys.exit(f"--resume: {path} has no {file.name}, which this recipe needs")
-            place = {"cuda:0": str(accelerator.device)}
-            part.load_state(torch.load(file, weights_only=True, map_location=place))
+            part.load_state(torch.load(path / f"{name}.pt", weights_only=True, map_location=place))
         accelerator.print(
             f"resumed from {path}: {progress.global_step} updates, {progress.skipped_steps} skipped"
         )
-
-    def whole_identity(self) -> dict:
-        """Returns all that `refuse_another_run` compares, and arguments that may change."""
-        tokenizer = self.actor.tokenizer
-        template = str(getattr(tokenizer, "chat_template", None)).encode()
-        return {
-            **vars(self.run.args),
-            **self.identity,
-            # The content of the template counts, not the name of its file.
-            "chat_template": hashlib.sha256(template).hexdigest()[:16],
-            "date": getattr(tokenizer, "chat_date", None),
-            "world": world_of(self.accelerator),
-        }
-
-    def refuse_another_run(self, path: Path, before: dict) -> None:
-        """Ends the program if a checkpoint has another `whole_identity` (`before`) than it."""
-        now = self.whole_identity()
-        source = "source of the rewards"
-        if before.get(source) != now.get(source):
-            self.accelerator.print(f"NOTE: the {source} has changed since the checkpoint")
-        may_change = arguments.MAY_CHANGE | self.run.args.may_change
-        # An argument that is newer than the checkpoint is not compared.
-        differences = [
-            f"{name}: {value!r} in the checkpoint, {now.get(name)!r} now"
-            for name, value in before.items()
-            if name not in may_change and now.get(name) != value
-        ]
-        if differences:
-            sys.exit(f"--resume: {path} belongs to another run: {'; '.join(differences)}")
 
     def load_schedule(self, state: dict) -> None:
         """Restores the scheduler's counters, and computes the learning rates of the next update.
@@ -367,20 +262,79 @@ class Checkpoint:
         for group, learning_rate in zip(groups, scheduler._last_lr):
             group["lr"] = learning_rate
 
+    def whole_identity(self) -> dict:
+        """Returns all that `refuse_another_run` compares, and arguments that may change."""
+        accelerator = self.accelerator
+        tokenizer = self.actor.tokenizer
+        template = str(getattr(tokenizer, "chat_template", None)).encode()
+        # Shards fit only the same engine and number of processes.
+        world = f"{accelerator.mixed_precision} on {accelerator.device.type}"
+        if engine.is_sharded(accelerator):
+            world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
+        return {
+            **vars(self.run.args),
+            **self.identity,
+            # The content of the template counts, not the name of its file.
+            "chat_template": hashlib.sha256(template).hexdigest()[:16],
+            "date": getattr(tokenizer, "chat_date", None),
+            "world": world,
+        }
 
-def world_of(accelerator: Accelerator) -> str:
-    """Returns what the engine's state in a checkpoint depends on, besides the model.
+    def refuse_another_run(self, path: Path, before: dict) -> None:
+        """Ends the program if a checkpoint has another `whole_identity` (`before`) than it."""
+        now = self.whole_identity()
+        source = "source of the rewards"
+        if before.get(source) != now.get(source):
+            self.accelerator.print(f"NOTE: the {source} has changed since the checkpoint")
+        may_change = arguments.MAY_CHANGE | self.run.args.may_change
+        differences = [
+            f"{name}: {value!r} in the checkpoint, {now.get(name)!r} now"
+            for name, value in before.items()
+            if name not in may_change and now.get(name) != value
+        ]
+        if differences:
+            sys.exit(f"--resume: {path} belongs to another run: {'; '.join(differences)}")
 
-    Unsharded, that is precision and device: `bf16 on cuda`. Shards fit only the same engine and
-    number of processes, so these are named, too: `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`.
-    """
-    if not engine.is_sharded(accelerator):
-        return f"{accelerator.mixed_precision} on {accelerator.device.type}"
-    return f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
+    def restore_folder(self, path: Path | None) -> bool:
+        """Makes the run's folder what it was at the checkpoint; for the main process.
 
+        The logs are copied out of the checkpoint. What the folder holds beyond that point, such as
+        the lines and checkpoints of a killed run, stays under names that end in `.before_resume`.
+        The logs come last: killed before that, the run resumes from the same point again.
 
-def same(file: Path, copy: Path | None) -> bool:
-    """Whether a file has the bytes of its copy; without a copy, whether it is not there."""
-    if copy is None or not file.is_file():
-        return copy is None and not file.exists()
-    return filecmp.cmp(file, copy, shallow=False)
+        Without a checkpoint that is what a run killed before its first one has left. Returns
+        whether the folder holds the actor of the best evaluation so far.
+        """
+        output_dir = self.run.output_dir
+        beyond = [
+            folder
+            for parent in (self.folder, output_dir / "actors")
+            for folder in folders.by_step(parent)[::-1]
+            if folders.step_of(folder) > self.run.global_step
+        ]
+        copies = (path or self.folder) / "logs"  # without a checkpoint there are none
+        same, _, _ = filecmp.cmpfiles(output_dir, copies, LOGS, shallow=False)
+        changed = [output_dir / name for name in LOGS if name not in same]
+        replaced = [file for file in changed if file.exists() or (copies / file.name).exists()]
+        # The final actor has no step in its name. If nothing else lies beyond this point, the run
+        # had ended here, and the actor stays.
+        if beyond or replaced:
+            beyond.append(output_dir / "actor")
+        best_file = output_dir / FILE
+        best_there = folders.read_json(best_file)["global_step"] if best_file.is_file() else None
+        has_best = best_there is not None and best_there == self.actor.best.global_step
+        if not has_best:
+            beyond += [output_dir / FOLDER, best_file]
+        if path is None:  # a run that continues adds to it, and hides later values
+            beyond.append(output_dir / "tensorboard")
+        aside = [folders.set_aside(each) for each in [*beyond, *replaced] if each.exists()]
+        for file in replaced:
+            if (copies / file.name).exists():
+                temporary = output_dir / f".{file.name}.writing"
+                shutil.copyfile(copies / file.name, temporary)
+                folders.flush(temporary)
+                temporary.rename(file)
+        folders.flush(output_dir)
+        if aside:
+            self.accelerator.print(f"set aside in {output_dir}: {', '.join(aside)}")
+        return has_best

@@ -2,14 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-STEP_PREFIX = "global_step_"
 
 
 def replace(temporary: Path, directory: Path) -> None:
@@ -39,6 +38,22 @@ def rotate(parent: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file whole, or leaves the one that was there."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.rename(path)
+
+
+def flush(*paths: Path) -> None:
+    """Flushes files and folders to the disk: of a folder the list of names, not the files."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
 def unused(path: Path, separator: str) -> Path:
     """Returns this path; if it is taken, the first free one of `...-2`, `...-3` and so on."""
     free = path
@@ -56,20 +71,16 @@ def set_aside(path: Path) -> str:
     return aside.name
 
 
-def flush(*paths: Path) -> None:
-    """Flushes files and folders to the disk: of a folder the list of names, not the files."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+def step_of(folder: Path) -> int | None:
+    """Returns 100 for `global_step_000100`; None for other names, such as those of a user."""
+    match = re.fullmatch(r"global_step_(\d+)", folder.name)
+    return int(match[1]) if match else None
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole, or leaves the one that was there."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
-    os.replace(temporary, path)
+def by_step(parent: Path) -> list[Path]:
+    """Returns the `global_step_*` folders of a folder, the newest last."""
+    folders = [path for path in parent.glob("global_step_*") if step_of(path) is not None]
+    return sorted(folders, key=step_of)
 
 
 def read_json(path: Path) -> Any:
@@ -77,23 +88,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def step_of(folder: Path) -> int | None:
-    """Returns 100 for `global_step_000100`; None for other names (`global_step_000100_best`)."""
-    number = folder.name.removeprefix(STEP_PREFIX)
-    if number == folder.name or not number.isdigit():
-        return None
-    return int(number)
-
-
-def by_step(parent: Path) -> list[Path]:
-    """Returns the `global_step_*` folders of a folder, the newest last.
-
-    Copies that the user made under other names are left out.
-    """
-    folders = [path for path in parent.glob(f"{STEP_PREFIX}*") if step_of(path) is not None]
-    return sorted(folders, key=step_of)
-
-
+# ============================================================ the manifest of a checkpoint
 def checksum(path: Path) -> int:
     """Returns the CRC-32 of a file. It finds what storage damages; it is no signature."""
     if path.stat().st_size == 0:
@@ -120,17 +115,12 @@ def write_manifest(folder: Path, *shares: dict[str, list[int]]) -> None:
 def fault_of(path: Path) -> str | None:
     """Returns what keeps a folder from being a whole checkpoint; None if nothing does."""
     try:
-        manifest = read_json(path / "manifest.json")
-        for name, (size, crc) in manifest.items():
-            found_size = (path / name).stat().st_size
-            found_crc = checksum(path / name)
-            if (found_size, found_crc) != (size, crc):
-                return (
-                    f"{name} has {found_size} bytes with checksum {found_crc}, "
-                    f"it was written with {size} and {crc}"
-                )
+        for name, written in read_json(path / "manifest.json").items():
+            found = [(path / name).stat().st_size, checksum(path / name)]
+            if found != written:
+                return f"{name} has [bytes, CRC-32] {found}, it was written with {written}"
     except OSError as error:
         return f"{error.filename} is missing or cannot be read: {error.strerror}"
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         return f"manifest.json cannot be read: {error}"
-    return None if "state.json" in manifest else "its manifest does not name state.json"
+    return None
