@@ -107,7 +107,7 @@ class Actor:
     def count_patience(self) -> None:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
         if 0 < self.run.args.stop_after <= self.best.since:
-            self.run.progress.stopped_early = True
+            self.run.stopped_early = True
 
 
 def save(

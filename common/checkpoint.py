@@ -121,7 +121,7 @@ class Checkpoint:
         others = {name: part.state() for name, part in self.others.items()}
         state = {
             "arguments": self.whole_identity(),
-            "progress": {name: getattr(self.run.progress, name) for name in COUNTERS},
+            "progress": {name: getattr(self.run, name) for name in COUNTERS},
             "best": vars(self.actor.best),
             "scheduler": self.scheduler.state_dict(),
             "last_update": self.means.last_update,
@@ -209,7 +209,6 @@ class Checkpoint:
     def load(self, path: Path) -> None:
         """Reads a whole checkpoint into the run; refuses one that does not fit."""
         accelerator = self.accelerator
-        progress = self.run.progress
         state = folders.read_json(path / "state.json")
         self.refuse_another_run(path, state["arguments"])
 
@@ -228,7 +227,7 @@ class Checkpoint:
         # 2. What `state.json` holds.
         self.load_schedule(state["scheduler"])
         for name in COUNTERS:
-            setattr(progress, name, state["progress"][name])
+            setattr(self.run, name, state["progress"][name])
         self.actor.best = Best(**state["best"])
         self.means.last_update = state["last_update"]
         # Each process takes the sums that it had; of another number of processes the first one all.
@@ -241,7 +240,7 @@ class Checkpoint:
         for name, part in self.others.items():
             part.load_state(torch.load(path / f"{name}.pt", weights_only=True, map_location=place))
         accelerator.print(
-            f"resumed from {path}: {progress.global_step} updates, {progress.skipped_steps} skipped"
+            f"resumed from {path}: {self.run.global_step} updates, {self.run.skipped_steps} skipped"
         )
 
     def load_schedule(self, state: dict) -> None:

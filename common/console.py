@@ -33,7 +33,7 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
         "model": f"{args.model_name_or_path} ({type(module.model).__name__}), "
         f"{size:.4g} million parameters, {trained:.4g} million trained",
         "data": data,
-        "updates": updates or run.progress.describe(),
+        "updates": updates or run.describe(),
         "schedule": optim.describe_schedule(args, run.total_steps, checkpoint.scheduler),
         "update": f"train_batch_size {args.train_batch_size} {division}",
         "engine": engine.describe(run.accelerator),
@@ -59,7 +59,7 @@ def end(actor: Actor) -> None:
     folder = run.output_dir / "actor"
     took = tqdm.format_interval(run.logger.bar.format_dict["elapsed"])
     updates = counted(run.global_step, "update")
-    print(f"done: {updates}, {run.progress.skipped_steps} skipped, took {took}; actor in {folder}")
+    print(f"done: {updates}, {run.skipped_steps} skipped, took {took}; actor in {folder}")
     kept = actor.best
     if kept.value is not None:
         folder = run.output_dir / best.FOLDER

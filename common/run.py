@@ -45,8 +45,8 @@ class Update:
         return len(self.rows)
 
 
-class Run:
-    """The counters, the clock and the log of a run. It holds no model and no data.
+class Run(Progress):
+    """A run: its counters, those of `Progress`, with a clock and a log. It holds no model, no data.
 
     Args:
         args: `SharedArgs`.
@@ -54,16 +54,12 @@ class Run:
         flop: operations for each token and each target, for `perf/mfu`.
         bar_metric: what the progress bar shows besides the loss.
         charts: TensorBoard's charts, title -> tags.
-        counts_sequences: whether a sample may hold several sequences, so that they are logged.
-        updates_per_epoch, position: of a recipe that samples: as planned, and where it is in its
-            prompts; see `Progress`.
+        progress: further fields of `Progress`, where a sample may hold several sequences, or in a
+            recipe that samples.
 
     Attributes:
-        progress: the counters.
-        logger: what writes lines and samples.
-        due: see `Progress.due`.
+        logger: what writes lines and samples; `log_evaluation` is its own.
         timed, count_flop: see `Speed`.
-        log_evaluation: see `Logger`.
     """
 
     def __init__(
@@ -75,49 +71,19 @@ class Run:
         flop: tuple[float, float],
         bar_metric: str,
         charts: dict[str, list[str]],
-        counts_sequences: bool = False,
-        updates_per_epoch: int = 0,
-        position: Any = None,
+        **progress: Any,
     ):
+        of_args = (args.train_batch_size, args.max_epochs, args.max_steps)
+        super().__init__(mixture.samples, *of_args, **progress)
         self.accelerator = accelerator
         self.args = args
         self.mixture = mixture
         self.output_dir = Path(args.output_dir)
-        self.progress = Progress(
-            mixture.samples,
-            args.train_batch_size,
-            args.max_epochs,
-            args.max_steps,
-            updates_per_epoch=updates_per_epoch,
-            counts_sequences=counts_sequences,
-            position=position,
-        )
-        self.logger = Logger(accelerator, args, self.progress, bar_metric, charts)
-        self.speed = Speed(accelerator, self.progress, flop)
-        self.due = self.progress.due
+        self.logger = Logger(accelerator, args, self, bar_metric, charts)
+        self.speed = Speed(accelerator, self, flop)
         self.timed = self.speed.timed
         self.count_flop = self.speed.count_flop
         self.log_evaluation = self.logger.log_evaluation
-
-    @property
-    def global_step(self) -> int:
-        """Updates applied: the one x-axis."""
-        return self.progress.global_step
-
-    @property
-    def updates_seen(self) -> int:
-        """Updates applied or skipped: the position in the data."""
-        return self.progress.updates_seen
-
-    @property
-    def total_steps(self) -> int:
-        """The horizon of the schedule, in updates."""
-        return self.progress.total_steps
-
-    @property
-    def finished(self) -> bool:
-        """Whether all updates are done, or the run stops early."""
-        return self.progress.finished
 
     # ============================================================ the next update
 
@@ -127,10 +93,8 @@ class Run:
         Args:
             data: `batches.Rows`, or another view of a data set with the same methods.
         """
-        args = self.args
-        rows = batches.rows_of_update(
-            self.mixture, args.train_batch_size, args.seed, self.updates_seen
-        )
+        size = self.args.train_batch_size
+        rows = batches.rows_of_update(self.mixture, size, self.args.seed, self.updates_seen)
         numbers = data.of_rows(rows)
         n_tokens = int(data.lengths[numbers].sum())
         return self.update_of(rows, data.lengths, n_tokens, numbers)
@@ -156,7 +120,7 @@ class Run:
             rows=rows,
             micro_batches=micro_batches,
             divisor=engine.begin_update(self.accelerator, micro_batches),
-            n_sequences=len(numbers) if self.progress.counts_sequences else 0,
+            n_sequences=len(numbers) if self.counts_sequences else 0,
             n_tokens=n_tokens,
             loss_scale=engine.loss_scale(self.accelerator),
         )
@@ -184,7 +148,7 @@ class Run:
         """
         update.losses.append((rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
-            guards.check_finite(self.progress, update.losses, tensors)
+            guards.check_finite(self, update.losses, tensors)
 
     def count(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
         """Counts an update, and returns whether it was applied; False: gradients overflowed.
@@ -194,15 +158,10 @@ class Run:
             FloatingPointError: the gradient of an applied update is not finite.
         """
         applied = not self.accelerator.optimizer_step_was_skipped
-        self.progress.update_done(
-            applied,
-            samples=update.n_samples,
-            tokens=update.n_tokens,
-            sequences=update.n_sequences,
-        )
+        self.update_done(applied, update.n_samples, update.n_tokens, update.n_sequences)
         self.speed.update_done(applied)
         if not applied:
-            guards.check_skips(self.accelerator, self.progress, update.loss_scale)
+            guards.check_skips(self.accelerator, self, update.loss_scale)
         elif not math.isfinite(float(grad_norm)):
             raise FloatingPointError(
                 f"the gradient of update {self.global_step} is not finite though its loss is: "
@@ -224,7 +183,7 @@ class Run:
             return
         line = dict(values)
         if "loss" in values:  # not where a rollout led to no update
-            line |= self.progress.counts() | self.speed.values()
+            line |= self.counts() | self.speed.values()
             self.speed.restart()
-        self.logger.write({**line, "epoch": self.progress.epoch})
+        self.logger.write({**line, "epoch": self.epoch})
         self.logger.show_in_bar(line)

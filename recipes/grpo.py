@@ -624,7 +624,7 @@ def main():
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     means = Means(accelerator)
-    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
     vllm.connect(sampler)  # does nothing without --vllm_url
     episodes.start(sampler)  # does nothing without --environment
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
@@ -713,10 +713,9 @@ def skip_rollout(run: Run, state: State, means: Means) -> None:
     The run ends there if these were its last prompts, or if a whole epoch of prompts has led to no
     update. Without any update, it fails.
     """
-    progress = run.progress
     position = state.position
     position.end_rollout()
-    progress.idle = True  # the model has not changed, so nothing is due until the next update
+    run.idle = True  # the model has not changed, so nothing is due until the next update
 
     message = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
@@ -728,8 +727,8 @@ def skip_rollout(run: Run, state: State, means: Means) -> None:
             f". The last {prompts_without_update} prompts, a whole epoch, led to no update, so the "
             "run ends here"
         )
-        progress.stopped_early = True
-    if progress.finished and progress.global_step == 0:
+        run.stopped_early = True
+    if run.finished and run.global_step == 0:
         run.log(means.reduce())  # so that the rewards are in the log
         sys.exit(f"{message}. The run has applied no update")
     distributed.warn(run.accelerator, message)

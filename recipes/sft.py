@@ -203,7 +203,7 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    sampler = Sampler(accelerator, args, tokenizer, data, model, run.progress, means)
+    sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)

@@ -89,4 +89,4 @@ def update(checkpoint: Checkpoint, applied: bool = True) -> None:
         checkpoint.optimizer.step()
         checkpoint.scheduler.step()
     checkpoint.optimizer.zero_grad()
-    checkpoint.run.progress.update_done(applied, samples=4, tokens=9)
+    checkpoint.run.update_done(applied, samples=4, tokens=9)

@@ -94,7 +94,7 @@ def test_a_second_time_takes_the_next_names(tmp_path, capsys):
     first = files(tmp_path)
     for name in LOGS:
         (tmp_path / name).write_text(text_of(2, name) + "a second time\n")
-    run.run.progress.global_step = 4
+    run.run.global_step = 4
     run.last_saved = None
     run.save()
     second = files(tmp_path)

@@ -194,7 +194,7 @@ def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path
         Checkpoint, "write", lambda self, temporary, final: written.append(final.name)
     )
     run = small_run(tmp_path)
-    for run.run.progress.global_step in (4, 4, 5):
+    for run.run.global_step in (4, 4, 5):
         run.save()
     assert written == ["global_step_000004", "global_step_000005"]
 

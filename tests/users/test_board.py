@@ -155,10 +155,10 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
     """What a killed run wrote after the checkpoint is hidden."""
     for first, last, resumed_from in ((1, 4, 0), (3, 5, 2)):
         checkpoint = small_run(tmp_path, report_to=["tensorboard"])
-        checkpoint.run.progress.global_step = resumed_from
+        checkpoint.run.global_step = resumed_from
         checkpoint.run.logger.start()
         for step in range(first, last + 1):
-            checkpoint.run.progress.global_step = step
+            checkpoint.run.global_step = step
             checkpoint.run.logger.write({"loss": step + 0.5 * resumed_from})
         checkpoint.run.accelerator.trackers[0].finish()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
