@@ -44,12 +44,7 @@ def save(accelerator: Accelerator, model: nn.Module, unwrapped: nn.Module, folde
 def load(accelerator: Accelerator, unwrapped: nn.Module, folder: Path) -> None:
     """Loads what `save` wrote."""
     settings: dict[str, Any] = {}
-    if engine.is_sharded(accelerator):
-        accelerator.print(
-            "NOTE: the state of DeepSpeed and FSDP2 is read as pickles, which can run code: "
-            "resume from your own checkpoints only."
-        )
-    else:
+    if not engine.is_sharded(accelerator):
         # Adam keeps its step counts on the CPU, unless it is fused. accelerate would load them onto
         # the GPU, and each update would wait to read them back, one for each parameter.
         settings["map_location"] = "cpu"
@@ -60,16 +55,11 @@ def load(accelerator: Accelerator, unwrapped: nn.Module, folder: Path) -> None:
 
 
 def load_random_states(accelerator: Accelerator, folder: Path) -> None:
-    """Sets the random states of this process once more, because accelerate ignores any error there.
-
-    Args:
-        folder: what as many processes wrote.
-    """
-    file = folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
-    states = accelerate.utils.load(file)
+    """Sets the random states of this process once more: accelerate ignores any error there."""
+    states = accelerate.utils.load(folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl")
     random.setstate(states["random_state"])
     np.random.set_state(states["numpy_random_seed"])
     torch.set_rng_state(states["torch_manual_seed"])
     if accelerator.device.type == "cuda":
-        states_of_gpus = states["torch_cuda_manual_seed"]
-        torch.cuda.set_rng_state(states_of_gpus[torch.cuda.current_device()])
+        current = torch.cuda.current_device()
+        torch.cuda.set_rng_state(states["torch_cuda_manual_seed"][current])
