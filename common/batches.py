@@ -94,12 +94,6 @@ def epoch_order(data: int | Mixture, seed: int | tuple[int, ...], epoch: int) ->
     return mixture.rows_of_epoch(seed, epoch)[order]
 
 
-def split_update(accelerator, args, rows: Sequence[int], lengths: np.ndarray) -> list[MicroBatch]:
-    """Splits rows into micro-batches of the size that the arguments say; see `split`."""
-    sizes = (args.micro_train_batch_size, args.micro_train_tokens)
-    return split(accelerator, rows, lengths, *sizes)
-
-
 def split(
     accelerator,
     rows: Sequence[int],
@@ -128,19 +122,11 @@ def split(
         steps = math.ceil(len(rows) / (micro_batch_size * processes))
         parts = np.array_split(longest_first, steps * processes)
 
+    # A process without rows must run something: the others wait for it in each collective.
+    padding = MicroBatch(longest_first[-1:].tolist(), torch.zeros(1))
     # Neighbouring parts are about equally long: no process waits long for the others.
     mine = parts[accelerator.process_index :: processes]
-    return [micro_batch_of(part, padding_row=longest_first[-1:]) for part in mine]
-
-
-def micro_batch_of(part: np.ndarray, padding_row: np.ndarray) -> MicroBatch:
-    """Returns a part as a micro-batch; an empty part becomes one padding row of weight zero.
-
-    A process without rows must run something: the others wait for it in each collective.
-    """
-    if len(part) == 0:
-        return MicroBatch(padding_row.tolist(), torch.zeros(1))
-    return MicroBatch(part.tolist(), torch.ones(len(part)))
+    return [MicroBatch(p.tolist(), torch.ones(len(p))) if len(p) else padding for p in mine]
 
 
 def split_by_tokens(
@@ -162,10 +148,8 @@ def split_by_tokens(
     # needs no more parts fills all about equally. A higher limit never needs more parts, so it is
     # found by halving the range.
     limit = bisect.bisect_left(range(max_tokens), -wanted, key=lambda limit: -parts_within(limit))
-    starts = starts_by_tokens(lengths_of_rows, limit)
-    parts = np.split(rows, starts[1:])
-    missing = wanted - len(parts)
-    return parts + [rows[:0]] * missing
+    parts = np.split(rows, starts_by_tokens(lengths_of_rows, limit)[1:])
+    return parts + [rows[:0]] * (wanted - len(parts))
 
 
 def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:

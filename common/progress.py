@@ -68,9 +68,8 @@ class Progress:
         if self.max_steps:
             return self.global_step >= self.max_steps
         if self.position is not None:
-            prompts_taken = self.position.prompts_seen
-            all_are_taken = prompts_taken >= self.max_epochs * self.n_rows
-            return all_are_taken and self.position.prompts_done == prompts_taken
+            taken = self.position.prompts_seen
+            return taken >= self.max_epochs * self.n_rows and self.position.prompts_done == taken
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
     @property
@@ -107,15 +106,12 @@ class Progress:
             interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.
             first: whether it is also due after the first update.
         """
-        every = int(interval)
-        if 0 < interval < 1:
-            every = share_of(self.total_steps, interval)
+        every = share_of(self.total_steps, interval) if interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0
         if self.consecutive_skips == 0 and not self.idle:
             return at_multiple or self.finished or (first and self.global_step == 1)
-        # Nothing was applied, so the model is as it was. Only the end may still need something:
-        # not if the last applied update was at a multiple, and not if there was none, since a run
-        # evaluates before its first update.
+        # Nothing was applied, so the model is as it was. Only the end may still need something: not
+        # what the last applied update has had, nor what precedes the first one.
         return self.finished and not at_multiple and self.global_step > 0
 
     def describe(self) -> str:

@@ -127,9 +127,10 @@ class Run(Progress):
 
     def split(self, numbers: Sequence[int], lengths: np.ndarray) -> list[batches.MicroBatch]:
         """Cuts rows into micro-batches of like length, and returns those of this process."""
+        sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
             batches.MicroBatch(rows, batches.send(weights, self.accelerator.device))
-            for rows, weights in batches.split_update(self.accelerator, self.args, numbers, lengths)
+            for rows, weights in batches.split(self.accelerator, numbers, lengths, *sizes)
         ]
 
     # ============================================================ an update

@@ -61,12 +61,11 @@ class Reference:
                 all their second ones, and so on.
         """
         accelerator = self.accelerator
+        sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         for rows in sets:
             table = None  # made at the first batch, which shows how many answers a row has
             numbers = range(len(rows))
-            for some, weights in batches.split_update(
-                accelerator, self.args, numbers, rows.lengths
-            ):
+            for some, weights in batches.split(accelerator, numbers, rows.lengths, *sizes):
                 # From all first answers, then all second ones, to `[rows, answers of a row]`.
                 of_rows = self.logps(collate(rows[some], packer)).sum(1).view(-1, len(some)).T
                 if table is None:

@@ -92,7 +92,7 @@ class Samples:
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
     def lengths_for_split(self, packer: Packer) -> np.ndarray:
-        """Returns the lengths by which `batches.split_update` sorts the samples, `[samples]`.
+        """Returns the lengths by which `batches.split` sorts the samples, `[samples]`.
 
         Where prompts can be shared, most of a group shares a micro-batch. `--micro_train_tokens`
         then counts a group's shorter samples as long as its longest one.
