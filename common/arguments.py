@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-from common import ASSETS, counted, errors, speaks_for_all
+from common import ASSETS, counted, speaks_for_all
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -48,7 +48,7 @@ class Parser(HfArgumentParser):
         return super().add_argument(*flags, **settings)
 
     def error(self, message: str):
-        errors.refuse(f"{self.format_usage()}{self.prog}: error: {message}", status=2)
+        sys.exit(f"{self.format_usage()}{self.prog}: error: {message}")
 
 
 def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):

@@ -21,21 +21,14 @@ def run(main: Callable[[], None]) -> None:
         main()
     except SystemExit as error:
         failed = bool(error.code)
-        if isinstance(error.code, str):
-            refuse(error.code)
-        raise
+        if isinstance(error.code, str) and launcher_says(error.code):
+            sys.exit(1)
+        raise  # Python prints the message
     except Exception:
         failed = True
         if launcher_says(traceback.format_exc()):
             sys.exit(1)
         raise
-
-
-def refuse(message: str, status: int = 1) -> None:
-    """Ends this process with a message."""
-    if not launcher_says(message):
-        print(message, file=sys.stderr, flush=True)
-    sys.exit(status)
 
 
 def launcher_says(message: str) -> bool:
