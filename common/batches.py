@@ -13,13 +13,10 @@ from common.mixture import Mixture, mixture_of
 
 
 class Rows:
-    """A data set in which each row is read at once. `Sequences` is one that cuts its rows.
-
-    Args:
-        dataset: a `datasets.Dataset` with the column `length`.
+    """A `datasets.Dataset` whose rows are read as they are. `Sequences` is one that cuts them.
 
     Attributes:
-        lengths: tokens of each row.
+        lengths: tokens of each row, from its column `length`.
         added: further columns by name, arrays with one entry for each row.
     """
 
@@ -44,15 +41,10 @@ class Rows:
 
 
 class MicroBatch(NamedTuple):
-    """What one process runs forward and backward at once.
+    """What one process runs forward and backward at once."""
 
-    Attributes:
-        rows: row numbers in the data set, or in the rollout.
-        weights: float32 `[rows]`: 1, or 0 for a padding row. In `run.Update` on the device.
-    """
-
-    rows: list[int]
-    weights: torch.Tensor
+    rows: list[int]  # numbers in the data set, or in the rollout
+    weights: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row; in an update on the device
 
 
 def rows_of_update(
@@ -61,10 +53,7 @@ def rows_of_update(
     """Returns the rows of update `index`, counted from 0 over the whole run.
 
     Each epoch is a permutation of its rows, cut into updates; the last one may be short. An update
-    that the engine skips has used its rows, too.
-
-    Args:
-        data: the number of rows, each taken once an epoch, or the mixture of several sets.
+    that the engine skips has used its rows, too. `data` may be the number of rows.
     """
     mixture = mixture_of(data)
     updates_per_epoch = math.ceil(mixture.samples / train_batch_size)
@@ -109,7 +98,6 @@ def split(
     Args:
         rows: row numbers, the same on every process.
         lengths: tokens of every row of the data set.
-        micro_batch_size: rows of a micro-batch, at most.
         max_tokens: if above 0, a micro-batch holds as many rows as fit into this many tokens,
             padding counted, and `micro_batch_size` is ignored. A longer row is alone.
     """
@@ -134,9 +122,8 @@ def split_by_tokens(
 ) -> list[np.ndarray]:
     """Splits rows, the longest first, into parts of at most `max_tokens` tokens, padding counted.
 
-    Returns:
-        A multiple of `processes` parts, as few as possible, with about as many tokens in each. The
-        last parts may be empty.
+    Returns a multiple of `processes` parts, as few as possible, with about as many tokens in each.
+    The last parts may be empty.
     """
     lengths_of_rows = lengths[rows].tolist()
 

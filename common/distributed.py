@@ -14,9 +14,6 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
 
     If the function exits on one process, all processes exit, or the others would wait for it
     forever. All processes must call it.
-
-    Raises:
-        SystemExit: with the first message.
     """
     result = None
     problem = None

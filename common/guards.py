@@ -1,7 +1,5 @@
 """Stops runs that cannot go on: values are not finite, or skipped updates do not end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -25,11 +23,7 @@ def check_finite(
     Args:
         losses: of each micro-batch: the numbers of its rows in the data file; `[rows, ...]`; and
             weights of the same shape, 0 for what counts nowhere.
-        tensors: what the losses of the last micro-batch come from: the message names those that
-            are not finite.
-
-    Raises:
-        FloatingPointError: naming the update and the rows.
+        tensors: what the losses come from: the message names those that are not finite.
     """
     rows_of_all = [row for rows, *_ in losses for row in rows]
     parts = [
@@ -55,9 +49,6 @@ def check_skips(accelerator, progress: Progress, loss_scale: float | None) -> No
 
     In fp16 its gradients overflowed. DeepSpeed also skips updates in bf16 and fp32, where there is
     no loss scale.
-
-    Raises:
-        SystemExit: saying what helps.
     """
     why = "its gradients are not finite"
     if loss_scale:

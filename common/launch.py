@@ -24,15 +24,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     """Builds the `Accelerator` that the launcher's environment asks for.
 
     Fills in what the arguments leave open: the size of micro-batches, and `args.output_dir`, the
-    same on all processes. Seeds Python, NumPy and torch with `args.seed`.
-
-    Args:
-        recipe: its name, for the default of `output_dir`.
-
-    Raises:
-        SystemExit: batch sizes that do not divide, another number of processes than the launcher's,
-            an `output_dir` that another run uses, or with `--resume never` one that holds another
-            run.
+    same on all processes, by default in `runs/<recipe>`. Seeds Python, NumPy and torch.
     """
     asks_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     on_cpu = asks_for_cpu or not torch.cuda.is_available()

@@ -14,7 +14,6 @@ class Progress:
 
     Attributes:
         n_rows: of the training data; in GRPO, PPO and distillation, prompts.
-        updates_per_epoch: by default `n_rows / train_batch_size`, rounded up.
         global_step: updates applied; the one x-axis.
         skipped_steps: updates that the engine skipped because of gradients that are not finite.
         samples, tokens, sequences: trained on so far, in applied updates. `tokens` are those of
@@ -25,7 +24,7 @@ class Progress:
         stopped_early: whether the run ends before its data: by `--stop_after`, or in GRPO because
             a whole epoch of prompts led to no update.
         idle: whether rows were used up since the latest update without leading to one.
-        consecutive_skips: how many of the latest updates were skipped since the last applied one.
+        consecutive_skips: updates that were skipped since the last applied one.
     """
 
     n_rows: int

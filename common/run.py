@@ -90,8 +90,7 @@ class Run(Progress):
     def next_update(self, data: batches.Rows) -> Update:
         """Returns the next update. All processes agree on its samples; each takes its share.
 
-        Args:
-            data: `batches.Rows`, or another view of a data set with the same methods.
+        `data` may be another view of a data set, with the methods of `Rows`.
         """
         size = self.args.train_batch_size
         rows = batches.rows_of_update(self.mixture, size, self.args.seed, self.updates_seen)
@@ -109,9 +108,7 @@ class Run(Progress):
         """Returns an update of chosen samples, and tells the engine how large it is.
 
         Args:
-            rows: its samples.
             lengths: by which they are sorted and cut into micro-batches.
-            n_tokens: of all its samples.
             numbers: what is read of them, such as their sequences; None: the samples themselves.
         """
         numbers = rows if numbers is None else numbers
@@ -152,12 +149,7 @@ class Run(Progress):
             guards.check_finite(self, update.losses, tensors)
 
     def count(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
-        """Counts an update, and returns whether it was applied; False: gradients overflowed.
-
-        Raises:
-            SystemExit: nothing but overflows for too long.
-            FloatingPointError: the gradient of an applied update is not finite.
-        """
+        """Counts an update, and returns whether it was applied; False: gradients overflowed."""
         applied = not self.accelerator.optimizer_step_was_skipped
         self.update_done(applied, update.n_samples, update.n_tokens, update.n_sequences)
         self.speed.update_done(applied)
@@ -175,11 +167,7 @@ class Run(Progress):
     # ============================================================ after an update
 
     def log(self, values: dict[str, float]) -> None:
-        """Writes a training line; nothing if there are no values. All processes must call it.
-
-        Args:
-            values: of `Means.reduce`, the same on every process.
-        """
+        """Writes what `Means.reduce` returned as a training line. All processes must call it."""
         if not values:
             return
         line = dict(values)

@@ -30,10 +30,8 @@ PEAK_FLOPS = {
 class Speed:
     """Measures the seconds since the last log line, and what was done in them.
 
-    Args:
-        flop: the operations for each token and for each target, see `lora.flop`.
-
     Attributes:
+        flop_of_token, flop_of_target: operations, see `lora.flop`.
         seconds: of the blocks that were timed since the last line, by name.
         peak: operations a second that this GPU can do at most; None: not known, so no MFU.
         pending_flop, flop: operations of this process in the current update, and in those applied

@@ -29,16 +29,16 @@ def stage(accelerator) -> int:
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     """Returns the launcher's DeepSpeed settings, with the run's own sizes and clipping written in.
 
-    Args:
-        accumulation: micro-batches of an update in each process.
-        args: needs `micro_train_batch_size max_grad_norm`.
-
-    Raises:
-        SystemExit: the JSON contradicts the arguments, or has no ZeRO stage.
+    `accumulation` is the number of micro-batches of an update in each process.
     """
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+    import deepspeed  # slow to import: only where it is used
+
     if not torch.cuda.is_available():
-        prepare_for_cpu()
+        # Its first use compiles C++ for more than a minute. gloo does the same work.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # fp16 is emulated, see `cpu.HalfProductsInFp32`.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if path and not Path(path).is_file():
         path = str(FILES / path)  # a recipe may be started anywhere
@@ -94,16 +94,6 @@ def keep_zero_1() -> None:
     engine.DeepSpeedEngine._do_optimizer_sanity_check = check
 
 
-def prepare_for_cpu() -> None:
-    """Lets DeepSpeed run without a GPU: no compilation, and fp16 (see `HalfProductsInFp32`)."""
-    import deepspeed  # slow to import: only where it is used
-
-    # Its first use compiles C++ for more than a minute. gloo does the same work.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    accelerator = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-
-
 def delay_scale_growth() -> None:
     """Lets DeepSpeed's loss scale grow between two updates only.
 
@@ -143,8 +133,7 @@ def shard_frozen(accelerator, model: nn.Module) -> nn.Module:
 def gathered(parameters: list[nn.Parameter], writer: int | None = None):
     """Returns a context in which every process holds all of parameters that ZeRO-3 has cut.
 
-    Args:
-        writer: the rank of the process whose changes last beyond the block; by default none.
+    What the process of rank `writer` changes lasts beyond the block.
     """
     if not hasattr(parameters[0], "ds_id"):
         return contextlib.nullcontext()
