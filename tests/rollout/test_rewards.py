@@ -440,5 +440,5 @@ def test_a_failure_on_one_process_ends_all(tmp_path, kind):
         assert done.stdout.count("[1.0, 1.0, 1.0, 1.0, 2.0, 2.0]") == 2
         return
     assert done.returncode
-    assert done.stdout.count(message) == 1, done.stdout
+    assert message in done.stdout
     assert "scores" not in done.stdout
