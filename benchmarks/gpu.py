@@ -13,6 +13,9 @@
                 often with four times the micro-batches
     generation  tokens a second of GRPO's rollouts: a random model of 0.5 B parameters, 128
                 responses of 256 tokens; recording.py on it, in fp32 and in bf16
+    attention   tokens a second of DPO and SFT with cuDNN's attention and without, alternately
+    anchor      SFT of Qwen3-0.6B's shape on rows of 8,192 tokens: tokens a second, MFU, memory; and
+                a profile of an update of short rows: for how much of it the GPU works, on what
     precision   precision.py, 0.5 B
     rl          rl_precision.py
     dpo, sft, grpo  peers.py against TRL, with --hh and --gsm8k
@@ -25,7 +28,7 @@ end of what a failed command printed, and what was measured. A step that was pas
 again. With --folder, one that ran out of time goes on where it was. Steps that measure no time run
 --jobs commands at once.
 
-Without a GPU, or with `--tiny`, the first five run on the CPU with a tiny model, to see that this
+Without a GPU, or with `--tiny`, the first seven run on the CPU with a tiny model, to see that this
 script works. Nothing is written to benchmarks/results then.
 """
 
@@ -34,7 +37,9 @@ import importlib.util
 import itertools
 import json
 import os
+import runpy
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,6 +50,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -116,14 +122,27 @@ class Step:
         return status == 0
 
     def recipe(
-        self, name: str, recipe: str, config: str, *flags, precision: str = "", on_cpu: bool = False
+        self,
+        name: str,
+        recipe: str,
+        config: str,
+        *flags,
+        precision: str = "",
+        on_cpu: bool = False,
+        within: tuple = (),
     ) -> bool:
-        """Runs a recipe under a YAML, on one process, in another precision than the YAML's."""
+        """Runs a recipe under a YAML, on one process, in another precision than the YAML's.
+
+        Args:
+            within: see `run_within`.
+        """
         launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml"]
         launcher += ["--num_processes", 1, "--main_process_port", 0]
         if precision:
             launcher += ["--mixed_precision", precision]
         script = REPOSITORY / "recipes" / f"{recipe}.py"
+        if within:
+            launcher += [__file__, "--within", *within]
         return self.run(name, *launcher, script, *flags, on_cpu=on_cpu)
 
 
@@ -338,6 +357,133 @@ def generation(step: Step) -> dict:
     return {"passed": bool(rates), "tokens a second, by rollout": rates, "recording": found}
 
 
+# ============================================================ what a recipe runs in
+def run_within(how: str, file: str, script: str, *flags: str) -> None:
+    """Runs a recipe in this process, without cuDNN's attention or with a profile."""
+    if how == "no_cudnn":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if how == "profile":
+        profile_third_update(Path(file))
+    sys.argv = [script, *flags]
+    runpy.run_path(script, run_name="__main__")
+
+
+def profile_third_update(file: Path) -> None:
+    """Writes its seconds, those in which the device worked, and the kernels that took most."""
+    from common import engine
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(activities=activities)
+    clock = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    begin_update = engine.begin_update
+    numbers = itertools.count(1)
+    begun = 0.0
+
+    def begin(*args):
+        nonlocal begun
+        number = next(numbers)
+        if number in (3, 4) and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if number == 3:
+            profiler.start()
+            begun = time.perf_counter()
+        if number == 4:
+            seconds = time.perf_counter() - begun
+            profiler.stop()
+            rows = sorted(profiler.key_averages(), key=lambda row: -getattr(row, clock))
+            found = {
+                "seconds": seconds,
+                "busy": sum(getattr(row, clock) for row in rows) / 1e6,
+                "most": {row.key[:80]: [getattr(row, clock) / 1e6, row.count] for row in rows[:25]},
+            }
+            file.write_text(json.dumps(found), encoding="utf-8")
+        return begin_update(*args)
+
+    engine.begin_update = begin
+
+
+def made_model(step: Step, **config) -> Path | None:
+    """Makes a random model; None if that failed."""
+    folder = step.folder / "model"
+    if step.args.tiny:
+        config = {"num_hidden_layers": 2, "hidden_size": 64}
+    flags = ["--data", ASSETS / "prompts_train.jsonl", "--config", json.dumps(config)]
+    script = REPOSITORY / "benchmarks" / "make_model.py"
+    made = step.run("model", script, folder, "--architecture", "qwen3", *flags)
+    return folder if made else None
+
+
+def timed_run(step: Step, recipe: str, name: str, *flags, within: tuple = ()) -> dict | None:
+    """Runs six updates; returns the medians of `perf/*` of the last four, None if it failed."""
+    output = step.folder / f"{recipe}-{name}-{int(time.time())}"
+    flags = ["--max_steps", 6, "--logging_steps", 1, "--report_to", "none", *flags]
+    flags += ["--output_dir", output]
+    if not step.recipe(f"{recipe}, {name}", recipe, "single_gpu", *flags, within=within):
+        return None
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "loss" in line][-4:]
+    names = [name for name in last[0] if name.startswith("perf/")]
+    return {name: statistics.median(line[name] for line in last) for name in names}
+
+
+def attention(step: Step) -> dict:
+    model = made_model(step, num_hidden_layers=24, hidden_size=896, intermediate_size=4864)
+    if model is None:
+        return {"passed": False}
+    runs = {"dpo": "preferences_train.jsonl.gz", "sft": "sft_train.jsonl"}
+    found: dict[str, list] = {}
+    for number, (recipe, data) in itertools.product(range(2), runs.items()):
+        flags = ["--model_name_or_path", model, "--dataset_name", ASSETS / data]
+        flags += ["--train_batch_size", 64, "--micro_train_batch_size", 16]
+        for how in ("cudnn", "no_cudnn"):
+            within = (how, "-")
+            name = f"{how}-{number}"
+            found.setdefault(f"{recipe}, {how}", []).append(
+                timed_run(step, recipe, name, *flags, within=within)
+            )
+    passed = all(None not in runs_of for runs_of in found.values())
+    return {"passed": passed, "perf": found}
+
+
+# Qwen3-0.6B's.
+ANCHOR = dict(
+    num_hidden_layers=28,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+)
+
+
+def anchor(step: Step) -> dict:
+    model = made_model(step, **ANCHOR)
+    if model is None:
+        return {"passed": False}
+    tokens = 256 if step.args.tiny else 8192
+    data = step.folder / "long.jsonl"
+    random = np.random.default_rng(0)
+    with data.open("w", encoding="utf-8") as file:
+        for _ in range(64):
+            words = " ".join(map(str, random.integers(0, 10**6, tokens)))  # more than are read
+            row = {"prompt": "Numbers:", "completion": words}
+            file.write(json.dumps(row) + "\n")
+    flags = ["--model_name_or_path", model, "--train_batch_size", 8]
+    long = ["--dataset_name", data, "--max_length", tokens, "--micro_train_batch_size", 1]
+    found = timed_run(step, "sft", "long rows", *flags, *long)
+    profiled = step.folder / "profile.json"
+    short = ["--dataset_name", ASSETS / "sft_train.jsonl", "--micro_train_batch_size", 8]
+    within = ("profile", profiled)
+    if found is None or timed_run(step, "sft", "profile", *flags, *short, within=within) is None:
+        return {"passed": False}
+    return {"passed": True, "perf": found, "profile": json.loads(profiled.read_text())}
+
+
 def precision(step: Step) -> dict:
     flags = ["--models", "0.5B", "--budget", 420, "--folder", step.folder]
     if step.args.tiny:
@@ -369,6 +515,8 @@ STEPS = {
     "exact": exact,
     "waits": waits,
     "generation": generation,
+    "attention": attention,
+    "anchor": anchor,
     "precision": precision,
     "rl": rl,
     "dpo": lambda step: peers(step, "dpo", step.args.hh),
@@ -378,7 +526,7 @@ STEPS = {
 
 
 # Those that --tiny tries.
-TINY = ("configs", "recipes", "exact", "waits", "generation")
+TINY = ("configs", "recipes", "exact", "waits", "generation", "attention", "anchor")
 
 
 def main() -> None:
@@ -393,6 +541,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=600, help="seconds of a step")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, to see that this works")
     parser.add_argument("--count_waits", nargs=3, help=argparse.SUPPRESS)
+    if "--within" in sys.argv[:2]:
+        run_within(*sys.argv[2:])
+        return
     args = parser.parse_args()
     if args.count_waits:
         count_waits(*args.count_waits)

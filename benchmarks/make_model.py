@@ -44,6 +44,7 @@ def main():
     parser.add_argument("--vocab_size", type=int, default=16384)
     parser.add_argument("--hidden_size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON: of the model's config")
     args = parser.parse_args()
 
     bpe = ByteLevelBPETokenizer()
@@ -64,8 +65,7 @@ def main():
     tokenizer.save_pretrained(args.out)
     torch.manual_seed(0)
     heads = args.hidden_size // 64
-    config = AutoConfig.for_model(
-        args.architecture,
+    settings = dict(
         vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,
         intermediate_size=args.hidden_size * 8 // 3 // 16 * 16,
@@ -79,6 +79,7 @@ def main():
         eos_token_id=3,
         tie_word_embeddings=False,
     )
+    config = AutoConfig.for_model(args.architecture, **(settings | args.config))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(args.out)
     print(
