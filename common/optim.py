@@ -60,6 +60,28 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
     return len(shape) >= 2 and "bias" not in name and name != "A_log" and not is_norm
 
 
+def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
+    """Returns the optimizer of the groups. AdamW is fused on a GPU, which is faster.
+
+    Not with torch's own loss scaler for fp16: it would let the kernel skip, and accelerate would
+    not notice that an update was skipped.
+    """
+    is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
+    fused = is_fused or None  # None: torch's default
+    settings = {"lr": args.learning_rate, "eps": args.adam_epsilon, "fused": fused}
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **settings)
+    if engine.is_sharded(accelerator):
+        sys.exit(
+            "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
+            "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
+        )
+    for_muon = [group for group in groups if "adjust_lr_fn" in group]
+    others = [group for group in groups if "adjust_lr_fn" not in group]
+    muon = torch.optim.Muon(for_muon, lr=args.learning_rate)
+    return MuonAndAdamW(muon, torch.optim.AdamW(others, **settings))
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon for the groups that have `adjust_lr_fn`, and AdamW for the others, as one."""
 
@@ -75,27 +97,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.adamw.param_groups = [group for group in self.param_groups if "betas" in group]
         self.muon.step()
         self.adamw.step()
-
-
-def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
-    """Returns the optimizer of the groups. AdamW is fused on a GPU, which is faster.
-
-    Not with torch's own loss scaler for fp16: it would let the kernel skip, and accelerate would
-    not notice that an update was skipped.
-    """
-    is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
-    fused = True if is_fused else None  # None: torch's default
-    for_muon = [group for group in groups if "adjust_lr_fn" in group]
-    others = [group for group in groups if "adjust_lr_fn" not in group]
-    adamw = torch.optim.AdamW(others, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
-    if args.optimizer == "adamw":
-        return adamw
-    if engine.is_sharded(accelerator):
-        sys.exit(
-            "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
-            "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
-        )
-    return MuonAndAdamW(torch.optim.Muon(for_muon, lr=args.learning_rate), adamw)
 
 
 def warmup_updates(warmup_steps: float, total_updates: int) -> int:
