@@ -6,7 +6,7 @@ their textbook form.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -131,8 +131,9 @@ def train(
     return lines
 
 
-def means(rows: list[Row]) -> dict[str, float]:
+def means(rows: Iterable[Row]) -> dict[str, float]:
     """The loss and each metric over all values of all rows."""
+    rows = list(rows)
     found = {"loss": sum(row.loss.item() for row in rows) / sum(row.number for row in rows)}
     for tag in rows[0].metrics:
         values = [value for row in rows for value in row.metrics[tag]]

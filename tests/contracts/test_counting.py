@@ -1,4 +1,4 @@
-"""Steps and log lines; accumulation changes nothing, and a skipped update leaves no trace."""
+"""Steps, log lines and micro-batches are counted as docs/words.md says."""
 
 import math
 import types
@@ -8,7 +8,7 @@ import pytest
 
 from common import arguments, batches, optim
 from common.progress import Progress
-from runs import launch, recipe, refuses, tiny_llama, training_lines, write_jsonl
+from runs import refuses
 
 
 def steps_logged(progress: Progress, interval: float) -> list[int]:
@@ -54,15 +54,10 @@ def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
             if progress.finished:
                 break
             progress.update_done(applied=index not in (3, 5), samples=16, tokens=100)
-        assert (progress.updates_seen, progress.skipped_steps, progress.global_step) == (
-            seen,
-            2,
-            seen - 2,
-        )
-        assert (progress.samples, progress.tokens) == (
-            16 * progress.global_step,
-            100 * progress.global_step,
-        )
+        step = seen - 2
+        assert (progress.updates_seen, progress.skipped_steps) == (seen, 2)
+        assert progress.global_step == step
+        assert (progress.samples, progress.tokens) == (16 * step, 100 * step)
     assert by_epochs.updates_seen == 2 * by_epochs.updates_per_epoch
 
 
@@ -138,39 +133,6 @@ def test_micro_batches_are_as_few_and_as_even_as_can_be(most, processes):
     assert [part[0] for part in parts if len(part)] == expected
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("counting")
-    tiny_llama(
-        folder / "model",
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-    )
-    pairs = [
-        {"prompt": str(n), "chosen": str(n % 7), "rejected": f"{n % 7}b"} for n in range(600)
-    ]  # texts: no template to write
-    write_jsonl(folder / "600.jsonl", pairs)
-    say = lambda role, text: [{"role": role, "content": text}]
-    texts = (("x" * (i % 23 + 1), "y" * (i * 7 % 19 + 1), f"{i % 7}b") for i in range(100))
-    uneven = [  # no two updates have like means
-        {
-            "prompt": say("user", one),
-            "chosen": say("assistant", two),
-            "rejected": say("assistant", three),
-        }
-        for one, two, three in texts
-    ]
-    write_jsonl(folder / "100.jsonl", uneven)
-    return folder
-
-
-def flags(inputs, rows, output, *more):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{rows}.jsonl", "--output_dir", output,
-            "--max_length", 64, "--learning_rate", 1e-3, "--report_to", "none", *more]  # fmt: skip
-
-
 @pytest.mark.parametrize("batch, micro, updates, last", [(192, 6, 313, 96), (200, 5, 300, 200)])
 def test_sixty_thousand_pairs(batch, micro, updates, last):
     """What a run does with these numbers, without its model."""
@@ -184,32 +146,3 @@ def test_sixty_thousand_pairs(batch, micro, updates, last):
     assert progress.samples == 60_000
     steps = arguments.accumulation_steps(sizes_of(batch, micro), False, 1)
     assert steps == {192: 32, 200: 40}[batch]
-
-
-def test_accumulation_changes_no_number(inputs):
-    runs = {}
-    for micro in (16, 2):
-        runs[micro] = inputs / f"accumulate-{micro}"
-        launch(
-            [],
-            recipe("dpo"),
-            *flags(inputs, 100, runs[micro]),
-            "--train_batch_size",
-            16,
-            "--micro_train_batch_size",
-            micro,
-        )
-    one, eight = (training_lines(run) for run in runs.values())
-    assert len(one) == len(eight) == 7
-    for a, b in zip(one, eight):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["grad_norm"] == pytest.approx(
-            b["grad_norm"], rel=1e-5
-        )
-        assert (a["samples"], a["tokens"], a["learning_rate"]) == (
-            b["samples"],
-            b["tokens"],
-            b["learning_rate"],
-        )
-    assert [line["learning_rate"] for line in one] == pytest.approx(
-        [0, *(1e-3 * (7 - step) / 6 for step in range(1, 7))]
-    )

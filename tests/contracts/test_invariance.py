@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from contracts.proof.compare import LATER_LOSS, same_lines
 from recipes import RECIPES
 from runs import (
     LAUNCHERS,
-    evaluation_lines,
     launch,
     recipe,
+    timeless,
     tiny_llama,
     training_lines,
     weights,
-    without_timings,
     write_jsonl,
 )
 
@@ -134,34 +134,13 @@ def run(inputs, name: str, launcher: str, micro: int | str, differs: str, *more)
     return output
 
 
-def expect_same_run(expected: Path, found: Path, base: float | None = None) -> None:
+def expect_same_run(expected: Path, found: Path, base: float = 0.0) -> None:
     """Args: base: the norm of what is not trained and in no saved actor."""
     a, b = weights(expected), weights(found)
-    assert (a - b).norm() <= 1e-5 * math.hypot(a.norm(), base or 0)
-    for lines in (training_lines, evaluation_lines):
-        for line, other in zip(lines(expected), lines(found), strict=True):
-            line, other = without_timings(line), without_timings(other)
-            assert line["global_step"] == other["global_step"] and line.keys() == other.keys()
-            for tag, bound in bounds(line, has_adapters=base is not None).items():
-                assert abs(line[tag] - other[tag]) <= bound, (tag, line[tag], other[tag], line)
-
-
-def bounds(line: dict, has_adapters: bool) -> dict[str, float]:
-    """How much each number may differ by rounding."""
-    # Rewards and KTO's `kl` are differences of summed log-probs, and as exact as these: fp32 rounds
-    # one of -195 to 8e-6.
-    size = max([1.0, *(abs(value) for tag, value in line.items() if "logps" in tag)])
-    margins = abs(line.get("rewards/margins", line.get("eval/rewards/margins", 1)))
+    assert (a - b).norm() <= 1e-5 * math.hypot(a.norm(), base)
     # A later loss is of weights which may differ by 1e-5; adapters are scaled by 4.
-    later = 1e-5 if has_adapters else 3e-6
-    of_loss = 1e-6 if line["global_step"] < 2 else later
-    found = {}
-    for tag, value in line.items():
-        if tag.endswith("rewards/accuracies") and margins < 1e-4:
-            continue  # the first update's margins are rounding around zero
-        is_loss = tag.endswith("loss")
-        found[tag] = of_loss * max(1, abs(value)) if is_loss else 1e-5 * max(size, abs(value))
-    return found
+    later = 1e-5 if base else LATER_LOSS
+    same_lines(found.name, timeless(expected), timeless(found), later_loss=later)
 
 
 def cases(fast: list, slow: list) -> list:

@@ -1,193 +1,19 @@
-"""Every logged number is the exact mean over all samples or tokens of all processes.
+"""What a log line holds besides the means of test_references.py: rates, seconds, what rollouts add; and DPO's losses."""
 
-It is compared with one pair at a time in plain transformers.
-"""
-
-import json
 import math
 import runpy
-import shutil
 import time
 import types
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import batches
 from common.metrics import Means
 from common.mixture import mixture_of
 from common.run import Run, Update
 from common.speed import PEAK_FLOPS
-from runs import (
-    LAUNCHERS,
-    REPOSITORY,
-    evaluation_lines,
-    launch,
-    lines,
-    recipe,
-    tiny_llama,
-    training_lines,
-    write_jsonl,
-)
-
-BETA, EVERY, BATCH = 0.3, 3, 8
-EIGHT = [
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("metrics")
-    tiny_llama(folder / "model")
-    tiny_llama(folder / "reference", initializer_range=0.2)
-    text = lambda n, salt: "".join(
-        chr(97 + (n * 5 + salt * 7 + i * i) % 26) for i in range(1 + (n * 13 + salt * 5) % 30)
-    )
-    say = lambda role, content: [{"role": role, "content": content}]
-    rows = [
-        {
-            "prompt": say("user", text(n, 1)),
-            "chosen": say("assistant", text(n, 2)),
-            "rejected": say("assistant", text(n, 3)),
-        }
-        for n in range(34)
-    ]
-    shutil.copytree(folder / "model", folder / "dropping")
-    config = json.loads((folder / "model/config.json").read_text())
-    (folder / "dropping/config.json").write_text(
-        json.dumps({**config, "attention_dropout": 0.2})
-    )  # DPO must switch it off
-    write_jsonl(
-        folder / "train.jsonl", rows[:33]
-    )  # updates of 8, 8, 8, 8, 1: in the last one of two processes has no row
-    write_jsonl(folder / "eval.jsonl", rows[33:])  # 1 row for 2 processes
-    return folder
-
-
-def run(inputs, name, launcher, *more):
-    output = inputs / "-".join([name, launcher, *map(str, more)]).replace("/", "_")
-    model = inputs / ("dropping" if name == "dpo" else "model")
-    flags = ["--model_name_or_path", model, "--dataset_name", inputs / "train.jsonl", "--eval_dataset_name", inputs / "eval.jsonl",
-             "--output_dir", output, "--learning_rate", 0, "--train_batch_size", BATCH, "--micro_train_batch_size", 2, "--logging_steps", EVERY,
-             "--report_to", "none", "--max_length", 128]  # fmt: skip
-    if name == "dpo":
-        flags += ["--beta", BETA, "--ref_model_name_or_path", inputs / "reference"]
-    else:
-        flags += ["--columns", "completion=chosen"]
-    (output.parent / f"{output.name}.console").write_text(
-        launch(LAUNCHERS[launcher], recipe(name), *flags, *more).stdout
-    )
-    return output
-
-
-def score(model, tokenizer, row, answer):
-    """log-probs, logits' means and hits of an answer's tokens, one row, no padding: `[tokens]` each; and all its tokens' number."""
-    prompt = tokenizer.apply_chat_template(
-        row["prompt"], add_generation_prompt=True, tokenize=False
-    )
-    full = tokenizer.apply_chat_template(row["prompt"] + row[answer], tokenize=False)
-    ids, start = tokenizer(full, return_tensors="pt").input_ids, len(tokenizer(prompt).input_ids)
-    with torch.no_grad():
-        logits = model(ids).logits[0, start - 1 : -1].double()
-    target = ids[0, start:]
-    return (
-        logits.log_softmax(-1).gather(1, target[:, None])[:, 0],
-        logits.mean(-1),
-        (logits.argmax(-1) == target).double(),
-        ids.shape[1],
-    )
-
-
-@pytest.fixture(scope="module")
-def brute_force(inputs):
-    """Per-pair values of both files, and the tokens' logits."""
-    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
-    model, reference = (
-        AutoModelForCausalLM.from_pretrained(inputs / name).eval()
-        for name in ("model", "reference")
-    )
-    result = {}
-    for name in ("train", "eval"):
-        pairs = []
-        for row in map(json.loads, (inputs / f"{name}.jsonl").read_text().splitlines()):
-            pair = {}
-            for answer in ("chosen", "rejected"):
-                logps, means, hits, tokens = score(model, tokenizer, row, answer)
-                pair[f"logps/{answer}"] = logps.sum().item()
-                pair[f"rewards/{answer}"] = (
-                    BETA * (logps.sum() - score(reference, tokenizer, row, answer)[0].sum()).item()
-                )
-                pair[f"tokens/{answer}"], pair[f"logits/{answer}"] = tokens, means.tolist()
-                pair[f"nll/{answer}"], pair[f"hits/{answer}"] = (-logps).tolist(), hits.tolist()
-            pair["rewards/margins"] = pair["rewards/chosen"] - pair["rewards/rejected"]
-            pair["rewards/accuracies"] = float(pair["rewards/margins"] > 0)
-            pair["loss"] = math.log1p(math.exp(-pair["rewards/margins"]))
-            pairs.append(pair)
-        result[name] = pairs
-    return result
-
-
-def mean(values):
-    return sum(values) / len(values)
-
-
-def expect_dpo(pairs):
-    tokens = {
-        f"logits/{answer}": mean([v for p in pairs for v in p[f"logits/{answer}"]])
-        for answer in ("chosen", "rejected")
-    }
-    return {key: mean([p[key] for p in pairs]) for key in [*EIGHT, "loss"]} | tokens
-
-
-def log_intervals():
-    """The rows of the updates of each training line: 1; 2, 3; 4, 5."""
-    rows = [batches.rows_of_update(33, BATCH, 0, index).tolist() for index in range(5)]
-    return [rows[0], rows[1] + rows[2], rows[3] + rows[4]]
-
-
-def assert_line(line, expected, prefix=""):
-    for key, value in expected.items():
-        assert line[prefix + key] == pytest.approx(value, rel=2e-5, abs=2e-5), key
-
-
-@pytest.mark.parametrize("launcher, more", [("plain", []), ("ddp", ["--precompute_ref_log_probs"])])
-def test_the_eight_metrics_of_dpo(inputs, brute_force, launcher, more):
-    output = run(inputs, "dpo", launcher, *more)
-    lines = training_lines(output)
-    assert [line["global_step"] for line in lines] == [1, 3, 5]
-    seen = 0
-    for line, rows in zip(lines, log_intervals(), strict=True):
-        pairs = [brute_force["train"][row] for row in rows]
-        assert_line(line, expect_dpo(pairs))
-        seen += sum(pair["tokens/chosen"] + pair["tokens/rejected"] for pair in pairs)
-        assert line["tokens"] == seen
-    for line in evaluation_lines(output):
-        assert_line(line, expect_dpo(brute_force["eval"]), "eval/")
-    assert [line["global_step"] for line in evaluation_lines(output)] == [0, 5]
-
-
-@pytest.mark.parametrize("launcher", ["plain", "ddp"])
-def test_the_token_means_of_sft(inputs, brute_force, launcher):
-    output = run(inputs, "sft", launcher)
-    expect = lambda pairs: {
-        "loss": mean([v for p in pairs for v in p["nll/chosen"]]),
-        "mean_token_accuracy": mean([v for p in pairs for v in p["hits/chosen"]]),
-    }
-    seen = 0
-    for line, rows in zip(training_lines(output), log_intervals(), strict=True):
-        pairs = [brute_force["train"][row] for row in rows]
-        assert_line(line, expect(pairs))
-        seen += sum(pair["tokens/chosen"] for pair in pairs)
-        assert line["tokens"] == seen
-    for line in evaluation_lines(output):
-        assert_line(line, expect(brute_force["eval"]), "eval/")
+from preference_recipes.models.packing import Packer
+from runs import lines, recipe, training_lines
 
 
 def test_equal_rewards_are_no_success():
@@ -198,7 +24,7 @@ def test_equal_rewards_are_no_success():
     # The second pair's chosen answer is above its reference's.
     ref_logps = logps.sum(1) - torch.tensor([0.0, 0.5, 0.0, 0.0])
     batch = {"mask": torch.ones(4, 5, dtype=torch.bool), "ref_logps": ref_logps}
-    args = module["Args"](beta=BETA)
+    args = module["Args"](beta=0.3)
     _, values = module["pair_losses"](lambda batch, extras: output, object(), batch, args)
     assert values["rewards/accuracies"].tolist() == [0.0, 1.0]
 
@@ -288,27 +114,9 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     )
 
 
-def test_the_operations_of_updates_on_two_processes(inputs, brute_force):
-    """A shared prompt counts once, the padding row of the last update and the reference not at all."""
-    output = inputs / "operations"
-    launch(
-        LAUNCHERS["ddp"], REPOSITORY / "tests/working.py", recipe("dpo"),
-        "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir", output,
-        "--train_batch_size", BATCH, "--micro_train_batch_size", 2, "--logging_steps", EVERY, "--max_length", 128,
-        "--report_to", "none",
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    of_target = 6 * model.lm_head.weight.numel()
-    of_token = 6 * sum(
-        p.numel() for p in [*model.model.layers.parameters(), model.model.norm.weight]
-    )
-    for line, rows in zip(training_lines(output), log_intervals(), strict=True):
-        pairs = [brute_force["train"][row] for row in rows]
-        targets = sum(len(p[f"nll/{answer}"]) for p in pairs for answer in ("chosen", "rejected"))
-        tokens = sum(p["tokens/chosen"] + p["tokens/rejected"] for p in pairs)
-        prompts = sum(p["tokens/chosen"] - len(p["nll/chosen"]) for p in pairs)
-        computed = tokens - prompts
-        assert line["perf/flop"] == of_token * computed + of_target * targets
+def test_a_shared_prompt_is_computed_once():
+    batch = Packer(torch.device("cpu"), share=True).make_batch([[1, 2]] * 2, [[3], [4, 5]])
+    assert (batch["tokens"], len(batch["targets"])) == (5, 3)
 
 
 def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """SFT and DPO by value: whole runs against the plain loop of plain_loop.py, or against TRL.
 
-What is compared: every number of every log line but `perf/*`, and the weights at the end. The
-reward model's loop is in test_reward.py.
+What is compared: every number of every log line but `perf/*`, evaluations included, and the weights
+at the end. The reward model's loop is in test_reward.py.
 
 TRL's values are stored in tests/peers/trl_values.json, made by the script beside it. A slow test
 trains with TRL again and compares what is stored with that.
@@ -19,8 +19,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peers import trl_values
-from plain_loop import Row, expect_lines, expect_weights, train
-from runs import LAUNCHERS, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+from plain_loop import Row, expect_lines, expect_weights, means, train
+from runs import (
+    LAUNCHERS,
+    evaluation_lines,
+    launch,
+    recipe,
+    tiny_llama,
+    training_lines,
+    weights,
+    write_jsonl,
+)
 
 # What all runs against the loop have in common. Clipping binds; decay and warm-up count.
 SETTINGS = dict(
@@ -33,15 +42,24 @@ SETTINGS = dict(
     warmup_steps=0.3,
     report_to="none",
 )
-USABLE = 18  # rows: the updates of an epoch hold 8, 8 and 2
+# Rows: the updates of an epoch hold 8, 8 and 1, in which one process of two has none.
+USABLE = 17
+HELD_OUT = 3  # rows: one process of two has one
 
 
-def run(name: str, output: Path, **settings) -> str:
+def run(name: str, output: Path, launcher: str = "plain", **settings) -> str:
     """Launches a recipe and returns what it printed."""
     flags = []
     for flag, value in settings.items():
         flags += [f"--{flag}", *(value if isinstance(value, list) else [value])]
-    return launch([], recipe(name), "--output_dir", output, *flags).stdout
+    return launch(LAUNCHERS[launcher], recipe(name), "--output_dir", output, *flags).stdout
+
+
+def expect_evaluations(output: Path, expected: list[dict[str, float]], rel: float, abs: float = 0):
+    """The means over the held-out rows, before the first update and after the last."""
+    for line, values in zip(evaluation_lines(output), expected, strict=True):
+        found = {tag: line[f"eval/{tag}"] for tag in values}
+        assert found == pytest.approx(values, rel=rel, abs=abs)
 
 
 # ------------------------------------------------------------------------------- data
@@ -73,8 +91,8 @@ def pair(n: int) -> dict:
     }
 
 
-CONVERSATIONS = [conversation(n) for n in range(USABLE)]
-PAIRS = [pair(n) for n in range(USABLE)]
+CONVERSATIONS = [conversation(n) for n in range(USABLE + HELD_OUT)]
+PAIRS = [pair(n) for n in range(USABLE + HELD_OUT)]
 # Each file also has a row without anything to learn. It must be left out before the order is drawn.
 UNUSABLE = 7
 EMPTY = say("user", "ab") + say("assistant", "")
@@ -87,9 +105,15 @@ def inputs(tmp_path_factory) -> Path:
     tiny_llama(folder / "model")
     tiny_llama(folder / "reference", initializer_range=0.2)
     tiny_llama(folder / "dropping", attention_dropout=0.2)  # DPO must switch it off
-    conversations = [*CONVERSATIONS[:UNUSABLE], EMPTY, *CONVERSATIONS[UNUSABLE:]]
-    write_jsonl(folder / "sft.jsonl", [{"messages": messages} for messages in conversations])
-    write_jsonl(folder / "dpo.jsonl", [*PAIRS[:UNUSABLE], EQUAL, *PAIRS[UNUSABLE:]])
+    rows = {
+        "sft": [{"messages": messages} for messages in CONVERSATIONS],
+        "dpo": PAIRS,
+    }
+    unusable = {"sft": {"messages": EMPTY}, "dpo": EQUAL}
+    for name, usable in rows.items():
+        train = [*usable[:UNUSABLE], unusable[name], *usable[UNUSABLE:USABLE]]
+        write_jsonl(folder / f"{name}.jsonl", train)
+        write_jsonl(folder / f"{name}_eval.jsonl", usable[USABLE:])
     return folder
 
 
@@ -107,7 +131,11 @@ def logits_before(model: torch.nn.Module, ids: list[int], places: list[int]) -> 
 SFT = {
     "assistant": dict(lr_scheduler_type="linear", max_epochs=2, micro_train_batch_size=2),
     "completion": dict(
-        lr_scheduler_type="cosine", max_steps=5, micro_train_batch_size=4, logging_steps=2
+        launcher="ddp",
+        lr_scheduler_type="cosine",
+        max_steps=6,
+        micro_train_batch_size=4,
+        logging_steps=4,
     ),
     "all": dict(lr_scheduler_type="cosine", max_steps=5, micro_train_tokens=150, packing=True),
 }
@@ -137,6 +165,7 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
         inputs / loss_on,
         model_name_or_path=inputs / "model",
         dataset_name=inputs / "sft.jsonl",
+        eval_dataset_name=inputs / "sft_eval.jsonl",
         loss_on=loss_on,
         max_length=max_length,
         **settings,
@@ -144,8 +173,9 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
 
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     whole = [targets_of(tokenizer, messages, loss_on) for messages in CONVERSATIONS]
-    rows = [(ids[:max_length], [t for t in targets if t < max_length]) for ids, targets in whole]
-    rows = [(ids, targets) for ids, targets in rows if targets]
+    cut = [(ids[:max_length], [t for t in targets if t < max_length]) for ids, targets in whole]
+    rows = [(ids, targets) for ids, targets in cut[:USABLE] if targets]
+    held_out = [(ids, targets) for ids, targets in cut[USABLE:] if targets]
     model = load(inputs / "model")
 
     def read(row: tuple[list[int], list[int]]) -> Row:
@@ -156,11 +186,13 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
         hits = (logits.argmax(1) == truth).tolist()
         return Row(loss, len(truth), {"mean_token_accuracy": hits}, len(ids))
 
+    before = means(map(read, held_out))
     lines = train(model, rows, settings, read)
     for line in lines:  # this template rewrites no history, so a conversation is one sequence
         line["sequences"] = line["samples"]
     assert f"{len(rows)} usable rows" in console
     expect_lines(training_lines(inputs / loss_on), lines, rel=1e-6)
+    expect_evaluations(inputs / loss_on, [before, means(map(read, held_out))], rel=1e-6)
     expect_weights(weights(inputs / loss_on), model)
     # The run is one in which everything happens.
     assert sum(len(ids) > max_length for ids, _ in whole) > 1
@@ -197,14 +229,16 @@ def test_dpo_is_the_plain_loop(inputs):
     """With the sigmoid loss; the others are TRL's, below."""
     max_length = 30
     settings = SETTINGS | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
-    settings |= {"max_epochs": 2, "micro_train_batch_size": 2}
+    settings |= {"max_epochs": 2, "micro_train_batch_size": 2, "logging_steps": 4}
     output = inputs / "dpo"
     console = run(
         "dpo",
         output,
+        launcher="ddp",
         model_name_or_path=inputs / "dropping",
         ref_model_name_or_path=inputs / "reference",
         dataset_name=inputs / "dpo.jsonl",
+        eval_dataset_name=inputs / "dpo_eval.jsonl",
         beta=BETA,
         max_length=max_length,
         **settings,
@@ -242,10 +276,12 @@ def test_dpo_is_the_plain_loop(inputs):
         metrics["rewards/accuracies"] = [float(margin > 0)]
         return Row(torch.log(1 + torch.exp(-margin)), 1, metrics, tokens)
 
-    lines = train(model, PAIRS, settings, read)
-    assert f"{len(PAIRS)} usable rows" in console
+    before = means(map(read, PAIRS[USABLE:]))
+    lines = train(model, PAIRS[:USABLE], settings, read)
+    assert f"{USABLE} usable rows" in console
     # Log-probs are of about -100, whose seventh digit fp32 rounds. Rewards are differences of them.
     expect_lines(training_lines(output), lines, rel=1e-5, abs=5e-6)
+    expect_evaluations(output, [before, means(map(read, PAIRS[USABLE:]))], rel=1e-5, abs=5e-6)
     expect_weights(weights(output), model)
     # The run is one in which everything happens.
     whole = [ids_of(row["prompt"] + row["rejected"]) for row in PAIRS]

@@ -3,6 +3,7 @@
 It ends with the same weights and the same metrics.jsonl.
 """
 
+import functools
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import recipes
 from common import folders
 from common.checkpoint import LOGS
+from preference_recipes.tools import export
 from recipes import RECIPES
 from runs import (
     LAUNCHERS,
@@ -38,9 +40,20 @@ from small_run import small_run, update
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
 CASES = [
-    pytest.param(name, launcher, marks=[pytest.mark.slow] * (launcher in of_recipe.resume_on_slow))
+    pytest.param(name, launcher, "", marks=[pytest.mark.slow] * (launcher in slow))
     for name, of_recipe in RECIPES.items()
-    for launcher in (*of_recipe.resume_on, *of_recipe.resume_on_slow)
+    for slow in [of_recipe.resume_on_slow]
+    for launcher in (*of_recipe.resume_on, *slow)
+]
+CASES += [
+    pytest.param(name, launcher, "lora", marks=[pytest.mark.slow] * (launcher != "plain"))
+    for name, launcher in [
+        ("dpo", "plain"),
+        ("sft", "ddp"),
+        ("dpo", "growing"),
+        ("dpo", "fsdp2"),
+        ("ppo", "zero3"),
+    ]
 ]
 
 
@@ -77,32 +90,39 @@ def wrote(output, step):
 
 @pytest.fixture(scope="module")
 def unbroken(inputs):
-    done = {}
-
-    def run(name, launcher):
-        if (name, launcher) not in done:
-            done[name, launcher] = inputs / f"unbroken-{name}-{launcher}"
-            launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, done[name, launcher]))
-        return done[name, launcher]
+    @functools.cache
+    def run(name, launcher, *more):
+        output = inputs / f"unbroken-{name}-{launcher}{len(more)}"
+        launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), *more)
+        return output
 
     return run
 
 
-@pytest.mark.parametrize("name, launcher", CASES)
-def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, name, launcher):
+def expect_same(output, reference):
+    assert timeless(output) == timeless(reference)
+    assert samples(output) == samples(reference)
+    assert torch.equal(weights(output), weights(reference))
+
+
+@pytest.mark.parametrize("name, launcher, adapters", CASES)
+def test_killed_and_resumed_is_the_run_never_killed(
+    request, inputs, unbroken, name, launcher, adapters
+):
     if launcher == "offload":
         request.getfixturevalue("cpu_adam")
-    reference, output = unbroken(name, launcher), inputs / f"killed-{name}-{launcher}"
+    more = ["--lora_r", 4] if adapters else []
+    if adapters and not RECIPES[name].generates:  # the policies of the others have no dropout
+        more += ["--lora_dropout", 0.1]
+    reference = unbroken(name, launcher, *more)
+    output = inputs / f"killed-{name}-{launcher}{adapters}"
     kept = sorted(path.name for path in (reference / "checkpoints").iterdir())
     assert kept == ["global_step_000010", "global_step_000012"]
     # Line 9 stands beyond checkpoint 8, which holds a line half filled since line 6.
-    kill_when(inputs, name, launcher, output, lambda: wrote(output, 9))
-    result = resume(inputs, name, launcher, output)
-    assert "resumed from" in result.stdout
-    assert timeless(output) == timeless(reference)
-    assert samples(output) == samples(reference)
+    kill_when(inputs, name, launcher, output, lambda: wrote(output, 9), *more)
+    assert "resumed from" in resume(inputs, name, launcher, output, *more).stdout
+    expect_same(output, reference)
     assert bool(samples(reference)) == RECIPES[name].generates
-    assert torch.equal(weights(output), weights(reference))
     if name == "grpo":  # the checkpoint is within a rollout; some groups were left out
         with torch.serialization.safe_globals([(recipes.load(name).State, "__main__.State")]):
             file = reference / "checkpoints/global_step_000010/rollout.pt"
@@ -117,22 +137,13 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     assert [event.step for event in board.Scalars("loss")] == [1, 3, 6, 9, 12]
 
 
-LORA = ["--lora_r", 4, "--lora_dropout", 0.1]
-LORA_OF_SAMPLERS = ["--lora_r", 4]  # their policy has no dropout
-LORA_CASES = [("dpo", "plain"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-    ("sft", "ddp"), ("dpo", "growing"), ("dpo", "fsdp2"), ("ppo", "zero3")])]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, launcher", LORA_CASES)
-def test_with_adapters_killed_and_resumed_is_the_run_never_killed(inputs, name, launcher):
-    more = LORA_OF_SAMPLERS if RECIPES[name].generates else LORA
-    reference = inputs / f"lora-{name}-{launcher}"
-    output = inputs / f"lora-killed-{name}-{launcher}"
-    launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, reference), *more)
-    kill_when(inputs, name, launcher, output, lambda: wrote(output, 9), *more)
-    assert "resumed from" in resume(inputs, name, launcher, output, *more).stdout
-    assert timeless(output) == timeless(reference)
-    assert torch.equal(weights(output), weights(reference))
+def test_killed_where_an_epoch_ends(inputs, unbroken):
+    """The rows that come next are those of the second epoch."""
+    output = inputs / "killed-at-epoch"
+    at_end = lambda: (output / "checkpoints/global_step_000006").exists()
+    kill_when(inputs, "dpo", "plain", output, at_end)
+    resume(inputs, "dpo", "plain", output)
+    expect_same(output, unbroken("dpo", "plain"))
 
 
 def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path):
@@ -255,51 +266,22 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
 @pytest.mark.parametrize(
     "name, launcher", [("dpo", "plain"), pytest.param("kto", "zero3", marks=pytest.mark.slow)]
 )
-def test_export_gives_the_actor_the_run_saved(
-    inputs, unbroken, tmp_path, monkeypatch, name, launcher
-):
-    from preference_recipes.tools import export
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["export", *map(str, words)])
-        export.main()
-
+def test_export_gives_the_actor_the_run_saved(unbroken, tmp_path, name, launcher):
     reference = unbroken(name, launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
-    subprocess.run(
-        [sys.executable, "-m", "preference_recipes.tools.export", checkpoint, tmp_path / "out"],
-        check=True,
-        cwd=tmp_path,
-    )
-    files = sorted(path.name for path in (reference / "actor").iterdir())
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
-    assert all(
-        (tmp_path / "out" / file).read_bytes() == (reference / "actor" / file).read_bytes()
-        for file in files
-    )
-    call(checkpoint, tmp_path / "half", "--dtype", "bfloat16")
+    command = [sys.executable, "-m", "preference_recipes.tools.export", checkpoint]
+    subprocess.run([*command, tmp_path / "out"], check=True, cwd=tmp_path)
+    read = lambda folder: {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert read(tmp_path / "out") == read(reference / "actor")
+    export.export(checkpoint, tmp_path / "half", dtype="bfloat16")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     whole = AutoModelForCausalLM.from_pretrained(reference / "actor")
-    assert half.dtype == torch.bfloat16
     for one, other in zip(half.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other.to(torch.bfloat16))
-    refuses("is not an empty folder", call=lambda: call(checkpoint, tmp_path / "out"))
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / "actor/model.safetensors").write_bytes(b"x")
-    refuses("actor/model.safetensors has [bytes, CRC-32]", call=lambda: call(torn, tmp_path / "no"))
-    assert not (tmp_path / "no").exists()
-
-
-def test_a_run_that_goes_on_elsewhere_is_killed_at_once(inputs, unbroken):
-    """What it began with is its own checkpoint: `--resume auto` does not begin anew."""
-    reference, output = unbroken("dpo", "plain"), inputs / "elsewhere"
-    begun = lambda: (output / "checkpoints/global_step_000010").exists()
-    point = reference / "checkpoints/global_step_000010"
-    kill_when(inputs, "dpo", "plain", output, begun, "--resume", point)
-    said = resume(inputs, "dpo", "plain", output).stdout
-    assert f"resumed from {output}/checkpoints/global_step_0000" in said
-    assert timeless(output) == timeless(reference)
-    assert torch.equal(weights(output), weights(reference))
+    call = lambda: export.export(torn, tmp_path / "no")
+    refuses("actor/model.safetensors has [bytes, CRC-32]", call=call)
 
 
 def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroken):
@@ -312,16 +294,10 @@ def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroke
 
 
 def test_auto_does_not_begin_again_what_has_ended(inputs, tmp_path):
-    output = tmp_path / "ended"
     few = ["--max_steps", 1, "--save_steps", 0]
-    (output / "actors/global_step_000300").mkdir(parents=True)  # of a run that was killed
-    resume(inputs, "dpo", "plain", output, *few, "--save_actor_steps", 1, "--save_actor_limit", 1)
-    names = sorted(path.name for path in (output / "actors").iterdir())
-    assert names == ["global_step_000001", "global_step_000300.before_resume"]
-    before = (output / "metrics.jsonl").read_bytes()
-    result = resume(inputs, "dpo", "plain", output, *few, check=False)
+    resume(inputs, "dpo", "plain", tmp_path / "ended", *few)
+    result = resume(inputs, "dpo", "plain", tmp_path / "ended", *few, check=False)
     assert result.returncode and "has ended and left no checkpoint" in result.stdout
-    assert (output / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
@@ -364,8 +340,8 @@ def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
     kill_when(inputs, "dpo", "plain", output, saved)
     assert "1 processes before, 2 now" in resume(inputs, "dpo", "ddp", output).stdout
     for one, other in zip(lines(reference), lines(output), strict=True):
-        for key in ("global_step", "samples", "tokens", "epoch", "learning_rate"):
-            assert one.get(key) == other.get(key)
+        counted = ("global_step", "samples", "tokens", "epoch", "learning_rate")
+        assert [one[tag] for tag in counted] == [other[tag] for tag in counted]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
     one, other = weights(reference), weights(output)
     assert (one - other).norm() <= 1e-4 * one.norm()
@@ -374,8 +350,6 @@ def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
 @pytest.mark.slow
 def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path):
     """It has learned: every weight matrix of it differs from the model that it started from."""
-    from preference_recipes.tools import export
-
     checkpoint = unbroken("ppo", "zero3") / "checkpoints/global_step_000012"
     export.export(checkpoint, tmp_path / "critic", model="critic")
     critic, info = AutoModelForSequenceClassification.from_pretrained(
@@ -383,46 +357,7 @@ def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path
     )
     assert not info["missing_keys"] and critic.score.weight.shape == (1, 32)
     start = dict(AutoModelForCausalLM.from_pretrained(inputs / "model").named_parameters())
-    actor = dict(AutoModelForCausalLM.from_pretrained(checkpoint / "actor").named_parameters())
     for name, parameter in critic.named_parameters():
         assert parameter.isfinite().all()
         if name.startswith("model.layers") and parameter.ndim == 2:
-            assert not torch.equal(parameter, start[name]) and not torch.equal(
-                parameter, actor[name]
-            )
-
-
-# Two epochs of 44 pairs, each of updates of 16, 16 and 12 pairs.
-PAIRS_EPOCH = 3
-PAIRS_UPDATES = 6
-
-
-@pytest.fixture(scope="module")
-def two_epochs(tmp_path_factory):
-    """A run of two epochs with all of its checkpoints, and what it was made from."""
-    folder = tiny_inputs(tmp_path_factory.mktemp("two-epochs"))
-    train_two_epochs(folder, folder / "unbroken")
-    return folder
-
-
-def train_two_epochs(folder, output, *more):
-    flags = [
-        *("--model_name_or_path", folder / "model", "--dataset_name", folder / "dpo.jsonl"),
-        *("--train_batch_size", 16, "--micro_train_batch_size", 4, "--max_epochs", 2),
-        *("--learning_rate", 0.01, "--save_steps", 1, "--save_total_limit", 0),
-        *("--output_dir", output, "--report_to", "none"),
-    ]
-    launch([], recipe("dpo"), *flags, *more)
-
-
-@pytest.mark.parametrize("step", [PAIRS_EPOCH, PAIRS_EPOCH + 1])
-def test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next(two_epochs, step):
-    """Where an epoch ends, and within the second one: both were reported of other programs."""
-    output = two_epochs / f"resumed-{step}"
-    checkpoint_folder = two_epochs / f"unbroken/checkpoints/global_step_{step:06}"
-    train_two_epochs(two_epochs, output, "--resume", checkpoint_folder)
-    expected = [line for line in timeless(two_epochs / "unbroken") if line["global_step"] > step]
-    found = [line for line in timeless(output) if line["global_step"] > step]
-    assert found == expected
-    assert {line["global_step"] for line in found} == set(range(step + 1, PAIRS_UPDATES + 1))
-    assert torch.equal(weights(output), weights(two_epochs / "unbroken"))
+            assert not torch.equal(parameter, start[name])

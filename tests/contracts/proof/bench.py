@@ -1,10 +1,10 @@
 """One recipe with a tiny model and tiny data, and all runs of it that a proof makes."""
 
+import itertools
 import json
 import math
 import time
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from common import folders
-from contracts.proof import rows, warm
+from common import as_list, folders
+from contracts.proof import warm
 from runs import LAUNCHERS, TIMEOUT, kill, launch, start_warm, timeless
 
 # Samples of an update, unless a promise says otherwise.
@@ -72,8 +72,6 @@ TINY_RUN = {
 }
 # How the arguments of one run differ from those of all tiny runs; see `Bench.flags`.
 Changes = dict[str, Any]
-# A name of `LAUNCHERS`, or the words of another one.
-Launcher = str | list[str]
 
 
 class Finished(NamedTuple):
@@ -93,8 +91,7 @@ class Finished(NamedTuple):
 
     @property
     def evaluations(self) -> list[dict]:
-        is_of_evaluation = lambda tag: tag == "global_step" or tag.startswith("eval/")
-        return [line for line in self.lines if all(map(is_of_evaluation, line))]
+        return [line for line in self.lines if any(tag.startswith("eval/") for tag in line)]
 
     @property
     def last_step(self) -> int:
@@ -104,13 +101,10 @@ class Finished(NamedTuple):
     @property
     def models(self) -> dict[str, Path]:
         """The Hugging Face folders of the run and of its last checkpoint, by relative path."""
-        found = {}
-        for parent in (self.folder, *folders.by_step(self.folder / "checkpoints")[-1:]):
-            for file in sorted(parent.glob("*/*.safetensors")):
-                model = file.parent
-                if model.name != "engine" and not model.name.startswith("."):
-                    found[str(model.relative_to(self.folder))] = model
-        return found
+        parents = [self.folder, *folders.by_step(self.folder / "checkpoints")[-1:]]
+        files = [file for parent in parents for file in parent.glob("[!.]*/*.safetensors")]
+        found = {str(file.parent.relative_to(self.folder)): file.parent for file in sorted(files)}
+        return {name: model for name, model in found.items() if model.name != "engine"}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -138,21 +132,18 @@ class Bench:
 
     Attributes:
         arguments: every argument of the recipe by name, as `run.yaml` records them.
-        train_rows, eval_rows: the first rows of each data set.
+        rows: the first rows of the training data, and those held out.
     """
 
     def __init__(self, recipe: Path, argv: list[str], folder: Path, quick: bool):
         self.recipe = recipe
         self.folder = folder
         self.quick = quick
-        self.runs: dict[str, Finished] = {}
-        self.failures: dict[str, str] = {}
+        self.runs: dict[str, Finished | str] = {}
         self.arguments: dict[str, Any] = self.ask(argv)
-        self.need("model_name_or_path", "dataset_name")
-        self.train_rows = self.first_rows("dataset")
-        self.eval_rows = self.first_rows("eval_dataset")
-        if not self.eval_rows:
-            self.eval_rows = [self.train_rows[0][-EVALUATION_ROWS:]]
+        train = self.first_rows("dataset")
+        held_out = self.first_rows("eval_dataset") or train[-EVALUATION_ROWS:]
+        self.rows = {"train": train, "held_out": held_out}
         kept = {k: v for k, v in self.arguments.items() if k not in LEFT_OUT}
         self.defaults_file = folder / "asked.yaml"
         self.defaults_file.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
@@ -162,79 +153,45 @@ class Bench:
         """Returns the recipe's arguments: a run is stopped once it has recorded them."""
         record = self.folder / "asked" / "run.yaml"
         words = [*argv, "--output_dir", str(record.parent)]
-        if not self.run_until("asked", "plain", words, record.exists):
-            pytest.fail("the recipe records no run.yaml", pytrace=False)
+        assert self.run_until("asked", "plain", words, record.exists), "no run.yaml was written"
         return yaml.safe_load(record.read_text(encoding="utf-8"))
 
-    def first_rows(self, kind: str) -> list[list[dict]]:
-        """Returns the first rows of `--dataset_name` or of `--eval_dataset_name`."""
-        split = self.arguments.get(f"{kind}_split", "train")
-        return rows.first_rows(self.arguments.get(f"{kind}_name"), split, number=2 * ROWS)
+    def first_rows(self, kind: str) -> list[dict]:
+        """Returns the first rows of the first set of `--dataset_name` or `--eval_dataset_name`."""
+        from preference_recipes.data import files  # slow to import
 
-    def has(self, *names: str) -> bool:
-        """Whether the recipe has all of these arguments."""
-        return all(name in self.arguments for name in names)
+        names = as_list(self.arguments[f"{kind}_name"])
+        if not names:
+            return []
+        source = files.load(names[0], self.arguments[f"{kind}_split"])
+        return uneven(list(source.read(0, 2 * ROWS)))
 
-    def need(self, *names: str) -> None:
-        """Skips the test if the recipe lacks one of these arguments."""
-        missing = [f"--{name}" for name in names if name not in self.arguments]
-        if missing:
-            pytest.skip(f"the recipe has no {' '.join(missing)}")
+    def has(self, name: str) -> bool:
+        """Whether the recipe has this argument."""
+        return name in self.arguments
 
     @property
     def generates(self) -> bool:
         """Whether the recipe learns from responses that it samples."""
         return self.has("rollout_batch_size")
 
-    # ------------------------------------------------------------ its model
-    @cached_property
-    def model_source(self) -> Path:
-        """The folder of the model that the arguments name."""
-        name = self.arguments["model_name_or_path"]
-        if Path(name).is_dir():
-            return Path(name)
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name))
-
-    @cached_property
-    def model_config(self) -> dict | None:
-        """The model's config; None of an adapter, whose base has one."""
-        file = self.model_source / "config.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-    @property
-    def dropout_settings(self) -> list[str]:
-        """The names of the model's config that set a dropout."""
-        return [
-            name
-            for name, value in (self.model_config or {}).items()
-            if ("dropout" in name or "pdrop" in name) and type(value) in (int, float)
-        ]
-
-    @property
-    def has_adapter_dropout(self) -> bool:
-        """Whether runs can be given dropout before adapters."""
-        has_adapters = bool(self.arguments.get("lora_r")) and self.has("lora_dropout")
-        return has_adapters and not self.generates
-
-    @property
-    def has_dropout(self) -> bool:
-        """Whether runs can be given dropout: by the model's config, or before adapters."""
-        return bool(self.dropout_settings) or self.has_adapter_dropout
-
     def model_folder(self, dropout: float = 0.0) -> Path:
-        """Returns a copy of the model with this dropout in its config; an adapter as it is."""
-        if self.model_config is None:
-            return self.model_source
-        config = {**self.model_config, **dict.fromkeys(self.dropout_settings, dropout)}
+        """Returns a copy of the model with this dropout, where its config names some."""
+        source = Path(self.arguments["model_name_or_path"])
+        if not source.is_dir():
+            from huggingface_hub import snapshot_download
+
+            source = Path(snapshot_download(str(source)))
         copy = self.folder / f"model_{dropout:g}"
         if not copy.exists():
             copy.mkdir()
-            for path in self.model_source.iterdir():
+            for path in source.iterdir():
                 if path.name != "config.json":
                     (copy / path.name).symlink_to(path.resolve())
-            (copy / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+            config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+            names = [name for name in config if "dropout" in name or "pdrop" in name]
+            config |= dict.fromkeys(names, dropout)
+            (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return copy
 
     # ------------------------------------------------------------ its flags
@@ -253,8 +210,8 @@ class Bench:
         values = {
             **TINY_RUN,
             "model_name_or_path": self.model_folder(dropout),
-            "dataset_name": self.data_files("train", self.train_rows, n_rows),
-            "eval_dataset_name": self.data_files("held_out", self.eval_rows, EVALUATION_ROWS),
+            "dataset_name": self.data_file("train", n_rows),
+            "eval_dataset_name": self.data_file("held_out", EVALUATION_ROWS),
             # How many updates an epoch of rollouts holds may depend on the rewards.
             "max_steps": SAMPLED_UPDATES if self.generates else 0,
             "max_length": min(asked.get("max_length") or LONGEST, LONGEST),
@@ -264,39 +221,33 @@ class Bench:
             "overlong_buffer": min(asked.get("overlong_buffer") or 0, longest_response // 2),
             # A policy that samples must not forget all answers, or nothing is left to learn from.
             "learning_rate": 1e-4 if self.generates else 1e-3,
-            "lora_dropout": dropout if self.has_adapter_dropout else 0.0,
+            "lora_dropout": 0.0,
             **changes,
         }
         flags = [str(self.defaults_file), "--output_dir", str(output)]
         for name, value in values.items():
             if name in asked:
-                flags.append(f"--{name}")
-                flags += map(str, value if isinstance(value, list) else [value])
+                flags += [f"--{name}", str(value)]
         return flags
 
-    def data_files(self, kind: str, sets: list[list[dict]], number: int) -> list[Path]:
-        """Writes the first rows of the sets, `number` of them in all; returns the files."""
-        shares = [number // len(sets)] * len(sets)
-        shares[0] += number - sum(shares)
-        paths = []
-        for index, (rows_of_set, share) in enumerate(zip(sets, shares)):
-            path = self.folder / f"{kind}_{number}_{index}.jsonl"
-            text = "".join(json.dumps(row, default=str) + "\n" for row in rows_of_set[:share])
-            path.write_text(text, encoding="utf-8")
-            paths.append(path)
-        return paths
+    def data_file(self, kind: str, number: int) -> Path:
+        path = self.folder / f"{kind}_{number}.jsonl"
+        lines = [json.dumps(row, default=str) + "\n" for row in self.rows[kind][:number]]
+        path.write_text("".join(lines), encoding="utf-8")
+        return path
 
     # ------------------------------------------------------------ its runs
     def run(
-        self, name: str, launcher: Launcher = "plain", fresh: bool = False, **changes
+        self, name: str, launcher: str | list[str] = "plain", fresh: bool = False, **changes
     ) -> Finished:
         """Returns the run of this name, made with these changes by whoever asks first.
 
         Args:
+            launcher: a name of `LAUNCHERS`, or the words of another one.
             fresh: in new interpreters, as a user starts it.
             changes: see `flags`.
         """
-        if name not in self.runs and name not in self.failures:
+        if name not in self.runs:
             output = self.folder / name
             flags = self.flags(output, **changes)
             words = LAUNCHERS[launcher] if isinstance(launcher, str) else launcher
@@ -304,21 +255,15 @@ class Bench:
                 done = launch(words, self.recipe, *flags, cwd=Path.cwd(), fresh=fresh)
                 self.runs[name] = Finished(output, done.stdout)
             except AssertionError as error:
-                self.failures[name] = str(error)
-        if name in self.failures:
-            self.fail(name, self.failures[name])
-        return self.runs[name]
+                self.runs[name] = str(error)
+        found = self.runs[name]
+        return self.fail(name, found) if isinstance(found, str) else found
 
-    def fail(self, name: str, output: str) -> None:
-        """Ends a test because a run failed; skips it where none of the few rows can be used.
-
-        Some later rows can be used: `ask` has seen a run begin with all of them.
-        """
+    def fail(self, name: str, output: str):
+        """Ends a test because a run failed."""
         # Other processes fail after the first one because it is gone, and say no more than that.
         until_failure, _, _ = output.partition(f"\n{warm.FAILED}")
         last = "\n".join(until_failure.strip().splitlines()[-15:])
-        if "no usable row: " in output:
-            pytest.skip(f"the first rows of the data cannot be used: {last}")
         pytest.fail(f"the run `{name}` ended with an error:\n{last}", pytrace=False)
 
     def run_until(
@@ -335,23 +280,48 @@ class Bench:
             LAUNCHERS[launcher], self.recipe, *flags, cwd=Path.cwd(), output=str(console)
         )
         latest = time.monotonic() + TIMEOUT
-        try:
-            while process.poll(0.001) is None:
-                if moment():
-                    return True
-                if time.monotonic() > latest:
-                    self.fail(name, f"{console.read_text(errors='replace')}\nit hung")
-        finally:
-            if process.returncode is None:
-                kill(process)
-        if process.returncode:
+        came_to_it = False
+        while process.poll(0.001) is None and not came_to_it and time.monotonic() < latest:
+            came_to_it = moment()
+        if process.returncode is None:
+            kill(process)
+        elif process.returncode:
             self.fail(name, console.read_text(errors="replace"))
-        return False
+        return came_to_it
 
-    def run_to_first_line(self, name: str, **changes) -> dict:
-        """Returns the first line of a run's `metrics.jsonl`, and kills it there."""
-        output = self.folder / name
-        file = output / "metrics.jsonl"
-        has_line = lambda: file.exists() and "\n" in file.read_text(encoding="utf-8")
-        self.run_until(name, "plain", self.flags(output, **changes), has_line)
-        return Finished(output).lines[0]
+
+# ============================================================ rows of uneven lengths
+
+# Where a row may hold an answer to learn, as the formats of data have it.
+ANSWERS = ["messages", "completion", "chosen", "rejected", "output", "conversations", "text"]
+
+
+def uneven(rows: list[dict]) -> list[dict]:
+    """Returns rows of uneven lengths: as they are, unless they have three lengths or fewer.
+
+    Rows of one length would hide a mean of means. So their answers are repeated 1 to 3 times.
+    Prompts of one length would hide how generation pads them. So, where rows have no answers, every
+    fourth prompt is repeated once: no more, since the model may have no answer to it that is worth
+    a reward.
+    """
+    if len({len(json.dumps(row, default=str)) for row in rows}) > 3:
+        return rows
+    if any(name in row for row in rows for name in ANSWERS):
+        columns, role, times = ANSWERS, "assistant", [1, 2, 3]
+    else:
+        columns, role, times = ["prompt"], "user", [1, 2, 1, 1]
+    found = []
+    for row, n in zip(rows, itertools.cycle(times)):
+        longer = {name: repeated(row[name], n, role) for name in columns if name in row}
+        found.append({**row, **longer})
+    return found
+
+
+def repeated(value, times: int, role: str):
+    """Returns a text repeated, or in a list of messages what this role says."""
+    if isinstance(value, str):
+        return value * times
+    return [
+        {**message, "content": message["content"] * times} if message["role"] == role else message
+        for message in value
+    ]
