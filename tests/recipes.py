@@ -50,7 +50,6 @@ class Recipe:
         shares: the flag by which several answers or rows get into one row of the model.
         scores_responses: whether rewards score the responses that it samples.
         evaluates_answers: whether an evaluation generates answers of up to `--max_new_tokens`.
-        key_metric: what the progress bar shows.
 
         demo: for test_learning.py.
         demo_batches_divided_by: for test_golden.py, so that five updates are quick.
@@ -75,7 +74,6 @@ class Recipe:
     shares: Literal["packing", "share_prompts"] = "share_prompts"
     scores_responses: bool = False
     evaluates_answers: bool = False
-    key_metric: str
 
     demo: Demo
     demo_batches_divided_by: int = 1
@@ -116,7 +114,6 @@ RECIPES = {
         data="sft",
         shares="packing",
         evaluates_answers=True,
-        key_metric="mean_token_accuracy",
         demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
         resume_on=[],
         resume_on_slow=["ddp", "offload"],
@@ -128,7 +125,6 @@ RECIPES = {
     ),
     "reward": Recipe(
         data="preferences",
-        key_metric="accuracy",
         demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
         split_flags=["--learning_rate", 0.003],
         resume_on=[],
@@ -139,7 +135,6 @@ RECIPES = {
     "dpo": Recipe(
         data="preferences",
         evaluates_answers=True,
-        key_metric="rewards/accuracies",
         demo=Demo("ds_fp16", "eval/exact_match", 0.15, adapters=(2e-3, 0.15)),
         resume_on=["plain", "growing"],
         resume_on_slow=["fsdp2"],
@@ -152,7 +147,6 @@ RECIPES = {
     "kto": Recipe(
         data="preferences",  # a pair is two samples; rows with a label are in test_labels.py
         evaluates_answers=True,
-        key_metric="kl",
         demo=Demo("cpu", "eval/exact_match", 0.15),
         resume_on=[],
         resume_on_slow=["zero3"],
@@ -164,7 +158,6 @@ RECIPES = {
     "ppo": Recipe(
         data="prompts",
         scores_responses=True,
-        key_metric="objective/scores",
         demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
         board_flags=[
@@ -214,7 +207,6 @@ RECIPES = {
     "grpo": Recipe(
         data="prompts",
         scores_responses=True,
-        key_metric="reward",
         demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
         glossary_flags=["--kl_coef", 0.01, "--off_policy_limit", 0.1],
@@ -247,7 +239,6 @@ RECIPES = {
     ),
     "distill": Recipe(
         data="prompts",
-        key_metric="kl/reverse",
         demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
         # Two updates of sampled tokens need log-probs of the rollout, which are timed.

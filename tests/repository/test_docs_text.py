@@ -1,5 +1,6 @@
 """What README and the docs say about files, commands and flags is true. Nothing is trained here."""
 
+import ast
 import dataclasses
 import json
 import re
@@ -13,7 +14,7 @@ from common import arguments
 from preference_recipes.data import labels, pairs, prompts
 from preference_recipes.models.load import tokenizer_of
 from recipes import NAMES, load
-from runs import ASSETS, REPOSITORY
+from runs import ASSETS, REPOSITORY, recipe
 
 PAGES = [
     REPOSITORY / "README.md",
@@ -36,6 +37,10 @@ FOREIGN = {"--logdir", "--logdir_spec", "--nodes", "--gpus-per-node", "--ntasks-
            "--gpu-memory-utilization", "--tensor-parallel-size", "--port"}  # fmt: skip  # vLLM
 
 
+def name_of(page) -> str:
+    return f"{page.parent.name}-{page.stem}"
+
+
 def fields(name: str) -> dict:
     return {field.name: field for field in dataclasses.fields(load(name).Args)}
 
@@ -56,13 +61,14 @@ def script_flags(path) -> set[str]:
 
 
 def commands(page) -> list[str]:
-    """The commands in a page's code blocks and code spans, each on one line."""
+    """The commands in a page's code blocks and code spans, or a recipe's docstring, each on one line."""
     text = page.read_text()
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    lines += re.findall(
-        r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    )
+    block = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    if page.suffix == ".py":
+        lines = [line.strip() for line in ast.get_docstring(ast.parse(text)).splitlines()]
+    else:
+        lines = "\n".join(block.findall(text)).replace("\\\n", " ").splitlines()
+        lines += re.findall(r"`([^`\n]+)`", block.sub("", text))
     started = re.compile(r"(\S*/)?(accelerate launch|python|make|sbatch) ")
     return [line.split("  #")[0].strip() for line in lines if started.match(line)]
 
@@ -72,69 +78,43 @@ def flags_of(words: list[str]) -> set[str]:
 
 
 def test_the_launch_table_is_the_folder():
-    section = (
-        (REPOSITORY / "README.md")
-        .read_text()
-        .partition("## Choosing a launch")[2]
-        .partition("\n## ")[0]
-    )
-    first_cells = "\n".join(
-        line.split("|")[1] for line in section.splitlines() if line.startswith("| `")
-    )
-    listed = re.findall(r"`([\w.]+)`", first_cells)
-    assert sorted(listed) == sorted(
-        p.name for p in (REPOSITORY / "accelerate_configs").iterdir() if p.suffix != ".json"
-    )
+    readme = (REPOSITORY / "README.md").read_text()
+    section = readme.partition("## Choosing a launch")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`([\w.]+)`", "\n".join(cells))
+    files = [path for path in (REPOSITORY / "accelerate_configs").iterdir()]
+    assert sorted(listed) == sorted(path.name for path in files if path.suffix != ".json")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+@pytest.mark.parametrize("page", [*PAGES, *map(recipe, NAMES)], ids=name_of)
 def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
-    targets = set(
-        re.findall(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[
-            0
-        ].split()
-    )
+    phony = re.search(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    targets = set(phony[1].split())
     for command in commands(page):
         words = shlex.split(re.sub(r"[\[\]]", " ", command))
         if words[0].endswith("make"):
-            assert {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)} <= targets, (
-                command
-            )
+            named = {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)}
+            assert named <= targets, command
             continue
-        script = next(
-            (
-                place
-                for place, word in enumerate(words)
-                if word.endswith(".py") or word.startswith(("common.", "preference_recipes."))
-            ),
-            None,
-        )
-        if script is None or words[script].startswith(
-            "llama.cpp/"
-        ):  # such as `python -c`, `accelerate launch` alone
+        of_ours = re.compile(r"(common|preference_recipes)\.|(?!llama\.cpp/).*\.py$")
+        places = [place for place, word in enumerate(words) if of_ours.match(word)]
+        if not places:  # such as `python -c`, `accelerate launch` alone
             continue
-        for word in words[:script]:
+        before, name, after = words[: places[0]], words[places[0]], words[places[0] + 1 :]
+        for word in before:
             if word.startswith("accelerate_configs/") and "<" not in word and "CONFIG" not in word:
                 assert (REPOSITORY / word).is_file(), command
-        if "launch" in words[:script]:
-            assert flags_of(words[:script]) <= launcher_flags | FOREIGN, command
+        if "launch" in before:
+            assert flags_of(before) <= launcher_flags | FOREIGN, command
 
-        name = words[script]
-        path = REPOSITORY / (
-            f"{name.replace('.', '/')}.py"
-            if name.startswith(("common.", "preference_recipes."))
-            else name
-        )
+        path = REPOSITORY / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
         if "my_" in name or path.parent.name == "recipes":
-            recipe = re.sub("my_", "", path.stem)
-            assert recipe in recipe_flags, command
-            assert flags_of(words[script:]) <= recipe_flags[recipe], command
+            assert flags_of(after) <= recipe_flags[path.stem.removeprefix("my_")], command
         else:
-            assert path.is_file(), command
-            assert flags_of(words[script:]) <= script_flags(path) | {"--help"}, command
+            assert flags_of(after) <= script_flags(path) | {"--help"}, command
 
 
-@pytest.mark.parametrize("page", PAGES[:-2], ids=lambda page: f"{page.parent.name}-{page.stem}")
+@pytest.mark.parametrize("page", PAGES[:-2], ids=name_of)
 def test_every_flag_that_a_page_mentions_exists(page, recipe_flags, launcher_flags):
     known = set().union(
         *recipe_flags.values(), *map(script_flags, SCRIPTS), launcher_flags, FOREIGN
@@ -153,7 +133,7 @@ def anchors(page) -> set[str]:
 @pytest.mark.parametrize(
     "page",
     [*PAGES, *(REPOSITORY / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))],
-    ids=lambda page: f"{page.parent.name}-{page.stem}",
+    ids=name_of,
 )
 def test_every_link_leads_somewhere(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -198,23 +178,21 @@ def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_pa
     monkeypatch.chdir(tmp_path)
     words = shlex.split(" ".join(lines[3:]).replace("\\", ""))
     flags = words[words.index(f"recipes/{name}.py") + 1 :]
-    recipe = load(name)
-    args = arguments.parse(recipe.Args, ASSETS / f"{name}.yaml", flags)
+    module = load(name)
+    args = arguments.parse(module.Args, ASSETS / f"{name}.yaml", flags)
     assert args.dataset_name == file
 
     settings = {}
     if name == "sft":
-        function = recipe.sft_row
-        settings = {"loss_on": args.loss_on}
+        function, settings = module.sft_row, {"loss_on": args.loss_on}
     elif name == "reward":
-        function = recipe.reward_row
+        function = module.reward_row
     elif name == "dpo":
         function = pairs.preference_row
     elif name == "kto":
         function = labels.labelled_row
     else:
-        function = prompts.prompt_row
-        settings = {"max_new_tokens": args.max_new_tokens}
+        function, settings = prompts.prompt_row, {"max_new_tokens": args.max_new_tokens}
     tokenizer = tokenizer_of(str(ASSETS / "model"))
     values = function(json.loads(lines[1]), tokenizer, args.max_length, **settings)
     assert values["reason"] == "" and values["length"] > 0

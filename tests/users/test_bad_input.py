@@ -89,17 +89,12 @@ GOOD = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
 
 @pytest.mark.parametrize("name, content, parts", [
     ("a.jsonl", GOOD + b'{"prompt": \n', ["a.jsonl, row 2", "Expecting value"]),
-    ("a.jsonl.gz", GOOD * 2 + b'{"prompt" "a"}\n', ["a.jsonl.gz, row 3", "delimiter"]),
-    ("a.json", b'[{"a": 1},\n {"a": }]', ["a.json", "line 2"]),
     ("a.jsonl", GOOD + b"[1, 2]\n", ["row 2", "JSON object", "[1, 2]"]),
-    ("a.jsonl", b'"text"\n' + GOOD, ["row 1", "JSON object", "text"]),
-    ("a.json", b'[{"a": 1}, 2]', ["row 2", "JSON object", "found 2"]),
     ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
     ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1", "more cells than the header", "quote"]),
-    ("a.csv", b"prompt,chosen\na,b\na,b,c\n", ["a.csv", "row 2", "more cells"]),
     ("a.txt", b"text", ["a.txt", ".jsonl .json .csv .parquet", ".gz"]),
-    ("a.jsonl", b"", ["a.jsonl", "holds no rows"]), ("a.jsonl", b"\n\n", ["holds no rows"]), ("a.jsonl.gz", b"", ["holds no rows"]),
-    ("a.json", b"[]", ["holds no rows"]), ("a.csv", b"", ["holds no rows"]), ("a.csv", b"prompt,chosen\n", ["holds no rows"]),
+    ("a.jsonl.gz", b"", ["holds no rows"]),
+    ("a.csv", b"prompt,chosen\n", ["holds no rows"]),
 ])  # fmt: skip
 def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     path = tmp_path / name
@@ -120,20 +115,12 @@ def test_what_is_torn_is_not_read_in_part(tmp_path):
 
 @pytest.mark.parametrize("recipe_name, rows, parts", [
     ("dpo", [PAIR, {**PAIR, "rejected": 5}], ["row 2", "column 'rejected'", "string or a list of messages", "found 5"]),
-    ("dpo", [{**PAIR, "prompt": 5}], ["row 1", "column 'prompt'", "found 5"]),
     ("dpo", [PAIR, PAIR, {**PAIR, "chosen": [{"role": "assistant"}]}], ["row 3", "column 'chosen'", "role and content"]),
-    ("dpo", [PAIR, {**PAIR, "chosen": {"a": 1}}], ["row 2", "column 'chosen'", "{'a': 1}"]),  # pyarrow has no type for the column
     ("dpo", [{"prompt": "a", "chosen": "b"}], ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"]),
-    ("dpo", [{"chosen": "b", "rejected": "c"}], ["row 1", "no column 'prompt'", "--columns prompt=YOURS", "Assistant:"]),
-    ("sft", [{"question": "a", "answer": "b"}], ["row 1", "no 'prompt'", "['answer', 'question']", "--columns prompt=YOURS"]),
-    ("sft", [{"messages": [{"role": "user", "content": "a"}]}, {"messages": "a"}], ["row 2", "column 'messages'", "found 'a'"]),
-    ("sft", [{"messages": [{"role": "user", "content": 1}]}], ["row 1", "column 'messages'", "found"]),
-    ("sft", [{"text": 1}], ["row 1", "column 'text'", "a string", "found 1"]),
     ("sft", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], ["row 2", "no 'completion'"]),
     ("dpo", [{**PAIR, "chosen": ""}] * 2, ["no usable row", "2 of 2 left out (empty answer): rows 1, 2"]),
     ("dpo", [{**PAIR, "prompt": "long" * 9}], ["no usable row", "1 of 1 left out (prompt fills --max_length 20): row 1"]),
     ("sft", [{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}], ["1 of 1 left out (no message of role assistant, found bot, user): row 1"]),
-    ("sft", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}], ["1 of 1 left out (empty answer): row 1"]),
     ("sft", [{"prompt": "long" * 9, "completion": "a"}], ["no usable row", "1 of 1 left out (nothing to learn within --max_length 20): row 1"]),
 ])  # fmt: skip
 def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, parts):

@@ -23,47 +23,36 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 TABLE = [
     # The command line.
     ("dpo", ["--betta", 1], ["unrecognized arguments: --betta 1"]),
-    ("dpo", ["--beta", "strong"], ["--beta: invalid float value: 'strong'"]),
-    ("sft", ["--learning_rate", -1], ["--learning_rate -1.0: expected at least 0"]),
-    ("sft", ["--learning_rate", "nan"], ["--learning_rate nan: expected at least 0"]),
     ("sft", ["--seed", -1], ["--seed -1: expected at least 0 and below 4294967296"]),
     ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
-    ("dpo", ["list.yaml"], ["list.yaml: expected a flat mapping"]),
     ("dpo", ["unknown.yaml"], ["unrecognized arguments: --betta 0.2"]),
     # Numbers and settings.
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
     ("dpo", [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1], ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
-    ("dpo", ["--label_smoothing", 0.7], ["--label_smoothing 0.7: expected at least 0 and below 0.5"]),
     ("dpo", [*OWN, "--max_epochs", 0], ["--max_epochs 0 and --max_steps 0", "at least one"]),
     ("dpo", ["--train_batch_size", 200, "--micro_train_batch_size", 6], ["198 or 204", "1 process"]),
-    ("ppo", ["--gamma", 2], ["--gamma 2.0: expected at least 0 and at most 1"]),
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha has no meaning", "give --lora_r"]),
     ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit", "give --lora_r"]),
     ("dpo", [*OWN, "--lora_r", 4, "--lora_target_modules", "no"], ["no linear layer of LlamaForCausalLM", "q_proj"]),
-    ("dpo", [*OWN, "--attn_implementation", "flash"], ['"flash"` is not supported', "sdpa"]),
     # Models.
     ("dpo", ["--model_name_or_path", "/no/such", *OWN[2:]], ["'/no/such' cannot be loaded by Auto"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], ["'owner/never'", "connect"]),
-    ("dpo", [*OWN, "--ref_model_name_or_path", "/no/such"], ["'/no/such' cannot be loaded by Auto"]),
     # Data.
     ("dpo", [*MODEL, "--dataset_name", "none.jsonl"], ["'none.jsonl' does not exist (looked in"]),
-    ("dpo", [*MODEL, "--dataset_name", "empty.jsonl"], ["'empty.jsonl'", "holds no rows"]),
     ("dpo", [*MODEL, "--dataset_name", "torn.jsonl"], ["torn.jsonl, row 2: Expecting"]),
     ("dpo", [*MODEL, "--dataset_name", "columns.jsonl"], ["row 1: no 'chosen'", "found ['a']"]),
-    ("dpo", [*MODEL, "--dataset_name", "number.jsonl"], ["row 1: column 'prompt'", "found 5"]),
     ("dpo", [*MODEL, "--dataset_name", "same.jsonl"], ["no usable row", "chosen equal to rejected"]),
     ("dpo", [*OWN, "--columns", "prompt"], ["--columns prompt: expected", "such as prompt=question"]),
     ("dpo", [*OWN, "--dataset_weights", 1, 2], ["--dataset_weights 1.0 2.0: expected 1 number"]),
     # Reward functions.
     ("ppo", OWN, ["nothing scores the responses", "--reward_function"]),
     # Folders and checkpoints.
-    ("dpo", [*OWN, "--output_dir", "used"], ["already holds another run"]),
     ("dpo", [*OWN, "--output_dir", "stopped"], ["already holds another run", "--resume auto"]),
     ("dpo", [*OWN, "--resume", "auto"], ["--resume auto", "--output_dir: give it"]),
     ("dpo", [*OWN, "--resume", "used"], ["--resume used is not in the checkpoints of a run"]),
 ]  # fmt: skip
-FAST = range(0, len(TABLE), 9)
+FAST = range(0, len(TABLE), 8)
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +61,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     texts = {
         "pairs.jsonl": (json.dumps(PAIR) + "\n") * 4,
-        "empty.jsonl": "",
         "torn.jsonl": json.dumps(PAIR) + '\n{"prompt": "a", "chosen"\n',
         "columns.jsonl": '{"a": 1}\n',
-        "number.jsonl": json.dumps(PAIR | {"prompt": 5}) + "\n",
         "same.jsonl": json.dumps(PAIR | {"rejected": "b"}) + "\n",
-        "list.yaml": "- a\n",
         "unknown.yaml": "betta: 0.2\n",
-        "file": "x",
         "used/actor/x": "",
         "stopped/checkpoints/global_step_000001/x": "",
     }
@@ -90,13 +75,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def row_marks(number):
-    return () if number in FAST else (pytest.mark.slow,)
-
-
 @pytest.mark.parametrize(
     "name, flags, parts",
-    [pytest.param(*row, marks=row_marks(number)) for number, row in enumerate(TABLE)],
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (number not in FAST))
+        for number, row in enumerate(TABLE)
+    ],
 )
 def test_a_mistake_is_one_message(folder, name, flags, parts):
     result = launch([], recipe(name), *flags, cwd=folder, check=False)
@@ -150,9 +134,6 @@ def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
         with pytest.raises(Waits):
             errors.run(main)
     assert capsys.readouterr().err == "" and not other.exists()
-    with pytest.raises(SystemExit) as stopped:
-        errors.run(lambda: sys.exit(0))
-    assert stopped.value.code == 0
 
 
 def test_garbage_is_collected_once_the_arguments_are_read():
@@ -181,14 +162,6 @@ def test_what_fails_after_the_last_update_is_a_failure(end, code, tmp_path):
     assert subprocess.run([sys.executable, script], env=environment).returncode == code
 
 
-def test_the_launcher_is_told_an_error_of_ours(worker, capsys):
-    file = worker(0)
-    with pytest.raises(SystemExit) as failed:
-        errors.run(divide)
-    assert failed.value.code == 1 and capsys.readouterr().err == ""
-    assert "in divide" in json.loads(file.read_text())["message"]["message"]
-
-
 def test_without_a_launcher_of_its_own_a_process_says_it_itself(worker, monkeypatch, capsys):
     """Nor does a signal that stops a run make it wait."""
     file = worker(0)
@@ -209,7 +182,6 @@ def test_without_a_launcher_of_its_own_a_process_says_it_itself(worker, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, message", [
     (["--beta", "strong"], "dpo.py: error: argument --beta: invalid float value: 'strong'"),
-    (["--beta", "-1"], "--beta -1.0: expected above 0"),
     ([*MODEL, "--dataset_name", "none.jsonl"], "data file 'none.jsonl' does not exist"),
 ])  # fmt: skip
 def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, flags, message):
@@ -222,11 +194,3 @@ def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, fl
     *_, last, border = result.stdout.strip().splitlines()
     assert set(border) == {"="} and message in last, result.stdout
     assert result.stdout.count(message) == 1
-
-
-def test_help_lists_each_flag_once():
-    done = subprocess.run(
-        [sys.executable, recipe("dpo"), "--help"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    flags = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  --")]
-    assert len(flags) == len(set(flags)) > 40 and "--beta" in flags
