@@ -1,4 +1,4 @@
-"""A run killed with SIGKILL and resumed is one never killed, bit for bit.
+"""A run killed, told to end or out of disk, and resumed, is one that went on, bit for bit.
 
 It ends with the same weights and the same metrics.jsonl.
 """
@@ -7,7 +7,9 @@ import functools
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,10 +33,12 @@ from runs import (
     recipe,
     refuses,
     samples,
+    start,
     start_warm,
     timeless,
     tiny_inputs,
     weights,
+    workers,
 )
 from small_run import small_run, update
 
@@ -68,14 +72,20 @@ def flags(inputs, name, output):
             "--save_steps", 2, "--save_total_limit", 2, *RECIPES[name].resume_flags]  # fmt: skip
 
 
-def kill_when(inputs, name, launcher, output, ready, *more):
-    """Starts a run and kills all its processes as soon as `ready()` holds."""
-    process = start_warm(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), *more)
+def run_until(inputs, name, launcher, output, ready, *more, fresh=False):
+    """Starts a run and returns its process as soon as `ready()` holds."""
+    command = [LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), *more]
+    process = start(*command) if fresh else start_warm(*command, output=f"{output}.console")
     end = time.time() + 120
     while not ready() and process.poll() is None and time.time() < end:
         time.sleep(0.005)
-    assert process.poll() is None, f"the run ended with {process.poll()} before it could be killed"
-    kill(process)
+    assert process.poll() is None, f"the run ended with {process.poll()} too early"
+    return process
+
+
+def kill_when(inputs, name, launcher, output, ready, *more):
+    """Starts a run and kills all its processes as soon as `ready()` holds."""
+    kill(run_until(inputs, name, launcher, output, ready, *more))
 
 
 def resume(inputs, name, launcher, output, *more, check=True):
@@ -92,7 +102,7 @@ def wrote(output, step):
 def unbroken(inputs):
     @functools.cache
     def run(name, launcher, *more):
-        output = inputs / f"unbroken-{name}-{launcher}{len(more)}"
+        output = inputs / f"unbroken-{name}-{launcher}{''.join(map(str, more))}"
         launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), *more)
         return output
 
@@ -144,6 +154,46 @@ def test_killed_where_an_epoch_ends(inputs, unbroken):
     kill_when(inputs, "dpo", "plain", output, at_end)
     resume(inputs, "dpo", "plain", output)
     expect_same(output, unbroken("dpo", "plain"))
+
+
+LONGER = ["--max_epochs", 8, "--report_to", "none"]
+
+
+@pytest.mark.parametrize(
+    "launcher, number",
+    [
+        ("plain", signal.SIGINT),
+        pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("zero2", signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, number):
+    """In a world of two one process alone gets SIGUSR1; SIGTERM goes to a user's launcher, which passes it on."""
+    output = inputs / f"signal-{launcher}"
+    began = lambda: wrote(output, 6)
+    fresh = launcher == "ddp"
+    process = run_until(inputs, "sft", launcher, output, began, *LONGER, fresh=fresh)
+    os.kill(workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
+    console, _ = process.communicate(timeout=60)
+    done = folders.step_of(folders.by_step(output / "checkpoints")[-1])
+    assert process.returncode and 6 <= done < 48 and not (output / "actor").exists()
+    assert launcher != "plain" or process.returncode == 128 + number
+    assert f"stopped by {number.name} after update {done}, saved in {output}" in console
+    resume(inputs, "sft", launcher, output, *LONGER)
+    expect_same(output, unbroken("sft", launcher, *LONGER))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
+    """No file may grow beyond 20 kB after the first checkpoint: what a full disk does, as far as a process can see."""
+    output = inputs / "full"
+    has_one = lambda: folders.by_step(output / "checkpoints")
+    process = run_until(inputs, "sft", "plain", output, has_one, *LONGER)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    console, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" in console
+    assert has_one() and all(folders.fault_of(path) is None for path in has_one())
+    resume(inputs, "sft", "plain", output, *LONGER)
+    expect_same(output, unbroken("sft", "plain", *LONGER))
 
 
 def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path):

@@ -1,130 +1,17 @@
-"""Runs that are told to end, lose a process or fill the disk leave a whole checkpoint and say so.
-
-They go on as if nothing had been.
-"""
+"""Signals of what a run forks; where a resumed run goes, and what it cannot read or leaves behind."""
 
 import json
-import os
-import resource
 import signal
-import tempfile
-import time
 import types
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common import folders, run_folder
+from common import run_folder
 from common.checkpoint import Checkpoint
-from runs import (
-    LAUNCHERS,
-    launch,
-    lines,
-    recipe,
-    refuses,
-    start,
-    start_warm,
-    timeless,
-    tiny_llama,
-    weights,
-    workers,
-    write_jsonl,
-)
+from runs import LAUNCHERS, launch, refuses
 from small_run import small_run
-
-UPDATES = 40
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stopping")
-    tiny_llama(folder / "model", attention_dropout=0.2)
-    rows = [{"text": f"{n}{'x' * (n % 9)}"} for n in range(44)]
-    write_jsonl(folder / "rows.jsonl", rows)
-    return folder
-
-
-def flags(inputs, output, *more):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "rows.jsonl", "--output_dir", output, "--train_batch_size", 8,
-            "--micro_train_batch_size", 2, "--max_steps", UPDATES, "--learning_rate", 0.01, "--logging_steps", 3, "--report_to", "none", *more]  # fmt: skip
-
-
-def begin(launcher, inputs, *command):
-    """A run in the background. Under DDP the launcher and its processes are those of a user, else see warm.py."""
-    if launcher == "ddp":
-        return start(LAUNCHERS[launcher], *command, cwd=inputs)
-    with tempfile.NamedTemporaryFile(dir=inputs, delete=False) as console:
-        return start_warm(LAUNCHERS[launcher], *command, cwd=inputs, output=console.name)
-
-
-def until(condition, process, seconds=90):
-    end = time.time() + seconds
-    while not condition():
-        assert process.poll() is None and time.time() < end, process.communicate(timeout=60)[0][
-            -3000:
-        ]
-        time.sleep(0.002)
-
-
-@pytest.fixture(scope="module")
-def unbroken(inputs):
-    done = {}
-
-    def run(launcher):
-        if launcher not in done:
-            done[launcher] = inputs / f"unbroken-{launcher}"
-            launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, done[launcher]))
-        return done[launcher]
-
-    return run
-
-
-def assert_goes_on(inputs, launcher, output, reference):
-    result = launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, output, "--resume", "auto"))
-    assert "resumed from" in result.stdout
-    assert timeless(output) == timeless(reference) and torch.equal(
-        weights(output), weights(reference)
-    )
-
-
-@pytest.mark.parametrize(
-    "launcher, number",
-    [
-        pytest.param("plain", signal.SIGINT, id="plain-SIGINT"),
-        pytest.param("ddp", signal.SIGTERM, id="ddp-SIGTERM", marks=pytest.mark.slow),
-        pytest.param("zero2", signal.SIGUSR1, id="zero2-SIGUSR1", marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, number):
-    """In a world of two one process alone gets SIGUSR1; SIGTERM goes to the launcher, which passes it on."""
-    output = inputs / f"signal-{launcher}-{number.name}"
-    process = begin(launcher, inputs, recipe("sft"), *flags(inputs, output))
-    until(lambda: (output / "metrics.jsonl").exists() and len(lines(output)) >= 3, process)
-    os.kill(workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
-    console, _ = process.communicate(timeout=60)
-    done = max(int(path.name.split("_")[-1]) for path in (output / "checkpoints").iterdir())
-    assert process.returncode and 6 <= done < UPDATES and not (output / "actor").exists()
-    assert launcher != "plain" or process.returncode == 128 + number
-    assert (
-        f"stopped by {number.name} after update {done}, saved in {output}/checkpoints: go on with --resume auto"
-        in console
-    )
-    assert_goes_on(inputs, launcher, output, unbroken(launcher))
-
-
-def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
-    """No file may grow beyond 20 kB after the first checkpoint: what a full disk does, as far as a process can see."""
-    output = inputs / "full"
-    given = flags(inputs, output, "--save_steps", 2, "--save_total_limit", 0)
-    process = begin("plain", inputs, recipe("sft"), *given)
-    until(lambda: [*(output / "checkpoints").glob("global_step_*")], process)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
-    console, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" in console
-    whole = folders.by_step(output / "checkpoints")
-    assert whole and all(folders.fault_of(path) is None for path in whole)
-    assert_goes_on(inputs, "plain", output, unbroken("plain"))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """What the repository says about itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
 
 import ast
-import itertools
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import urlparse
@@ -149,33 +146,6 @@ def test_each_file_of_a_library_has_a_line_in_its_readme(folder):
     named = re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)
     files = [path.name for path in (REPOSITORY / folder).glob("*.py")]
     assert sorted(named) == sorted(name for name in files if not name.endswith("__.py"))
-
-
-# ============================================================ make
-
-
-def environment_of_make() -> dict[str, str]:
-    """The tests' own, without what a `make test CONSTRAINTS=` around them gives to every make below it."""
-    variables = re.findall(r"^(\w+) \?=", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    given = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", *variables}
-    return {name: value for name, value in os.environ.items() if name not in given}
-
-
-def test_the_oldest_versions_are_installed_of_every_dependency(tmp_path):
-    (tmp_path / "bin").mkdir()
-    for name in ("pip", "python"):  # they do nothing
-        (tmp_path / "bin" / name).symlink_to("/bin/true")
-    command = ["make", "-C", REPOSITORY, "test-minimum", f"MINIMUM_VENV={tmp_path}"]
-    subprocess.run(command, check=True, capture_output=True, env=environment_of_make())
-    pins = [Requirement(line) for line in (tmp_path / "minimum.txt").read_text().splitlines()]
-    bounds = {
-        (requirement.name, str(specifier).replace(">=", "=="))
-        for requirement in itertools.chain(DEPENDENCIES, *EXTRAS.values())
-        for specifier in requirement.specifier
-        if specifier.operator == ">="
-    }
-    assert {(pin.name, str(pin.specifier)) for pin in pins} == bounds
-    assert ("transformers", "==5.17") in bounds
 
 
 def test_the_tables_of_tests_have_each_file_once():
