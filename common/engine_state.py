@@ -49,7 +49,7 @@ def load(accelerator: Accelerator, unwrapped: nn.Module, folder: Path) -> None:
         # the GPU, and each update would wait to read them back, one for each parameter.
         settings["map_location"] = "cpu"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # The base below adapters is not in the checkpoint, see `lora.fingerprints`.
+        # The base below adapters is not in the checkpoint, see `load.base_fingerprints`.
         settings["load_module_strict"] = not adapters.has_adapter(unwrapped)
     accelerator.load_state(str(folder), **settings)
 

@@ -31,7 +31,7 @@ class Speed:
     """Measures the seconds since the last log line, and what was done in them.
 
     Attributes:
-        flop_of_token, flop_of_target: operations, see `lora.flop`.
+        flop_of_token, flop_of_target: operations, see `cost.flop`.
         seconds: of the blocks that were timed since the last line, by name.
         peak: operations a second that this GPU can do at most; None: not known, so no MFU.
         pending_flop, flop: operations of this process in the current update, and in those applied
@@ -72,7 +72,7 @@ class Speed:
     def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
         """Counts the operations of a batch of `Packer.make_batch`, for `perf/mfu`."""
         if self.peak is not None:
-            of_tokens = self.flop_of_token * batch["tokens"]
+            of_tokens = self.flop_of_token * batch["n_tokens"]
             of_targets = self.flop_of_target * len(batch["targets"])
             self.pending_flop += (of_tokens + of_targets) * weights.amax()  # 0: padding alone
 

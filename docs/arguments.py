@@ -21,10 +21,10 @@ recipes/dpo.py --help` prints the same. The pages of the recipes say more about 
 most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [kto](kto.md), [ppo](ppo.md),
 [grpo](grpo.md), [distill](distill.md).
 
-A flag that is true or false may be given without a value: `--packing` is `--packing true`. What is
-true by default is turned off by `--no_share_prompts`, or `--share_prompts false`. A YAML file
-that is given first has the same names without the dashes; flags win over it. Where recipes differ
-in a default, a range or a meaning, each is given with the names of its recipes.
+A flag that is true or false may be given without a value: `--load_in_4bit` is `--load_in_4bit
+true`. What is true by default is turned off by `--no_share_prompts`, or `--share_prompts false`. A
+YAML file that is given first has the same names without the dashes; flags win over it. Where
+recipes differ in a default, a range or a meaning, each is given with the names of its recipes.
 """
 
 

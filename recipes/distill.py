@@ -38,7 +38,7 @@ from common.metrics import Means
 from common.run import Run
 from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
 from preference_recipes.data import chat, dataset, prompts
-from preference_recipes.models import checks, load, lora, prepare, teachers
+from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.teachers import Teachers
@@ -360,7 +360,6 @@ def main():
     args = arguments.parse(Args, demo="distill.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "distill")  # it also makes the run's folder
-    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
@@ -373,7 +372,7 @@ def main():
         accelerator,
         args,
         data.mixture,
-        flop=lora.flop(policy),
+        flop=cost.flop(policy),
         bar_metric="kl/reverse",
         charts=CHARTS,
         updates_per_epoch=plan.updates_per_epoch,
@@ -392,7 +391,7 @@ def main():
         accelerator, readers, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer)
-    of_bases = lora.fingerprints(accelerator, policy)
+    of_bases = load.base_fingerprints(accelerator, policy)
     identity = {**data.fingerprints, **of_bases, **all_teachers.fingerprints}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)

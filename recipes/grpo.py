@@ -36,7 +36,7 @@ from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run, Update
 from common.shared_args import RewardArgs, SchedulerType, arg, refuse_changed
-from preference_recipes.models import checks, load, lora, prepare
+from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import (
@@ -603,7 +603,6 @@ def main():
     args = arguments.parse(Args, demo="grpo.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "grpo")  # it also makes the run's folder
-    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
@@ -612,7 +611,7 @@ def main():
     # Without dropout, because responses are sampled without.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     state = State(Position())
-    flop = lora.flop(policy)
+    flop = cost.flop(policy)
     # As if no group were dropped: how much of the data is used up, the position tells.
     epochs = dict(updates_per_epoch=plan.updates_per_epoch, position=state.position)
     run = Run(
@@ -636,7 +635,7 @@ def main():
 
     actor = Actor(run, model, tokenizer)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)

@@ -39,7 +39,7 @@ from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, labels
-from preference_recipes.models import checks, load, lora, prepare
+from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import answers
@@ -147,7 +147,6 @@ def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="kto.yaml")
     accelerator = launch.make_accelerator(args, "kto")  # it also makes the run's folder
-    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     how = dict(function=labels.labelled_row, exact_match=args.exact_match_rows != 0)
     data = dataset.load_data(accelerator, args, tokenizer, **how)
@@ -158,7 +157,7 @@ def main():
 
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
-    flop = lora.flop(policy)
+    flop = cost.flop(policy)
     run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="kl", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -174,7 +173,7 @@ def main():
     actor = Actor(run, model, tokenizer)
     sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     identity |= reference.fingerprints
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)

@@ -40,8 +40,7 @@ from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import RewardArgs, arg, refuse_changed
-from preference_recipes.models import checks, load, lora, prepare
-from preference_recipes.models.logprobs import ActorCritic
+from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import correction, episodes, evaluation, generation, rewards, vllm
@@ -408,20 +407,20 @@ def log_rollout(
 
 
 # ============================================================ actor and critic
-def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
+def make_actor_critic(accelerator, args: Args, tokenizer) -> scores.ActorCritic:
     """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`."""
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
     actor_model = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    critic_model = load.score_model(critic_name, tokenizer, args, new_head=True)
-    policy = ActorCritic(actor_model, critic_model)
+    critic_model = scores.score_model(critic_name, tokenizer, args, new_head=True)
+    policy = scores.ActorCritic(actor_model, critic_model)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy
 
 
-def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
+def parameter_groups(policy: scores.ActorCritic, args: Args) -> list[dict]:
     """Returns the optimizer's groups: actor and critic have learning rates of their own."""
     actor_groups = optim.parameter_groups(policy.model, args, lr=args.learning_rate, name="actor")
     critic_groups = optim.parameter_groups(
@@ -457,7 +456,6 @@ def main():
     args = arguments.parse(Args, demo="ppo.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "ppo")  # it also makes the run's folder
-    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
@@ -469,7 +467,7 @@ def main():
         accelerator,
         args,
         data.mixture,
-        flop=lora.flop(policy),
+        flop=cost.flop(policy),
         bar_metric="objective/scores",
         charts=CHARTS,
         updates_per_epoch=plan.updates_per_epoch,
@@ -492,7 +490,7 @@ def main():
         accelerator, readers, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
-    identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)

@@ -37,9 +37,9 @@ from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, formats, pairs
-from preference_recipes.models import checks, load, lora, prepare
-from preference_recipes.models.logprobs import ScoreModel
+from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
+from preference_recipes.models.scores import ScoreModel
 from preference_recipes.tools import preview
 
 
@@ -147,18 +147,18 @@ def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="reward.yaml")
     accelerator = launch.make_accelerator(args, "reward")  # it also makes the run's folder
-    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    load.separate_pad(tokenizer, args.pad_token)
+    scores.separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
-    scorer = ScoreModel(load.score_model(args.model_name_or_path, tokenizer, args, new_head=True))
+    classifier = scores.score_model(args.model_name_or_path, tokenizer, args, new_head=True)
+    scorer = ScoreModel(classifier)
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
     prepare.choose_parameters(accelerator, scorer, args)  # what is trained: all, or adapters
-    flop = lora.flop(scorer)
+    flop = cost.flop(scorer)
     run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="accuracy", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(scorer, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -171,7 +171,7 @@ def main():
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    identity = {**data.fingerprints, **lora.fingerprints(accelerator, scorer)}
+    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, scorer)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log

@@ -19,7 +19,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
@@ -36,7 +36,7 @@ from common.shared_args import SharedArgs, arg
 from preference_recipes.data import chat, dataset, formats
 from preference_recipes.data.messages import is_learned, learned_turns
 from preference_recipes.data.sequences import Sequences
-from preference_recipes.models import architecture, checks, load, lora, prepare
+from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers
 from preference_recipes.rollouts.sampler import Sampler
@@ -50,14 +50,10 @@ class Args(SharedArgs):
         "assistant", "every assistant turn; the last turn; every token"
     )
     loss_type: Literal["nll", "dft", "eaft"] = arg("nll", "dft, eaft: see docs/sft.md")
-    packing: bool = arg(False, "put several short rows into one sequence, if the model allows it")
     max_length: int = arg(1024, "tokens of a row; the rest is cut off", at_least=2)
     learning_rate: float = arg(2e-5, "peak learning rate", with_lora=2e-4, at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
     exact_match_rows: int | None = arg(None, "most rows of exact match; 0: none", at_least=0)
-
-    # What a resumed run may change, on top of what it may change in all recipes.
-    may_change: ClassVar[set[str]] = {"packing"}
 
 
 # ============================================================ the algorithm
@@ -170,7 +166,6 @@ def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="sft.yaml")
     accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
-    lora.complete_settings(accelerator, args)
     tokenizer = load.tokenizer_of_run(accelerator, args)
     how = dict(function=sft_row, loss_on=args.loss_on, exact_match=args.exact_match_rows != 0)
     data = dataset.load_data(accelerator, args, tokenizer, **how)
@@ -184,7 +179,7 @@ def main():
         accelerator,
         args,
         data.mixture,
-        flop=lora.flop(policy),
+        flop=cost.flop(policy),
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
         counts_sequences=True,  # a row may hold several, all of them in one update
@@ -193,24 +188,17 @@ def main():
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, train[[0]]["input_ids"][0])
-    packer = checks.make_packer(
-        accelerator,
-        [model],
-        max_length=args.max_length,
-        share=args.packing,
-        varlen=architecture.uses_varlen(args.attn_implementation),
-    )
+    packer = Packer(accelerator.device)
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
-    identity = {**data.fingerprints, **lora.fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    layout = f"rows are {'packed' if packer.share else 'padded'}"
-    what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens; {layout}"
+    what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
     console.begin(checkpoint, data=what)
 
     # ============================================================ the loop

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import runpy
 import sys
 import types
 
@@ -11,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from common import engine, launch, optim
 from common.shared_args import SharedArgs
-from preference_recipes.models import load, prepare
+from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import generation
-from runs import recipe
 
 
 def is_cut(module: torch.nn.Module) -> list[bool]:
@@ -36,11 +34,10 @@ def main(folder: str, output_dir: str) -> None:
     )  # fmt: skip
     accelerator = launch.make_accelerator(args, "loading")
     tokenizer = load.tokenizer_of(folder)
-    ActorCritic = runpy.run_path(str(recipe("ppo")))["ActorCritic"]
     settings = SharedArgs()
     actor = load.causal_lm(folder, tokenizer, settings)
-    critic = load.score_model(folder, tokenizer, settings, new_head=True)
-    policy = ActorCritic(actor, critic)
+    critic = scores.score_model(folder, tokenizer, settings, new_head=True)
+    policy = scores.ActorCritic(actor, critic)
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, settings), lr=1e-4)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     sampler = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)

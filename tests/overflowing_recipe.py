@@ -16,6 +16,7 @@ import common.batches
 import common.progress
 import preference_recipes.models.divergence
 import preference_recipes.models.logprobs
+import preference_recipes.models.scores
 
 _, mode, numbers, *sys.argv = sys.argv
 windows = {int(number) for number in numbers.split(",")}
@@ -50,7 +51,7 @@ if "overflow" in mode:
     common.progress.Progress.update_done = counting
     for module in (
         preference_recipes.models.logprobs.LogProbModel,
-        preference_recipes.models.logprobs.ScoreModel,
+        preference_recipes.models.scores.ScoreModel,
         preference_recipes.models.divergence.DistillModel,
     ):
         module.forward = poison(module.forward)

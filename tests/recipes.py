@@ -71,7 +71,6 @@ class Recipe:
     """
 
     data: Literal["sft", "preferences", "prompts"]
-    shares: Literal["packing", "share_prompts"] = "share_prompts"
     scores_responses: bool = False
     evaluates_answers: bool = False
 
@@ -112,14 +111,13 @@ class Recipe:
 RECIPES = {
     "sft": Recipe(
         data="sft",
-        shares="packing",
         evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
         resume_on=[],
         resume_on_slow=["ddp", "offload"],
         overflow=Overflow(stage=2, processes=2, slow=True),
         waits={
-            "packed": ["--packing", "true"],
+            "padded": [],
         },
         ten_rows_fast="messages",
     ),

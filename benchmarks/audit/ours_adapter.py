@@ -53,6 +53,7 @@ DESCRIPTION = Description(
         "rloo": {**OF_ALL, **OF_SAMPLES},
     },
     cannot={
+        "sft packed": "it has no packing: its rows are padded, and sorted by length",
         "grpo packed": "its prompts are shared, not packed: it has no such flag",
         "rloo packed": "its prompts are shared, not packed: it has no such flag",
         "padding": "it never pads to a multiple; split, whose rows are padded, shows that padding "
@@ -102,8 +103,6 @@ def train(request: Request) -> None:
     if request.resume:  # an actor; the checkpoint of the same update is beside it
         actor = Path(request.resume)
         flags["resume"] = actor.parents[1] / "checkpoints" / actor.name
-    if request.work == "sft":
-        flags["packing"] = request.packing
     if request.work in ("dpo", "reward"):
         flags["share_prompts"] = not request.packing
     if recipe == "grpo":

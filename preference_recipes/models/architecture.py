@@ -1,5 +1,6 @@
 """Reads from a `transformers` model what its architecture does, and what text never reaches."""
 
+import itertools
 import math
 import re
 import sys
@@ -9,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
-from transformers.utils.generic import is_flash_attention_requested
 
-from common import engine, replaced
+from common import replaced
 
 # What attention adds to the score of a token that is not seen. torch itself takes this number for
 # cuDNN's kernel, which makes NaN of -inf. The exponential of it is zero.
@@ -145,57 +145,6 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     return multiplier, softcap
 
 
-# ============================================================ what rows cost
-def uses_varlen(attn_implementation: str | None) -> bool:
-    """Whether attention is told where the sequences of a row begin, and takes no mask of them."""
-    return attn_implementation is not None and is_flash_attention_requested(
-        requested_attention_implementation=attn_implementation
-    )
-
-
-def attention_equals_rest(models: list[PreTrainedModel]) -> int:
-    """Returns the row length at which causal attention costs as much as the rest of the models.
-
-    A token takes 2 operations for each parameter of the layers, and 2 for each token that it sees
-    and each number of a query, for its scores and again for the values that they weigh. It sees
-    half of its row on average.
-    """
-    parameters = 0.0
-    numbers_of_queries = 0
-    for model in models:
-        config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        numbers_of_queries += config.num_hidden_layers * heads * head_size
-        parameters += sum(engine.size_of(weight) * share for weight, share in weights_met(model))
-    return max(1, round(parameters / numbers_of_queries))
-
-
-def weights_met(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, float]]:
-    """Yields the weights of the layers without embeddings, and what share of each a token meets.
-
-    The matrices of a mixture's experts are stacked, and a token visits some of them.
-    """
-    experts, visited = experts_of(model)
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    looked_up = {id(table.weight) for table in embeddings}
-    for parameter in model.get_decoder().parameters():
-        if id(parameter) not in looked_up:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
-            yield parameter, (visited or 1) / experts if len(shape) == 3 else 1.0
-
-
-def experts_of(model: PreTrainedModel) -> tuple[int, int | None]:
-    """Returns how many experts a layer has, 1 without a mixture, and how many a token visits.
-
-    The second is None where the config does not say it by the usual name.
-    """
-    config = model.config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = max(getattr(config, name, None) or 1 for name in names)
-    return experts, getattr(config, "num_experts_per_tok", None)
-
-
 # ============================================================ what text reaches
 def unreached_parameters(model: PreTrainedModel) -> set[str]:
     """Returns the names of the parameters that no loss on text can train.
@@ -219,12 +168,12 @@ def freeze_unreached(accelerator, wrapper: nn.Module) -> None:
     for model in whole_models(wrapper).values():
         unreached = unreached_parameters(model)
         parameters = dict(model.named_parameters())
-        trained = {part for name in parameters.keys() - unreached for part in path_to(name)}
+        trained = {path for name in parameters.keys() - unreached for path in paths_to(name)}
         for name, parameter in parameters.items():
             if name in unreached:
                 parameter.requires_grad_(False)
                 # The largest module around it in which nothing is trained, of all layers once.
-                module = next(part for part in path_to(name) if part not in trained)
+                module = next(path for path in paths_to(name) if path not in trained)
                 names.append(re.sub(r"\.\d+(?=\.|$)", ".*", module))
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             accelerator.print(
@@ -236,7 +185,6 @@ def freeze_unreached(accelerator, wrapper: nn.Module) -> None:
         accelerator.print(f"not trained: {once} (text never reaches them)")
 
 
-def path_to(name: str) -> list[str]:
+def paths_to(name: str) -> Iterator[str]:
     """Returns `a`, `a.b` and `a.b.c` of the name `a.b.c`."""
-    parts = name.split(".")
-    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return itertools.accumulate(name.split("."), "{}.{}".format)

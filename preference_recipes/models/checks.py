@@ -1,4 +1,4 @@
-"""Whether a model is read correctly, tried before training: log-probs, answers in one row."""
+"""Whether a model is read correctly, tried before training: log-probs, prompts that are shared."""
 
 import contextlib
 import sys
@@ -6,10 +6,9 @@ import sys
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import engine
-from preference_recipes.models import architecture
+from preference_recipes.models import architecture, cost
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
@@ -31,25 +30,15 @@ def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -
     largest = output["own_logps"].abs().max().item()
     tolerance = 1e-2 if engine.half_precision(accelerator) else 1e-5
     if not typical <= tolerance * (1 + largest):  # also where weights are not finite
+        [inside, *_] = architecture.whole_models(model).values()
         sys.exit(
-            f"{models_inside(model)[0].config.name_or_path}: its head's log-probs differ from its "
-            f"own logits' by {typical:.3g}: this architecture is not supported yet, or its weights "
-            "are not finite"
+            f"{inside.config.name_or_path}: its head's log-probs differ from its own logits' by "
+            f"{typical:.3g}: this architecture is not supported yet, or its weights are not finite"
         )
 
 
-def models_inside(model: nn.Module) -> list[PreTrainedModel]:
-    """Returns the Hugging Face models in a module; PPO's module holds two."""
-    return list(architecture.whole_models(model).values())
-
-
 def make_packer(
-    accelerator: Accelerator,
-    models: list[nn.Module | None],
-    *,
-    max_length: int,
-    share: bool,
-    varlen: bool = False,
+    accelerator: Accelerator, models: list[nn.Module | None], *, max_length: int, share: bool
 ) -> Packer:
     """Returns how answers are laid out as rows, so that these models read each as if alone.
 
@@ -58,75 +47,57 @@ def make_packer(
     Args:
         models: all that will read the rows, prepared, or None.
         max_length: tokens of the longest row.
-        share: whether prompts and rows are shared, if all models read packed rows alike.
-        varlen: rows are packed for flash attention, see `Packer`.
+        share: whether prompts are shared, if all models read them so as they read each alone.
     """
     readers = [model for model in models if model is not None]
-    if not share or not all(can_pack(accelerator, model, max_length, varlen) for model in readers):
+    if not share or not all(can_share(accelerator, model, max_length) for model in readers):
         return Packer(accelerator.device)
-    inside = [model for reader in readers for model in models_inside(reader)]
-    return Packer(
-        accelerator.device,
-        share=True,
-        varlen=varlen,
-        attention_equals_rest=architecture.attention_equals_rest(inside),
-    )
+    inside = [model for reader in readers for model in architecture.whole_models(reader).values()]
+    return Packer(accelerator.device, True, cost.attention_equals_rest(inside))
 
 
-def can_pack(
-    accelerator: Accelerator, prepared: nn.Module, max_length: int, varlen: bool = False
-) -> bool:
+@torch.no_grad()
+def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) -> bool:
     """Whether a model reads several answers in one row as it reads each alone.
 
     It does not where attention or positions are of another kind than usual, or where something
     besides attention carries information between tokens (recurrent layers).
-
-    Args:
-        max_length, varlen: see `make_packer`.
     """
     # Those of whole models: the parts of one have other configs, such as a vision tower's.
-    configs = [model.config.get_text_config() for model in models_inside(prepared)]
-    if not all(attends_to_whole_rows(config, max_length, varlen) for config in configs):
-        return False
+    inside = architecture.whole_models(prepared).values()
+    configs = [model.config.get_text_config() for model in inside]
+    for config in configs:
+        windows = [
+            getattr(config, name, None) or max_length
+            for name in ("sliding_window", "attention_chunk_size", "index_topk")
+        ]
+        takes_masks = config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
+        if min(windows) < max_length or not takes_masks:
+            return False
+
+    # No two tokens are alike: otherwise attention to the wrong ones would not show.
     sizes = [config.vocab_size for config in configs]
     sizes += [part.vocabulary for part in prepared.modules() if isinstance(part, LogProbModel)]
-    packer = Packer(accelerator.device, share=True, varlen=varlen)
-    return reads_packed_alike(prepared, min(sizes), packer)
-
-
-def attends_to_whole_rows(config: PreTrainedConfig, longest: int, varlen: bool) -> bool:
-    """Whether attention reaches over a whole row, and takes a mask, or lengths, as usual."""
-    kind = config._attn_implementation
-    takes_rows = architecture.uses_varlen(kind) if varlen else kind == "sdpa"
-    windows = [
-        getattr(config, name, None) or longest
-        for name in ("sliding_window", "attention_chunk_size", "index_topk")
-    ]
-    return takes_rows and min(windows) >= longest and not getattr(config, "alibi", False)
-
-
-@torch.no_grad()
-def reads_packed_alike(prepared: nn.Module, vocabulary: int, packer: Packer) -> bool:
-    """Whether a model's output for some answers is the same alone and packed into rows."""
-    # No two tokens are alike: otherwise attention to the wrong ones would not show.
+    vocabulary = min(sizes)
     ids = [7 * i % vocabulary for i in range(40)]
     prompts = [ids[:16], ids[:16], ids[:8], ids[3:9]]
     others = [ids[20:32], ids[8:12], ids[2:6]]
 
-    def read(first_answer: list[int], packer: Packer) -> torch.Tensor:
+    def read(first_answer: list[int], share: bool) -> torch.Tensor:
+        packer = Packer(accelerator.device, share)
         output = prepared(packer.make_batch(prompts, [first_answer, *others]))
         if isinstance(output, dict):
             return torch.stack(list(output.values()), 1)
         return output
 
     with evaluation_mode(prepared):
-        alone = read(ids[16:24], Packer(packer.device))
-        packed = read(ids[16:24], packer)
-        with_another = read(ids[32:], packer)
-    if (alone - packed).abs().mean() > 0.01 * (1 + alone.abs().max()):
+        alone = read(ids[16:24], share=False)
+        shared = read(ids[16:24], share=True)
+        with_another = read(ids[32:], share=True)
+    if (alone - shared).abs().mean() > 0.01 * (1 + alone.abs().max()):
         return False
     # Another first answer must not change the others at all: what leaks may be small.
-    return packed[1:].equal(with_another[1:])
+    return shared[1:].equal(with_another[1:])
 
 
 @contextlib.contextmanager

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from common import zero
+from preference_recipes.models import architecture
 from preference_recipes.models.logprobs import (
+    ByChunks,
     LogProbModel,
     by_answer,
     product_dtype,
@@ -53,12 +55,6 @@ class Head:
     multiplier: float = 1.0
     softcap: float = 0.0
 
-    def at(self, temperature: float) -> "Head":
-        """Returns the layer whose logits are divided by a temperature."""
-        return replace(
-            self, multiplier=self.multiplier / temperature, softcap=self.softcap / temperature
-        )
-
     def logps(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the log-probs of all tokens, and how steep the soft cap, if any, is there.
 
@@ -92,12 +88,12 @@ class Lesson:
     Attributes:
         hidden: what its output layer reads before each of them, `[n, h]`.
         head: its output layer, whole.
-        places: which of the batch's targets these are, int64 `[n]`; None: all.
+        places: which of the batch's targets these are, int64 `[n]`.
     """
 
     hidden: torch.Tensor
     head: Head
-    places: torch.Tensor | None = None
+    places: torch.Tensor
 
 
 # ============================================================ from log-probs to divergences
@@ -202,11 +198,8 @@ class Divergence:
             grad = gradient(s, t, chosen, self.beta)
             for steepness in slope_of_block:
                 grad *= steepness
-            s.copy_(grad.mul_(self.multiplier))
+            torch.neg(grad, out=s)
         return student
-
-    def backward(self, slopes: torch.Tensor, grad_first: torch.Tensor) -> torch.Tensor:
-        return slopes.mul_(grad_first)
 
 
 # ============================================================ the model
@@ -245,40 +238,38 @@ class DistillModel(LogProbModel):
                 zero where there is no target. The temperature of lessons is part of their heads.
             beta: with lessons, see `compare`.
         """
-        if as_teacher:
-            return self.predicting(batch)
-        if lessons is None:
+        if lessons is None and not as_teacher:
             return super().forward(batch, temperature, *args, **kwargs)
+        states = architecture.hidden_states(self.model, batch["inputs"])
+        states = states.index_select(0, batch["predictors"])
+        if as_teacher:
+            return states
         name = "logps" if beta is None else "divergence"
 
         def learn(hidden, weight, bias) -> dict[str, torch.Tensor]:
             results: dict[str, torch.Tensor] = {}
             for lesson in lessons:
-                targets = batch["targets"]
-                of_lesson = hidden
-                if lesson.places is not None:
-                    of_lesson = hidden.index_select(0, lesson.places)
-                    targets = targets.index_select(0, lesson.places)
+                places = lesson.places
                 formula = (self.multiplier / temperature, self.softcap / temperature)
-                job = Divergence(targets, *formula, lesson, beta)
-                with_gradient, *others = self.by_chunks(of_lesson, weight, bias, job)
+                job = Divergence(batch["targets"][places], *formula, lesson, beta)
+                with_gradient, *others = ByChunks.apply(
+                    hidden.index_select(0, places), weight, bias, self.vocabulary, job
+                )
                 values = {**dict(zip(VALUES, others)), name: with_gradient}
-                if lesson.places is None:
-                    return values
                 for key, value in values.items():
                     whole = results.get(key, value.new_zeros(len(batch["targets"])))
-                    results[key] = whole.index_copy(0, lesson.places, value)
+                    results[key] = whole.index_copy(0, places, value)
             return results
 
-        values = self.model.get_output_embeddings()(self.predicting(batch), learn)
+        values = self.model.get_output_embeddings()(states, learn)
         return {key: by_answer(value, batch) for key, value in values.items()}
 
-    def whole_head(self) -> Head:
-        """Returns the output layer, whole on every process, for `Lesson`s.
+    def whole_head(self, temperature: float) -> Head:
+        """Returns the output layer, its logits divided by a temperature, for `Lesson`s.
 
-        It must be frozen: nothing updates what is returned. All processes must call it.
+        It is whole on every process, so all must call it, and frozen: nothing updates it.
         """
         layer = self.model.get_output_embeddings()
         bias = None if layer.bias is None else zero.whole(layer.bias)[: self.vocabulary]
         weight = zero.whole(layer.weight)[: self.vocabulary]
-        return Head(weight, bias, self.multiplier, self.softcap)
+        return Head(weight, bias, self.multiplier / temperature, self.softcap / temperature)

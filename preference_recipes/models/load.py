@@ -1,31 +1,21 @@
-"""Loading a tokenizer and models, and refusing what would be trained otherwise than was meant."""
+"""Loading a tokenizer and a model, and refusing what would be trained otherwise than was meant."""
 
 import hashlib
 import json
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import cpu, distributed, folders, in_one_line, print_once, record, zero
+from common import cpu, distributed, folders, in_one_line, print_once, record
+from common.adapters import has_adapter
 from preference_recipes.data import chat
-
-# Names of tokens that stand for images and sound.
-OTHER_SENSES = re.compile(r"vision|visual|image|video|audio|speech|multi_?modal|\bmm_")
+from preference_recipes.models import architecture
 
 
 # ============================================================ tokenizers
@@ -70,47 +60,6 @@ def tokenizer_of(
     return tokenizer
 
 
-def separate_pad(tokenizer, pad_token: str | None = None) -> None:
-    """Gives a tokenizer that pads with its EOS another pad token, and prints which.
-
-    transformers reads a saved reward model's score at the last token that is not the pad token. So
-    any token will do with which no answer ends: that of `--pad_token`, an unused special one, or
-    the one for unknown text. The vocabulary stays as it is.
-    """
-    eos = tokenizer.eos_token
-    if pad_token is not None:
-        if pad_token not in tokenizer.get_vocab() or pad_token == eos:
-            sys.exit(
-                f"--pad_token {pad_token!r}: expected a token of the vocabulary of "
-                f"{tokenizer.name_or_path!r} other than its EOS, {eos!r}"
-            )
-        tokenizer.pad_token = pad_token
-    if tokenizer.pad_token != eos:
-        return
-    template = str(tokenizer.chat_template or "")
-    unused = [
-        str(token)
-        for token in tokenizer.added_tokens_decoder.values()
-        if token.special
-        and str(token) not in tokenizer.all_special_tokens
-        and str(token) not in template
-        and not OTHER_SENSES.search(str(token))
-    ]
-    unused.sort(key=lambda token: "pad" not in token.lower())  # those for padding first
-    found = [token for token in (*unused, tokenizer.unk_token) if token not in (None, eos)]
-    if not found:
-        sys.exit(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no pad token of its own, or pads "
-            f"with its EOS, {eos!r}: transformers would read a saved reward model's score before "
-            "the EOS. Give --pad_token TOKEN: a token of its vocabulary with which no answer ends"
-        )
-    tokenizer.pad_token = found[0]
-    print_once(
-        f"NOTE: pads with {found[0]!r}, because the tokenizer has no pad token other than its "
-        f"EOS, {eos!r}; --pad_token names another"
-    )
-
-
 # ============================================================ models
 def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
     """Loads a causal language model in fp32; engines round it when it is used.
@@ -123,11 +72,11 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
     model, missing, unused = load(AutoModelForCausalLM, name, args, frozen)
-    for architecture in model.config.architectures or []:
+    for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
-        if "Classification" in architecture or "RewardModel" in architecture:
+        if "Classification" in kind or "RewardModel" in kind:
             sys.exit(
-                f"{name!r} is a {architecture}, such as a reward model, and no language model: "
+                f"{name!r} is a {kind}, such as a reward model, and no language model: "
                 "give a causal language model as the policy, such as recipes/sft.py saves"
             )
     if unused:
@@ -174,70 +123,17 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
             )
 
 
-def score_model(
-    name: str, tokenizer, args, frozen: bool = False, new_head: bool = False
-) -> PreTrainedModel:
-    """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
-
-    Args:
-        tokenizer: that of the policy, or of `name` itself.
-        args, frozen: see `causal_lm`.
-        new_head: gives a model without a score head a new one, see `draw_score_head`.
-    """
-    if tokenizer_of(name).get_vocab() != tokenizer.get_vocab():
-        sys.exit(
-            f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
-            "the reward model or critic reads the policy's token ids, "
-            "so both need the same vocabulary"
-        )
-    model, missing, _ = load(AutoModelForSequenceClassification, name, args, frozen, num_labels=1)
-    if type(getattr(model, "score", None)) is not nn.Linear:
-        sys.exit(
-            f"{type(model).__name__} has no linear layer 'score' over each position: "
-            "this architecture cannot be scored"
-        )
-    lacks_backbone = missing - {"score.weight"}
-    if lacks_backbone or (missing and not new_head):
-        sys.exit(
-            f"{name!r} lacks weights, such as {min(missing)}: "
-            "expected a reward model with one label, as recipes/reward.py saves it"
-        )
-    if missing:
-        print_once(f"{name!r} has no score head: a new one is drawn from the seed")
-        draw_score_head(model)
-    # transformers reads the score of the last token before the padding.
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    return model
-
-
-def draw_score_head(model: PreTrainedModel) -> None:
-    """Draws the weights of a new score head from N(0, 0.01 / (hidden size + 1)).
-
-    A tenth of the usual deviation (Stiennon et al. 2020, arXiv:2009.01325; Huang et al. 2024,
-    arXiv:2403.17031): the hidden states of chat models are large, and a reward model should begin
-    with scores near zero. A still smaller head would slow its backbone down.
-    """
-    size = model.score.in_features
-    # From the seed alone, whatever random numbers the engine used up while it loaded the model.
-    generator = torch.Generator().manual_seed(torch.initial_seed())
-    start = 0.1 * torch.randn(1, size, generator=generator) / (size + 1) ** 0.5
-    with zero.gathered([model.score.weight], writer=0), torch.no_grad():
-        model.score.weight.copy_(start)
-
-
 def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
     """Loads a model in fp32; `settings` are further arguments of `from_pretrained`.
 
     Returns:
         the model; the names of the weights that its folder lacks; of those that it has no use for.
     """
-    is_packed = args.load_in_4bit and not frozen
-    if is_packed:
-        # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU,
-        # even where there is one.
-        device_map = {"": str(PartialState().device)}
-        settings |= {"quantization_config": in_4bit(), "device_map": device_map}
+    in_4bit = args.load_in_4bit and not frozen
+    if in_4bit:
+        from preference_recipes.models import lora
+
+        settings |= lora.packed_in_4bit()
     model, info = from_pretrained(
         auto_class,
         name,
@@ -246,15 +142,11 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         attn_implementation=args.attn_implementation,
         **settings,
     )
-    if not is_packed and getattr(model, "hf_quantizer", None) is not None:
+    if not in_4bit and getattr(model, "hf_quantizer", None) is not None:
         sys.exit(
             f"{name!r} holds quantized weights, which are not loaded as they are: give the model "
             "that they were made of, with --lora_r and --load_in_4bit to pack it"
         )
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Else bitsandbytes packs weights of 4 bits anew in the first evaluation on a CPU.
-            module.support_avx512bf16_for_cpu = False
     if getattr(model, "_weight_conversions", None):
         # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers
         # those that no weight needed, and would save Gemma 3 under names that nothing reads.
@@ -270,17 +162,6 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
         getattr(model, enable)({"use_reentrant": False, **contexts})
     return model, set(info["missing_keys"]), set(info["unexpected_keys"])
-
-
-def in_4bit() -> BitsAndBytesConfig:
-    """Returns QLoRA's settings: NormalFloat, and the scales of its blocks packed again."""
-    precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=precisions[AcceleratorState().mixed_precision],
-    )
 
 
 def from_pretrained(auto_class, name: str, **settings):
@@ -308,6 +189,7 @@ def is_adapter(name: str) -> bool:
         return False
 
 
+# ============================================================ which weights these are
 def fingerprint(accelerator, name: str, config) -> str:
     """Identifies a model's weights: the same for a copy of them, another for any change.
 
@@ -316,17 +198,28 @@ def fingerprint(accelerator, name: str, config) -> str:
     return distributed.on_main_process(accelerator, describe_weights, name, config)
 
 
+def base_fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
+    """Returns the fingerprints of the bases below adapters, by what messages call them.
+
+    A checkpoint holds the adapters alone. All processes must call it.
+    """
+    found = {}
+    for path, model in architecture.whole_models(wrapper).items():
+        if has_adapter(model):
+            part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
+            name = f"base model of {part}" if part else "base model"
+            found[name] = fingerprint(accelerator, model.config.name_or_path, model.config)
+    return found
+
+
 def describe_weights(name: str, config) -> str:
     """Returns the commit of a hub name; of a folder, a hash of its weights' and config's files."""
     folder = Path(name)
     if not folder.is_dir():
         return f"commit {getattr(config, '_commit_hash', None)} of {name}"
-    files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    files = sorted(file for file in files if file.is_file())
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
     # Checksums are computed outside of Python's lock, so threads share the work.
     with ThreadPoolExecutor() as pool:
-        checksums = list(pool.map(folders.checksum, files))
-    entries = [
-        [file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums, strict=True)
-    ]
+        checksums = pool.map(folders.checksum, files)
+    entries = [[file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums)]
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"

@@ -1,6 +1,9 @@
-"""Models whose output is log-probabilities of given tokens, or scores, instead of logits."""
+"""A language model whose output is log-probabilities of given tokens instead of logits.
 
-import functools
+`LogProbModel.forward` is the whole path. After it come the output layer, which works by chunks of
+tokens with a gradient of its own, and what else it can say of a token.
+"""
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,33 +17,112 @@ from preference_recipes.models import architecture
 CHUNK_ELEMENTS = 2**26
 
 
-# What else a caller may ask of positions, fp32 `[n]`, see `EXTRAS`. Each function is given logits
-# `[n, v]`, their log-softmax, and the targets `[n]`.
-def mean_logits(logits, all_logps, targets) -> torch.Tensor:
-    """Returns the mean of the logits over the vocabulary."""
-    return logits.mean(-1, dtype=torch.float32)
+# ============================================================ the model
+class ModelWrapper(nn.Module):
+    """What the engine prepares: a module around a `transformers` model, which is its `model`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        architecture.backbone_of(model)  # refuses a model without one
+        # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
+        # that are not there, such as the parts of a text tower in Gemma 3's list.
+        classes = {type(module).__name__ for module in model.modules()}
+        self._no_split_modules = sorted(classes & set(model._no_split_modules or []))
+        self.tie_weights = model.tie_weights
+        self.get_input_embeddings = model.get_input_embeddings
+        self.get_output_embeddings = model.get_output_embeddings
 
 
-def correct(logits, all_logps, targets) -> torch.Tensor:
-    """Returns 1.0 where the target is the most probable token."""
-    return (logits.argmax(-1) == targets).float()
+class LogProbModel(ModelWrapper):
+    """A causal language model whose forward returns log-probs of the tokens asked for.
+
+    The backbone runs on whole rows, the output layer on the asked positions only.
+
+    Attributes:
+        vocabulary: how many tokens, from the first, have a probability.
+        multiplier, softcap: of the logits, see `LogProbs`.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            sys.exit(
+                f"{type(model).__name__}: the output layer is {type(head).__name__}, "
+                "only a plain nn.Linear is supported"
+            )
+        head.__class__ = LogProbHead  # same parameters and names: saving does not notice
+        self.vocabulary = head.out_features
+        self.multiplier, self.softcap = architecture.logits_formula(model)
+
+    def forward(
+        self,
+        batch: dict,
+        temperature: float = 1.0,
+        extras: tuple[str, ...] = (),
+        check: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Returns the log-probs of the targets of a batch, `logps`, and the `EXTRAS` asked for.
+
+        They are fp32 `[answers, longest answer]`, zero where `batch["mask"]` is false.
+
+        Args:
+            batch: of `Packer.make_batch`.
+            temperature: the logits are divided by it.
+            check: adds `own_logps`, by the architecture's own forward, for `checks`.
+        """
+        # From token ids `[rows, row length]` to what the output layer reads, `[targets, h]`: for
+        # each target the state of the token before it.
+        hidden = architecture.hidden_states(self.model, batch["inputs"])
+        hidden = hidden.index_select(0, batch["predictors"])
+        # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
+        job = LogProbs(
+            batch["targets"], self.multiplier / temperature, self.softcap / temperature, extras
+        )
+
+        def by_chunks(hidden, weight, bias) -> tuple[torch.Tensor, ...]:
+            return ByChunks.apply(hidden, weight, bias, self.vocabulary, job)
+
+        values = self.model.get_output_embeddings()(hidden, by_chunks)  # fp32 `[targets]` each
+        named = dict(zip(("logps", *extras), values))
+        if check:
+            named["own_logps"] = self.own_logps(batch)
+        return {name: by_answer(value, batch) for name, value in named.items()}
+
+    def own_logps(self, batch: dict) -> torch.Tensor:
+        """Returns log-probs `[targets]` from the logits of the architecture's own forward."""
+        logits = self.model(**batch["inputs"], use_cache=False).logits
+        logits = logits.flatten(0, 1)[batch["predictors"], : self.vocabulary].float()
+        return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
 
 
-def entropy(logits, all_logps, targets) -> torch.Tensor:
-    """Returns the entropy of the distribution over the vocabulary."""
-    return -all_logps.exp().mul_(all_logps).sum(-1)
+def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
+    """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
 
-
-def top_entropy(logits, all_logps, targets) -> torch.Tensor:
-    """Returns the entropy among the 20 most probable tokens, as if there were no others."""
-    top_logps = all_logps.topk(min(20, all_logps.shape[1])).values.log_softmax(-1)
-    return entropy(logits, top_logps, targets)
-
-
-EXTRAS = {extra.__name__: extra for extra in (mean_logits, correct, entropy, top_entropy)}
+    The host knows the cells. The backward pass of `masked_scatter` would wait for a GPU.
+    """
+    mask = batch["mask"]
+    empty = values.new_zeros(mask.numel())
+    return empty.index_copy(0, batch["cells"], values).view(mask.shape)
 
 
 # ============================================================ the output layer, by chunks
+class LogProbHead(nn.Linear):
+    """A model's output layer that also hands its weights to a function, inside its own call.
+
+    Only there they are whole under ZeRO-3. It gathers them anew in each call: one a forward pass.
+    """
+
+    @torch.compiler.disable  # compiled once for each number of targets, it would be slower
+    def forward(self, hidden, compute: Callable | None = None):
+        """Returns logits, or `compute(hidden, weight, bias)`."""
+        if compute is None:
+            return super().forward(hidden)
+        return compute(hidden, self.weight, self.bias)
+
+
 class ByChunks(torch.autograd.Function):
     """What a job makes of `hidden @ weight.T`, a chunk of positions at a time.
 
@@ -48,12 +130,13 @@ class ByChunks(torch.autograd.Function):
     its last chunk only; the backward pass begins with that chunk and computes the others again.
     Under half precision the product is of halves. Its sums and everything after it are fp32.
 
-    A job, such as `LogProbs`, has four methods. `part` is a slice of the positions:
+    A job, such as `LogProbs`, has the logits' `multiplier` and three methods. `part` is a slice of
+    the positions:
 
         read(part, hidden, matrix, bias)   what the others need of some positions
         values(part, state)                fp32 `[n]` each, of which the first has a gradient
-        slopes(part, state)                what the gradient needs, in the memory of the state
-        backward(slopes, grad)             the products' gradient, fp32 `[n, v]`, in that memory
+        slopes(part, state)                minus its gradient, of `multiplier` times the products:
+                                           fp32 `[n, v]`, in the memory of the state
     """
 
     @staticmethod
@@ -64,19 +147,20 @@ class ByChunks(torch.autograd.Function):
         as `vocabulary` says, from the first, have a probability.
         """
         ctx.job = job
-        ctx.rows = slice(vocabulary)
+        ctx.tokens = slice(vocabulary)
         ctx.dtype = product_dtype(hidden)
-        ctx.chunk = max(1, CHUNK_ELEMENTS // vocabulary)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.kept = None
+        size = max(1, CHUNK_ELEMENTS // vocabulary)
+        # The last one is whole, since it is the one that is not computed again.
+        ends = range(max(1, len(hidden)), 0, -size)
+        ctx.chunks = [slice(max(0, end - size), end) for end in reversed(ends)]
         matrix, cut_bias = cut(ctx, weight, bias)
         values = []
-        for start in range(0, max(1, len(hidden)), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        for part in ctx.chunks:
             state = job.read(part, hidden[part], matrix, cut_bias)
             values.append(job.values(part, state))
-            is_last = start + ctx.chunk >= len(hidden)
-            if is_last and any(ctx.needs_input_grad):
+            if part is ctx.chunks[-1] and any(ctx.needs_input_grad):
                 ctx.kept = job.slopes(part, state)
             del state  # only one chunk is held at a time
         first, *others = map(torch.cat, zip(*values))
@@ -96,31 +180,29 @@ class ByChunks(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
 
         # What the forward pass kept is overwritten here. A second backward pass computes it again.
-        kept = ctx.kept
+        grad = ctx.kept
         ctx.kept = None
-        for start in reversed(range(0, len(hidden), ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
-            if kept is None:
-                kept = ctx.job.slopes(part, ctx.job.read(part, hidden[part], matrix, cut_bias))
-            grad = ctx.job.backward(kept, grad_first[part, None])
-            kept = None
+        for part in reversed(ctx.chunks):
+            if grad is None:
+                grad = ctx.job.slopes(part, ctx.job.read(part, hidden[part], matrix, cut_bias))
+            grad *= grad_first[part, None] * -ctx.job.multiplier
             if grad_bias is not None:
-                grad_bias[ctx.rows] += grad.sum(0)
+                grad_bias[ctx.tokens] += grad.sum(0)
             grad = grad.to(ctx.dtype)
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
             if grad_weight is not None and ctx.dtype == torch.float32:
                 # In place: the product of a chunk is as large as the weight itself.
-                grad_weight[ctx.rows].addmm_(grad.T, hidden[part].float())
+                grad_weight[ctx.tokens].addmm_(grad.T, hidden[part].float())
             elif grad_weight is not None:
-                grad_weight[ctx.rows] += grad.T @ hidden[part].to(ctx.dtype)
-            del grad
+                grad_weight[ctx.tokens] += grad.T @ hidden[part].to(ctx.dtype)
+            grad = None
         # autograd rounds each to the dtype of what it belongs to.
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def cut(ctx, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns weight, in the dtype of the product, and bias of the tokens that count."""
-    return weight[ctx.rows].to(ctx.dtype), None if bias is None else bias[ctx.rows]
+    return weight[ctx.tokens].to(ctx.dtype), None if bias is None else bias[ctx.tokens]
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -180,178 +262,38 @@ class LogProbs:
         logps = all_logps.gather(1, targets[:, None]).squeeze(1)
         return [logps, *(EXTRAS[name](logits, all_logps, targets) for name in self.extras)]
 
-    def slopes(self, part: slice, state: tuple) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def slopes(self, part: slice, state: tuple) -> torch.Tensor:
         logits, all_logps = state
-        # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, and
-        # `backward` turns the sign.
+        # d logp / d logits = one_hot(target) - softmax(logits)
         minus_one = -torch.ones_like(all_logps[:, :1])
         slopes = all_logps.exp_().scatter_add_(1, self.targets[part, None], minus_one)
-        return slopes, logits if self.softcap else None
-
-    def backward(self, slopes: tuple, grad_logps: torch.Tensor) -> torch.Tensor:
-        grad, logits = slopes
-        grad *= grad_logps * -self.multiplier
         if self.softcap:
             # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
-            grad *= 1 - (logits / self.softcap) ** 2
-        return grad
+            slopes *= 1 - (logits / self.softcap) ** 2
+        return slopes
 
 
-class LogProbHead(nn.Linear):
-    """A model's output layer that can also do a job of `ByChunks`, without logits.
-
-    ZeRO-3 gathers its weight where it is called, so this is once in a forward pass.
-    """
-
-    @torch.compiler.disable  # compiled once for each number of targets, it would be slower
-    def forward(self, hidden, compute: Callable | None = None):
-        """Returns logits, or `compute(hidden, weight, bias)`."""
-        if compute is None:
-            return super().forward(hidden)
-        return compute(hidden, self.weight, self.bias)
+# What else a caller may ask of positions, fp32 `[n]`, see `EXTRAS`. Each function is given logits
+# `[n, v]`, their log-softmax, and the targets `[n]`.
+def mean_logits(logits, all_logps, targets) -> torch.Tensor:
+    """Returns the mean of the logits over the vocabulary."""
+    return logits.mean(-1, dtype=torch.float32)
 
 
-class ScoreHead(nn.Linear):
-    """A reward model's or critic's output layer, in fp32: half precision would round the scores."""
-
-    def forward(self, hidden):
-        """Returns fp32 scores `[n, 1]` of hidden states `[n, h]`."""
-        bias = None if self.bias is None else self.bias.float()
-        with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+def correct(logits, all_logps, targets) -> torch.Tensor:
+    """Returns 1.0 where the target is the most probable token."""
+    return (logits.argmax(-1) == targets).float()
 
 
-# ============================================================ the models
-def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
-    """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
-
-    The host knows the cells. The backward pass of `masked_scatter` would wait for a GPU.
-    """
-    mask = batch["mask"]
-    empty = values.new_zeros(mask.numel())
-    return empty.index_copy(0, batch["cells"], values).view(mask.shape)
+def entropy(logits, all_logps, targets) -> torch.Tensor:
+    """Returns the entropy of the distribution over the vocabulary."""
+    return -all_logps.exp().mul_(all_logps).sum(-1)
 
 
-class ModelWrapper(nn.Module):
-    """What the engine prepares: a module around a `transformers` model, which is its `model`."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        architecture.backbone_of(model)  # refuses a model without one
-        # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
-        # that are not there, such as the parts of a text tower in Gemma 3's list.
-        classes = {type(module).__name__ for module in model.modules()}
-        self._no_split_modules = sorted(classes & set(model._no_split_modules or []))
-        self.tie_weights = model.tie_weights
-        self.get_input_embeddings = model.get_input_embeddings
-        self.get_output_embeddings = model.get_output_embeddings
+def top_entropy(logits, all_logps, targets) -> torch.Tensor:
+    """Returns the entropy among the 20 most probable tokens, as if there were no others."""
+    top_logps = all_logps.topk(min(20, all_logps.shape[1])).values.log_softmax(-1)
+    return entropy(logits, top_logps, targets)
 
 
-class ScoreModel(ModelWrapper):
-    """A sequence classifier with one label whose forward returns scores; see `load.score_model`."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__(model)
-        model.score.__class__ = ScoreHead  # same parameters and names: saving does not notice
-
-    def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns fp32 scores of what ends at some places, by default of the answers.
-
-        Args:
-            batch: of `Packer.make_batch`.
-        """
-        if places is None:
-            places = batch["last"]
-        hidden = architecture.hidden_states(self.model, batch["inputs"])
-        return self.model.score(hidden.index_select(0, places)).squeeze(-1)
-
-
-class LogProbModel(ModelWrapper):
-    """A causal language model whose forward returns log-probs of the tokens asked for.
-
-    The backbone runs on whole rows, the head on the asked positions only. Rows are padded on the
-    right: under causal attention no real token sees a token to its right.
-
-    Attributes:
-        vocabulary: how many tokens, from the first, have a probability.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__(model)
-        head = model.get_output_embeddings()
-        if type(head) is not nn.Linear:
-            sys.exit(
-                f"{type(model).__name__}: the output layer is {type(head).__name__}, "
-                "only a plain nn.Linear is supported"
-            )
-        head.__class__ = LogProbHead  # same parameters and names, as above
-        self.vocabulary = head.out_features
-        self.multiplier, self.softcap = architecture.logits_formula(model)
-
-    def forward(
-        self,
-        batch: dict,
-        temperature: float = 1.0,
-        extras: tuple[str, ...] = (),
-        check: bool = False,
-    ) -> dict:
-        """Returns the log-probs of the targets of a batch, `logps`, and the `EXTRAS` asked for.
-
-        They are fp32 `[answers, longest]`, zero where `batch["mask"]` is false.
-
-        Args:
-            batch: of `Packer.make_batch`.
-            temperature: the logits are divided by it.
-            check: adds `own_logps`, by the architecture's own forward, for `checks`.
-        """
-        # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
-        job = LogProbs(
-            batch["targets"], self.multiplier / temperature, self.softcap / temperature, extras
-        )
-        head = self.model.get_output_embeddings()
-        values = head(self.predicting(batch), functools.partial(self.by_chunks, job=job))
-        by_name = dict(zip(("logps", *extras), values))
-        if check:
-            by_name["own_logps"] = self.own_logps(batch)
-        return {name: by_answer(value, batch) for name, value in by_name.items()}
-
-    def predicting(self, batch: dict) -> torch.Tensor:
-        """Returns what the output layer reads before each target, `[targets, h]`."""
-        hidden = architecture.hidden_states(self.model, batch["inputs"])
-        return hidden.index_select(0, batch["predictors"])
-
-    def by_chunks(self, hidden, weight, bias, job) -> tuple[torch.Tensor, ...]:
-        """Returns the values of a job of `ByChunks`."""
-        return ByChunks.apply(hidden, weight, bias, self.vocabulary, job)
-
-    def own_logps(self, batch: dict) -> torch.Tensor:
-        """Returns log-probs `[targets]` from the logits of the architecture's own forward."""
-        logits = self.model(**batch["inputs"], use_cache=False).logits
-        logits = logits.flatten(0, 1)[batch["predictors"], : self.vocabulary].float()
-        return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
-
-
-class ActorCritic(LogProbModel):
-    """Actor (`model`) and critic in one module.
-
-    So there is one engine, one backward pass and one checkpoint under every strategy.
-    """
-
-    def __init__(self, policy_model, critic):
-        super().__init__(policy_model)
-        self.critic = ScoreModel(critic)
-        # FSDP2 gathers the critic by itself, so that it stays in shards while the actor generates.
-        units = {*self._no_split_modules, *self.critic._no_split_modules, "ScoreModel"}
-        self._no_split_modules = sorted(units)
-
-    def forward(self, batch: dict, *args, with_values: bool = True, **kwargs) -> dict:
-        """Returns what `LogProbModel.forward` does and, unless told not to, `values`.
-
-        The value of a token is that of the state in which it was chosen: the text before it.
-        """
-        output = super().forward(batch, *args, **kwargs)
-        if with_values:
-            output["values"] = by_answer(self.critic(batch, batch["predictors"]), batch)
-        return output
+EXTRAS = {extra.__name__: extra for extra in (mean_logits, correct, entropy, top_entropy)}

@@ -7,60 +7,38 @@ model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common import engine, replaced
-from common.adapters import ADAPTER, has_adapter
+from common.adapters import ADAPTER
 from common.shared_args import RolloutArgs
-from preference_recipes.models import architecture, load
+from preference_recipes.models import architecture
 
 # The name by which peft means every linear layer but the output layer.
 ALL_LINEAR = "all-linear"
 
 
 # ============================================================ the adapters
-def complete_settings(accelerator, args) -> None:
-    """Refuses settings of adapters that would be ignored, or cannot work, and fills in alpha."""
-    if args.lora_r == 0:
-        given = {
-            "lora_alpha": args.lora_alpha is not None,
-            "lora_dropout": args.lora_dropout != 0,
-            "lora_target_modules": args.lora_target_modules != [ALL_LINEAR],
-            "load_in_4bit": args.load_in_4bit,  # packed weights cannot be trained themselves
-        }
-        for name, is_given in given.items():
-            if is_given:
-                sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
-        return
-    if args.lora_alpha is None:
-        args.lora_alpha = 2.0 * args.lora_r
+def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
+    """Freezes the models in a module and gives each an adapter.
+
+    A score head is trained whole, and saved with the adapter. The adapters' weights follow from the
+    seed alone, whatever random numbers the engine used up.
+    """
+    import peft
+
     if args.lora_dropout and isinstance(args, RolloutArgs):
         sys.exit(
             f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
             "the policy that is trained would not be the one that responded"
         )
-    if args.load_in_4bit and engine.is_sharded(accelerator):
-        sys.exit(
-            f"--load_in_4bit does not work under {engine.describe(accelerator)}: it cannot cut "
-            "packed weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
-        )
-
-
-def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
-    """Freezes the models in a module and gives each an adapter; does nothing at `--lora_r 0`.
-
-    A score head is trained whole, and saved with the adapter. The adapters' weights follow from the
-    seed alone, whatever random numbers the engine used up.
-    """
-    if not args.lora_r:
-        return
-    import peft
-
+    if args.lora_alpha is None:
+        args.lora_alpha = 2.0 * args.lora_r
     total = engine.count_parameters(wrapper)
     seed = torch.initial_seed()
     layers = []
@@ -86,6 +64,10 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
         config.base_model_name_or_path = base
         config.target_modules = sorted(config.target_modules)  # else a set, written in any order
         config.inference_mode = True  # of the saved file: whoever loads it does not train it
+    for module in wrapper.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Else bitsandbytes packs weights of 4 bits anew in the first evaluation on a CPU.
+            module.support_avx512bf16_for_cpu = False
     trained = engine.count_trained_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     accelerator.print(
@@ -162,49 +144,20 @@ class WithoutAdapters(nn.Module):
         return replaced(*((layer, "_disable_adapters", True) for layer in self.adapted))
 
 
-def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
-    """Returns the fingerprints of the bases below adapters, by what messages call them.
-
-    A checkpoint holds the adapters alone. All processes must call it.
-    """
-    found = {}
-    for path, model in architecture.whole_models(wrapper).items():
-        if has_adapter(model):
-            part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-            name = f"base model of {part}" if part else "base model"
-            found[name] = load.fingerprint(accelerator, model.config.name_or_path, model.config)
-    return found
-
-
-class Flop(NamedTuple):
-    """The operations of training for each token that the layers, and the output layer, compute.
-
-    Both are 0 where they are not known.
-    """
-
-    of_token: float = 0.0
-    of_target: float = 0.0
-
-
-def flop(wrapper: nn.Module) -> Flop:
-    """Returns the operations that training takes: the products with weights alone.
-
-    For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
-    frozen one below an adapter 2 and 2. A score head, a single row, is not counted. Where the
-    config does not say how many of a mixture's experts a token visits, nothing is known.
-    """
-    of_token = 0.0
-    of_target = 0.0
-    for model in architecture.whole_models(wrapper).values():
-        experts, visited = architecture.experts_of(model)
-        if experts > 1 and visited is None:
-            return Flop()
-        of_frozen = 4 if has_adapter(model) else 0
-        for weight, share in architecture.weights_met(model):
-            for_each = 6 if weight.requires_grad else of_frozen
-            of_token += for_each * engine.size_of(weight) * share
-        head = model.get_output_embeddings()
-        if head is not None:
-            for_each = 6 if head.weight.requires_grad else of_frozen
-            of_target += for_each * engine.size_of(head.weight)
-    return Flop(of_token, of_target)
+def packed_in_4bit() -> dict:
+    """Returns what `from_pretrained` takes for QLoRA: NormalFloat, and the scales packed again."""
+    state = AcceleratorState()
+    if engine.is_sharded(state):
+        sys.exit(
+            "--load_in_4bit does not work under DeepSpeed and FSDP2, which cannot cut packed "
+            "weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
+        )
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=engine.half_precision(state) or torch.float32,
+    )
+    # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU, even
+    # where there is one.
+    return {"quantization_config": settings, "device_map": {"": str(state.device)}}

@@ -1,11 +1,12 @@
-"""Lays out prompts and answers as the rows that a model reads, with prompts shared.
+"""Lays out prompts and answers as the rows of tokens that a model reads, in one of two ways.
 
-Three words for where a token is:
+    padded rows       each answer in a row of its own, after its prompt, padded on the right: under
+                      causal attention no token sees the padding
+    shared prompts    a prompt once, before all its answers, and several such groups in a row where
+                      they fit; a mask and positions let each answer see its prompt and itself alone
 
-    place       its index in all rows, written one after the other
-    piece       the prompt or answer that it belongs to: answer i is piece i, and the prompts are
-                numbered after the answers
-    predictor   the token before it in its prompt and answer, whose output predicts it
+Either way an answer is read as if it were alone. A place is a token's index in all rows, written
+one after the other.
 """
 
 import itertools
@@ -18,47 +19,26 @@ import torch
 
 from common import batches
 
-# The most bytes that the mask of packed rows may take: those of one row of 16,384 tokens.
+# The most bytes that the mask of shared rows may take: those of one row of 16,384 tokens.
 MOST_MASK = 2**28
 # A mask is computed in parts of about this many elements, since the comparisons double the memory.
 MASK_AT_ONCE = 2**24
 
-PADDING = -1  # the piece number of padding
-
-
-class Group(NamedTuple):
-    """A prompt, which may be empty, and the answers after it, by their numbers in the batch."""
-
-    prompt: list[int]
-    answers: dict[int, list[int]]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt, once, and of all answers."""
-        return len(self.prompt) + sum(map(len, self.answers.values()))
-
-
-Row = list[Group]
+PADDING = -1  # the piece of padding
 
 
 @dataclass(frozen=True)
 class Packer:
     """Makes batches of prompts and answers; see `checks.make_packer`.
 
-    In each of three layouts an answer sees only its prompt and itself, at the positions that it
-    would have alone. Without `share` each answer has a row, after its prompt. With it a prompt
-    stands once, before all its answers, and several such groups in a row where they fit, and where
-    it `pays`. With `varlen`, too, one row holds all answers, each after its own prompt and without
-    padding, as flash attention takes it.
-
     Attributes:
         device: where the batches go.
-        attention_equals_rest: see `architecture`.
+        share: whether prompts are shared where that pays.
+        attention_equals_rest: see `cost`.
     """
 
     device: torch.device
     share: bool = False
-    varlen: bool = False
     attention_equals_rest: int = 4096
 
     def make_batch(
@@ -69,19 +49,17 @@ class Packer:
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads.
 
-        Example, where prompts may be shared and all tokens are targets:
+        Example, in padded rows and where all tokens are targets:
 
-            make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
+            make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
 
-            places      0  1  2  3  4 | 5  6  7  8  9   of two rows; the last is padding
-            input_ids   1  2  4  5  6 | 3  7  8  9  0
-            pieces      3  3  0  0  1 | 4  2  2  2 -1
-            positions   0  1  2  3  2 | 0  1  2  3  0
+            input_ids   3  6  7  8  9 | 1  2  4  5  0    two rows, the longest first
+            places      0  1  2  3  4 | 5  6  7  8  9
 
-            targets     4  5 | 6 | 7  8  9   of each answer
-            predictors  1  2 | 1 | 5  6  7   places
-            last        3    | 4 | 8         places, too
-            cells       0  1 | 3 | 6  7  8   indices into the flattened `mask`
+            targets     4  5 | 6  7  8  9    token ids of the answers
+            predictors  6  7 | 0  1  2  3    places, of the token before each target
+            last        8    | 4             places, of the last token of each answer
+            cells       0  1 | 4  5  6  7    indices into the flattened `mask`
 
         Args:
             prompts: token ids, one prompt for each answer; may be empty.
@@ -90,12 +68,12 @@ class Packer:
                 all. If the prompt is empty the first must be false: nothing predicts it.
 
         Returns:
-            inputs: what a `transformers` model takes: `input_ids` and, if a row holds several
-                answers, `position_ids`, `[rows, row length]`, and either the bool `attention_mask`
-                `[rows, 1, row length, row length]` or what `varlen_inputs` returns.
+            inputs: what a `transformers` model takes: `input_ids` `[rows, row length]` and, if
+                prompts are shared, `position_ids` of the same shape and the bool `attention_mask`
+                `[rows, 1, row length, row length]`.
             targets, predictors, cells: see above, `[targets]`; last: `[answers]`.
             mask: `is_target`, padded on the right, bool `[answers, longest answer]`.
-            tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
+            n_tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
         """
         if is_target is None:
             is_target = [[True] * len(answer) for answer in answers]
@@ -105,204 +83,123 @@ class Packer:
                     f"answer {number} has an empty prompt, so nothing predicts its first token: "
                     "that token cannot be a target"
                 )
-        rows = self.arrange(prompts, answers)
-        layout = lay_out(rows, len(answers))
+        layout = self.lay_out(prompts, answers)
+        ids = np.zeros(layout.shape, dtype=np.int64)
+        predictors = []
+        last = []
+        for prompt, answer, prompt_start, start in zip(prompts, answers, *layout.starts):
+            end = start + len(answer)
+            ids.flat[prompt_start : prompt_start + len(prompt)] = prompt
+            ids.flat[start:end] = answer
+            # The prompt's last token predicts the first one; each token of the answer the next.
+            # Without a prompt this is never read, since the first token is no target.
+            last_of_prompt = prompt_start + len(prompt) - 1
+            predictors.append([last_of_prompt, *range(start, end - 1)])
+            last.append(end - 1)
+        inputs = {"input_ids": batches.send(ids, self.device)}
+        if layout.shares:
+            inputs |= shared_inputs(layout, prompts, answers, self.device)
         mask = batches.pad(is_target, False, "cpu").bool()
         # A GPU could find the cells, too, but the host would wait for their number.
         cells = mask.flatten().nonzero().squeeze(1)
         return {
-            "inputs": self.inputs_of(rows, layout),
+            "inputs": inputs,
             "targets": batches.send(of_targets(answers, is_target), self.device),
-            "predictors": batches.send(of_targets(layout.predictors, is_target), self.device),
-            "last": batches.send(layout.last, self.device),
+            "predictors": batches.send(of_targets(predictors, is_target), self.device),
+            "last": batches.send(last, self.device),
             "mask": batches.send(mask, self.device),
             "cells": batches.send(cells, self.device),
-            "tokens": sum(map(tokens_of, rows)),
+            "n_tokens": layout.n_tokens,
         }
 
-    def arrange(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[Row]:
-        """Returns the groups of each row: packed where that pays, else an answer in each row."""
-        groups = [
-            Group(prompt, {number: answer})
-            for number, (prompt, answer) in enumerate(zip(prompts, answers))
-        ]
-        if self.share and self.varlen:
-            return [groups]
-        alone = [[group] for group in longest_first(groups)]
-        if not self.share:
-            return alone
-        packed = first_fit(longest_first(share_prompts(groups)))
-        return packed if self.pays(packed, alone) else alone
-
-    def pays(self, packed: list[Row], alone: list[Row]) -> bool:
-        """Whether packed rows cost no more than a row for each answer, and fit the mask's limit.
+    def lay_out(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> "Layout":
+        """Returns padded rows, or shared prompts where they are wanted and cost no more.
 
         A row of length n costs about n * (n + e), where e is the length at which attention costs
-        as much as the rest. Packed rows need a mask, which doubles attention: n * (2 n + e).
+        as much as the rest. Shared prompts need a mask, which doubles attention: n * (2 n + e).
         """
-        if len(packed) * longest_of(packed) ** 2 > MOST_MASK:
-            return False
+        padded = padded_rows(prompts, answers)
+        if not self.share:
+            return padded
+        shared = shared_prompts(prompts, answers)
+        n_rows, length = shared.shape
 
-        def cost(rows: list[Row], attention: int) -> int:
-            length = longest_of(rows)
-            return len(rows) * length * (attention * length + self.attention_equals_rest)
+        def cost(layout: Layout, attention: int) -> int:
+            n_rows, length = layout.shape
+            return n_rows * length * (attention * length + self.attention_equals_rest)
 
-        return cost(packed, attention=2) <= cost(alone, attention=1)
-
-    def inputs_of(self, rows: list[Row], layout: "Layout") -> dict:
-        """Returns what a `transformers` model takes, see `make_batch`."""
-        inputs = {"input_ids": batches.send(layout.ids, self.device)}
-        one_answer_each = len(rows) == len(layout.last)  # since no row is without an answer
-        if one_answer_each:  # plain causal attention
-            return inputs
-        inputs["position_ids"] = batches.send(layout.positions, self.device)
-        if self.varlen:
-            return inputs | varlen_inputs(rows[0], self.device)
-        pieces = batches.send(layout.pieces, self.device)
-        prompts = batches.send(layout.prompts, self.device)
-        return inputs | {"attention_mask": attention_mask(pieces, prompts)}
+        pays = cost(shared, attention=2) <= cost(padded, attention=1)
+        return shared if pays and n_rows * length**2 <= MOST_MASK else padded
 
     def describe(self, answers: str, each: str) -> str:
         """Says whether prompts are shared, such as `prompts are computed once for both answers`."""
-        if self.share and not self.varlen:
+        if self.share:
             return f"prompts are computed once for {answers}"
         return f"prompts are computed for each {each}"
 
 
-# ============================================================ groups and rows
-def share_prompts(groups: list[Group]) -> list[Group]:
-    """Joins groups that have the same prompt."""
-    joined: list[Group] = []
-    group_of: dict[tuple[int, ...], Group] = {}
-    for group in groups:
-        prompt = tuple(group.prompt)
-        if prompt in group_of:
-            group_of[prompt].answers.update(group.answers)
-            continue
-        first = Group(group.prompt, dict(group.answers))  # a copy, to which answers are added
-        joined.append(first)
-        if prompt:  # SFT has none: its answers, joined, would be one row that cannot be split
-            group_of[prompt] = first
-    return joined
-
-
-def longest_first(groups: list[Group]) -> list[Group]:
-    """Returns groups by length; those of the same length stay in their order."""
-    return sorted(groups, key=lambda group: group.length, reverse=True)
-
-
-def first_fit(groups: list[Group]) -> list[Row]:
-    """Puts each group into the first row that has room for it, else into a new one.
-
-    Args:
-        groups: the longest first, which gives the length of all rows.
-    """
-    row_length = groups[0].length
-    rows: list[Row] = []
-    for group in groups:
-        fitting = (row for row in rows if tokens_of(row) + group.length <= row_length)
-        row = next(fitting, None)
-        if row is None:
-            rows.append([group])
-        else:
-            row.append(group)
-    return rows
-
-
-def tokens_of(row: Row) -> int:
-    """Returns the number of tokens of a row."""
-    return sum(group.length for group in row)
-
-
-def longest_of(rows: list[Row]) -> int:
-    """Returns the number of tokens of the longest row."""
-    return max(map(tokens_of, rows))
-
-
-# ============================================================ from rows to arrays
+# ============================================================ where tokens go
 class Layout(NamedTuple):
-    """The rows as arrays `[rows, row length]`, padded on the right, and places for each answer.
+    """Where prompts and answers go in rows.
 
-    `prompts` is the piece number of the prompt of each token's piece.
+    Attributes:
+        shape: rows, row length.
+        starts: the places where prompts begin, one for each answer, and where answers begin.
+        n_tokens: without padding.
     """
 
-    ids: np.ndarray
-    positions: np.ndarray
-    pieces: np.ndarray
-    prompts: np.ndarray
-    predictors: list[list[int]]
-    last: list[int]
+    shape: tuple[int, int]
+    starts: tuple[list[int], list[int]]
+    n_tokens: int
+
+    @property
+    def shares(self) -> bool:
+        """Whether a row holds several answers."""
+        return self.shape[0] < len(self.starts[0])
 
 
-def lay_out(rows: list[Row], n_answers: int) -> Layout:
-    """Writes rows into arrays; see the example of `Packer.make_batch`."""
-    shape = (len(rows), longest_of(rows))
-    layout = Layout(
-        ids=np.zeros(shape, dtype=np.int64),
-        positions=np.zeros(shape, dtype=np.int64),
-        pieces=np.full(shape, PADDING),
-        prompts=np.full(shape, PADDING),
-        predictors=[[] for _ in range(n_answers)],
-        last=[0] * n_answers,
-    )
-
-    def write(ids: list[int], place: int, position: int, piece: int, prompt: int) -> int:
-        """Writes a piece, the first token at `place` and `position`; returns the next place."""
-        end = place + len(ids)
-        layout.ids.flat[place:end] = ids
-        layout.positions.flat[place:end] = np.arange(position, position + len(ids))
-        layout.pieces.flat[place:end] = piece
-        layout.prompts.flat[place:end] = prompt
-        return end
-
-    prompt_pieces = itertools.count(n_answers)
-    for number_of_row, row in enumerate(rows):
-        place = number_of_row * shape[1]
-        for group in row:
-            prompt = next(prompt_pieces)
-            place = write(group.prompt, place, 0, piece=prompt, prompt=prompt)
-            # An empty prompt has no last token: this is then another group's place, or -1. It is
-            # never read, since the first token of such an answer is no target.
-            last_of_prompt = place - 1
-            for number, answer in group.answers.items():
-                end = write(answer, place, len(group.prompt), piece=number, prompt=prompt)
-                # The prompt's last token predicts the first one; each token of the answer the next.
-                layout.predictors[number] = [last_of_prompt, *range(place, end - 1)]
-                layout.last[number] = end - 1
-                place = end
-    return layout
+def padded_rows(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Layout:
+    """Lays out each answer in a row of its own, after its prompt, the longest first."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
+    longest = max(lengths)
+    order = sorted(range(len(answers)), key=lambda number: -lengths[number])
+    prompt_starts = [0] * len(answers)
+    for row, number in enumerate(order):
+        prompt_starts[number] = row * longest
+    answer_starts = [start + len(prompt) for start, prompt in zip(prompt_starts, prompts)]
+    return Layout((len(answers), longest), (prompt_starts, answer_starts), sum(lengths))
 
 
-def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-    """Returns whether a query (third dimension) sees a key (fourth): its piece and its prompt.
+def shared_prompts(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Layout:
+    """Lays out each prompt once, before all its answers.
 
-    Padding belongs to no piece, so it sees only padding, and no piece sees it. It sees at least
-    itself: attention over nothing would be NaN.
+    The longest such group gives the length of all rows. Each goes, the longest first, into the
+    first row that has room for it, else into a new one.
     """
-    rows, length = pieces.shape
-    key = pieces[:, None, None, :]
-    mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device=pieces.device)
-    queries_at_once = max(1, MASK_AT_ONCE // (rows * length))
-    for start in range(0, length, queries_at_once):
-        part = slice(start, start + queries_at_once)
-        query = pieces[:, None, part, None]
-        prompt_of_query = prompts[:, None, part, None]
-        is_related = (key == query) | (key == prompt_of_query)
-        # Query i of this part is token start + i, which sees no token to its right.
-        mask[:, :, part] = is_related.tril(start)
-    return mask
-
-
-def varlen_inputs(row: Row, device) -> dict:
-    """Returns where the groups of a row begin and end, as flash attention's `varlen` takes it."""
-    lengths = [group.length for group in row]
-    beginnings = batches.send(np.cumsum([0, *lengths], dtype=np.int32), device)
-    return {
-        "cu_seq_lens_q": beginnings,
-        "cu_seq_lens_k": beginnings,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+    answers_after: dict[tuple[int, ...], list[int]] = {}  # by prompt, their numbers
+    for number, prompt in enumerate(prompts):
+        answers_after.setdefault(tuple(prompt), []).append(number)
+    lengths = {
+        prompt: len(prompt) + sum(len(answers[number]) for number in numbers)
+        for prompt, numbers in answers_after.items()
     }
+    longest = max(lengths.values())
+    filled: list[int] = []  # tokens of each row
+    prompt_starts = [0] * len(answers)
+    answer_starts = [0] * len(answers)
+    for shared, length in sorted(lengths.items(), key=lambda item: -item[1]):
+        fitting = (row for row, tokens in enumerate(filled) if tokens + length <= longest)
+        row = next(fitting, len(filled))
+        if row == len(filled):
+            filled.append(0)
+        place = row * longest + filled[row]
+        filled[row] += length
+        start = place + len(shared)
+        for number in answers_after[shared]:
+            prompt_starts[number] = place
+            answer_starts[number] = start
+            start += len(answers[number])
+    return Layout((len(filled), longest), (prompt_starts, answer_starts), sum(filled))
 
 
 def of_targets(values: Sequence[Sequence[int]], is_target: Sequence[Sequence]) -> np.ndarray:
@@ -311,3 +208,49 @@ def of_targets(values: Sequence[Sequence[int]], is_target: Sequence[Sequence]) -
     for values_of_answer, flags in zip(values, is_target):
         chosen += itertools.compress(values_of_answer, flags)
     return np.array(chosen, dtype=np.int64)  # of this type without any target, too
+
+
+# ============================================================ the mask of shared prompts
+def shared_inputs(
+    layout: Layout, prompts: Sequence[list[int]], answers: Sequence[list[int]], device
+) -> dict[str, torch.Tensor]:
+    """Returns `position_ids` and `attention_mask`, see `Packer.make_batch`.
+
+    A prompt or an answer is a piece. Answer i is piece i, prompts are numbered after the answers.
+    """
+    positions = np.zeros(layout.shape, dtype=np.int64)
+    pieces = np.full(layout.shape, PADDING)
+    prompt_pieces = np.full(layout.shape, PADDING)  # of each token, that of its prompt
+    for number, (prompt, answer) in enumerate(zip(prompts, answers)):
+        prompt_start, start = (starts[number] for starts in layout.starts)
+        prompt_piece = len(answers) + prompt_start
+        for ids, place, position, piece in (
+            (prompt, prompt_start, 0, prompt_piece),
+            (answer, start, len(prompt), number),
+        ):
+            part = slice(place, place + len(ids))
+            positions.flat[part] = np.arange(position, position + len(ids))
+            pieces.flat[part] = piece
+            prompt_pieces.flat[part] = prompt_piece
+    mask = attention_mask(batches.send(pieces, device), batches.send(prompt_pieces, device))
+    return {"position_ids": batches.send(positions, device), "attention_mask": mask}
+
+
+def attention_mask(pieces: torch.Tensor, prompt_pieces: torch.Tensor) -> torch.Tensor:
+    """Returns whether a query (third dimension) sees a key (fourth): its piece and its prompt.
+
+    Padding belongs to no piece, so it sees only padding, and no piece sees it. It sees at least
+    itself: attention over nothing would be NaN.
+    """
+    n_rows, length = pieces.shape
+    key = pieces[:, None, None, :]
+    mask = torch.empty(n_rows, 1, length, length, dtype=torch.bool, device=pieces.device)
+    queries_at_once = max(1, MASK_AT_ONCE // (n_rows * length))
+    for start in range(0, length, queries_at_once):
+        part = slice(start, start + queries_at_once)
+        query = pieces[:, None, part, None]
+        prompt_of_query = prompt_pieces[:, None, part, None]
+        is_related = (key == query) | (key == prompt_of_query)
+        # Query i of this part is token start + i, which sees no token to its right.
+        mask[:, :, part] = is_related.tril(start)
+    return mask

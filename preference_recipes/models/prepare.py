@@ -1,18 +1,17 @@
 """What the engine prepares: the model that is trained, and models that are only read."""
 
-import collections
 import contextlib
 import copy
+import sys
 
 import torch
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from common import adapters, engine, optim, zero
-from preference_recipes.models import architecture, load, lora
-from preference_recipes.models.logprobs import LogProbHead, LogProbModel
+from common import engine, optim, zero
+from common.adapters import has_adapter
+from preference_recipes.models import architecture, load
+from preference_recipes.models.logprobs import LogProbModel
 
 
 # ============================================================ the model that is trained
@@ -66,7 +65,14 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
     """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which."""
     architecture.freeze_unreached(accelerator, model)
-    lora.add_adapters(accelerator, model, args)
+    if args.lora_r:
+        from preference_recipes.models import lora
+
+        lora.add_adapters(accelerator, model, args)
+        return
+    for name in ("lora_alpha", "lora_dropout", "load_in_4bit"):
+        if getattr(args, name):
+            sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
 
 
 def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -76,7 +82,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
     would drift, and the saved actor, which computes them in fp32, would be another model.
     """
-    if adapters.has_adapter(model):  # the base below adapters is in no saved actor
+    if has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -105,6 +111,8 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
     model.eval().requires_grad_(False)
     round_frozen(accelerator, model)
     if accelerator.is_fsdp2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
         # accelerate would look for the trained model's kinds of layers in this one.
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = model._no_split_modules
         return fsdp2_prepare_model(accelerator, model)
@@ -120,48 +128,12 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
 
 
 def round_frozen(accelerator, wrapper: nn.Module) -> None:
-    """Holds frozen weights in half precision where that changes no output by a single bit.
+    """Holds frozen weights in half precision where that changes no output by a single bit."""
+    # DeepSpeed rounds a model once, in `prepare`, and fp32 rounds nothing.
+    if engine.half_precision(accelerator) and not zero.stage(accelerator):
+        from preference_recipes.models import half
 
-    FSDP2 rounds all weights when it gathers them, autocast some. DeepSpeed rounds a model once, in
-    `prepare`, and fp32 rounds nothing.
-    """
-    half = engine.half_precision(accelerator)
-    if half is None or zero.stage(accelerator):
-        return
-    rounded = None if accelerator.is_fsdp2 else rounded_by_autocast(wrapper, accelerator.device)
-    for name, parameter in wrapper.named_parameters():
-        # Packed weights of 4 bits are whole numbers.
-        is_held_in_fp32 = parameter.dtype == torch.float32 and not parameter.requires_grad
-        if is_held_in_fp32 and (rounded is None or name in rounded):
-            parameter.data = parameter.data.to(half)
-
-
-def rounded_by_autocast(wrapper: nn.Module, device: torch.device) -> set[str]:
-    """Returns the names of the parameters that autocast rounds in every use: of linear layers.
-
-    A weight that other modules have, too, such as the embeddings', is used in fp32 elsewhere. Score
-    heads compute in fp32, output layers only on a CPU. Recurrent layers have kernels on a GPU that
-    read the weights of linear layers in their own way, so models with such layers are left out.
-    """
-    if any(model._is_stateful for model in architecture.whole_models(wrapper).values()):
-        return set()
-    owners = collections.Counter(
-        id(parameter)
-        for module in wrapper.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    found = set()
-    for path, module in wrapper.named_modules():
-        names = []
-        if type(module) in (nn.Linear, Conv1D):
-            names = ["weight", "bias"]
-        elif isinstance(module, LogProbHead) and device.type != "cpu":
-            names = ["weight"]  # its bias is added in fp32
-        for name in names:
-            parameter = getattr(module, name)
-            if parameter is not None and owners[id(parameter)] == 1:
-                found.add(f"{path}.{name}")
-    return found
+        half.round_frozen(accelerator, wrapper)
 
 
 @contextlib.contextmanager

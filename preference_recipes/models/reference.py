@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from common import batches
-from preference_recipes.models import load, lora, prepare
+from preference_recipes.models import load, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
@@ -33,6 +33,8 @@ class Reference:
         self.fingerprints: dict[str, str] = {}
         self.model: nn.Module | None
         if args.lora_r and args.ref_model_name_or_path is None:
+            from preference_recipes.models import lora
+
             self.model = lora.WithoutAdapters(model, **settings)
             return
         name = args.ref_model_name_or_path or args.model_name_or_path
@@ -62,17 +64,17 @@ class Reference:
         """
         accelerator = self.accelerator
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
-        for rows in sets:
+        for data in sets:
             table = None  # made at the first batch, which shows how many answers a row has
-            numbers = range(len(rows))
-            for some, weights in batches.split(accelerator, numbers, rows.lengths, *sizes):
+            numbers = range(len(data))
+            for rows, weights in batches.split(accelerator, numbers, data.lengths, *sizes):
                 # From all first answers, then all second ones, to `[rows, answers of a row]`.
-                of_rows = self.logps(collate(rows[some], packer)).sum(1).view(-1, len(some)).T
+                of_rows = self.logps(collate(data[rows], packer)).sum(1).view(-1, len(rows)).T
                 if table is None:
-                    table = torch.zeros(len(rows), of_rows.shape[1], device=accelerator.device)
+                    table = torch.zeros(len(data), of_rows.shape[1], device=accelerator.device)
                 is_real = weights > 0  # a padding row repeats a row that another process fills in
-                places = torch.tensor(some)[is_real].to(accelerator.device)
+                places = torch.tensor(rows)[is_real].to(accelerator.device)
                 table[places] = of_rows[is_real.to(accelerator.device)]
             # One process fills in a row, and it is zero on the others: the sum is the whole table.
-            rows.added["ref_logps"] = accelerator.reduce(table, reduction="sum").cpu().numpy()
+            data.added["ref_logps"] = accelerator.reduce(table, reduction="sum").cpu().numpy()
         self.model = None

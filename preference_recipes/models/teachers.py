@@ -106,7 +106,7 @@ class Teachers:
                 title = f"teacher {name}" if name != ONLY else "teacher"
                 self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
                 prepared = prepare.frozen(accelerator, wrapper)
-            self.by_name[name] = Teacher(prepared, wrapper.whole_head().at(args.temperature))
+            self.by_name[name] = Teacher(prepared, wrapper.whole_head(args.temperature))
 
     @property
     def models(self) -> list[nn.Module]:
@@ -154,6 +154,6 @@ class Teachers:
             hidden = teacher.model(own_batch, as_teacher=True)
             if mine:
                 spans = [np.arange(ends[n] - counts[n], ends[n]) for n in mine]
-                places = None if has_all else batches.send(np.concatenate(spans), packer.device)
+                places = batches.send(np.concatenate(spans), packer.device)
                 lessons.append(Lesson(hidden, teacher.head, places))
         return lessons

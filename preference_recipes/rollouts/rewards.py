@@ -14,8 +14,7 @@ from torch import nn
 from common import arguments, as_list, distributed
 from preference_recipes.data import answer_column, dataset, prompts
 from preference_recipes.data.dataset import Data
-from preference_recipes.models import load, prepare
-from preference_recipes.models.logprobs import ScoreModel
+from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers, environments, episodes, reward_calls
 from preference_recipes.rollouts.environments import OF_ENVIRONMENT
@@ -83,7 +82,7 @@ class Judge:
         name = args.reward_model_name_or_path
         if name is None:
             return
-        model = ScoreModel(load.score_model(name, sampler.tokenizer, args, frozen=True))
+        model = scores.ScoreModel(scores.score_model(name, sampler.tokenizer, args, frozen=True))
         if args.normalize_reward:
             if not getattr(model.config, "reward_std", None):
                 sys.exit(

@@ -1,6 +1,6 @@
 """The same samples give the same update and the same logged numbers, however they are split.
 
-They are split into processes, micro-batches, shards, packed rows and shared prompts.
+They are split into processes, micro-batches, shards and shared prompts.
 """
 
 import functools
@@ -26,33 +26,33 @@ from runs import (
 
 # Two epochs of updates of 16, 16 and 1 row: in the last one process of two has no real row.
 ROWS, BATCH = 33, 16
-# One micro-batch an update, nothing packed, shared, cached or computed again.
+# One micro-batch an update, nothing shared, cached or computed again.
 REFERENCE = "plain", 16
 # Launcher, rows of a micro-batch or "tokens", what else differs, and the recipes. The proof of each recipe
-# (test_recipe.py) has one and two processes and ZeRO-3, with nothing packed.
+# (test_recipe.py) has one and two processes and ZeRO-3, with nothing shared.
 FAST = [
-    ("ddp", 2, "pack cached", ["dpo", "grpo"]),
-    ("ddp", "tokens", "pack", ["reward", "ppo", "distill"]),
-    ("fsdp2", 4, "pack", ["sft"]),
+    ("ddp", 2, "share cached", ["dpo", "grpo"]),
+    ("ddp", "tokens", "share", ["reward", "ppo", "distill"]),
+    ("fsdp2", 4, "", ["sft"]),
 ]
 SLOW = [
     ("plain", "tokens", "cached again", ["dpo", "ppo"]),
-    ("ddp", 2, "pack cached", ["kto"]),
+    ("ddp", 2, "share cached", ["kto"]),
     ("zero1", 2, "", ["sft"]),
     ("zero2", "tokens", "cached", ["dpo"]),
-    ("zero3", "tokens", "pack again", ["dpo", "ppo"]),
-    ("fsdp2", 4, "pack", ["ppo"]),
+    ("zero3", "tokens", "share again", ["dpo", "ppo"]),
+    ("fsdp2", 4, "share", ["ppo"]),
     # torch.compile is tried with PPO, whose actor is a policy like the others.
-    ("compiled", 4, "pack", ["ppo"]),
+    ("compiled", 4, "share", ["ppo"]),
     # DeepSpeed's own Adam: the critic's warm-up and the norms of the groups reach into it.
     ("offload", 2, "", ["ppo"]),
 ]
 LORA = ["--lora_r", 4, "--lora_alpha", 16]
-FAST_LORA = [("ddp", 2, "pack", ["ppo"])]
+FAST_LORA = [("ddp", 2, "share", ["ppo"])]
 SLOW_LORA = [
     ("zero2", "tokens", "", ["ppo"]),
-    ("zero3", "tokens", "pack again", ["dpo"]),
-    ("fsdp2", 4, "pack", ["dpo"]),
+    ("zero3", "tokens", "share again", ["dpo"]),
+    ("fsdp2", 4, "share", ["dpo"]),
 ]
 ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
              "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
@@ -125,12 +125,12 @@ def run(inputs, name: str, launcher: str, micro: int | str, differs: str, *more)
         flags += ["--generate_batch_size", size, "--score_batch_size", size + 1]
     flags += ["--micro_train_batch_size", size]
     flags += ["--micro_train_tokens", 180] * (micro == "tokens")
-    flags += [f"--{of_recipe.shares}", "pack" in differs]
+    flags += ["--share_prompts", "share" in differs] * (name != "sft")
     flags += ["--precompute_ref_log_probs", "cached" in differs] * (name == "dpo")
     flags += ["--gradient_checkpointing", "again" in differs]
     said = launch(LAUNCHERS[launcher], recipe(name), *flags, *more, cwd=inputs).stdout
-    packs = any(what in said for what in ("once for both", "once for their", "rows are packed"))
-    assert packs == ("pack" in differs)
+    shares = any(what in said for what in ("once for both", "once for their"))
+    assert shares == ("share" in differs)
     return output
 
 

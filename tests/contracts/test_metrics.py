@@ -97,11 +97,11 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     of_one = 989e12 * 0.4
     tokens = 50_000
     targets = [0] * int((of_one - 6e9 * tokens) / 2e9)
-    padding = {"tokens": 10**9, "targets": targets}
+    padding = {"n_tokens": 10**9, "targets": targets}
     for applied in (False, True):  # what a skipped update computed does not count, like its tokens
         run.accelerator.optimizer_step_was_skipped = not applied
         add_losses(means)
-        run.count_flop({"tokens": tokens, "targets": targets}, torch.ones(8))
+        run.count_flop({"n_tokens": tokens, "targets": targets}, torch.ones(8))
         run.count_flop(padding, torch.zeros(1))
         assert run.count(update_of(10**6), 1.0) == applied
         means.close_update(applied, grad_norm=1.0, loss_scale=1.0)

@@ -137,7 +137,7 @@ SFT = {
         micro_train_batch_size=4,
         logging_steps=4,
     ),
-    "all": dict(lr_scheduler_type="cosine", max_steps=5, micro_train_tokens=150, packing=True),
+    "all": dict(lr_scheduler_type="cosine", max_steps=5, micro_train_tokens=150),
 }
 
 

@@ -32,9 +32,9 @@ REWRITING = (
 )
 ROWS, BATCH = 13, 6  # updates of 6, 6 and 1 conversation
 SPLITS = [
-    ("plain", 3, True),
-    ("ddp", "tokens", True),
-    pytest.param("zero2", 3, False, marks=pytest.mark.slow),
+    ("plain", 3),
+    ("ddp", "tokens"),
+    pytest.param("zero2", 3, marks=pytest.mark.slow),
 ]
 
 
@@ -59,21 +59,21 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def run(inputs, launcher: str, size, pack: bool, output, *more):
+def run(inputs, launcher: str, size, output, *more):
     micro = (
         ["--micro_train_tokens", 150] if size == "tokens" else ["--micro_train_batch_size", size]
     )
     return launch(
         LAUNCHERS[launcher], recipe("sft"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl",
         "--eval_dataset_name", inputs / "sft.jsonl", "--chat_template", inputs / "rewriting.jinja", "--train_batch_size", BATCH,
-        "--learning_rate", 0.01, "--warmup_steps", 0, "--report_to", "none", "--output_dir", output, *micro, "--packing", pack, *more,
+        "--learning_rate", 0.01, "--warmup_steps", 0, "--report_to", "none", "--output_dir", output, *micro, *more,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def reference(inputs, tmp_path_factory):
     output = tmp_path_factory.mktemp("reference") / "run"
-    said = run(inputs, "plain", BATCH, False, output).stdout
+    said = run(inputs, "plain", BATCH, output).stdout
     assert (
         f"data {inputs / 'sft.jsonl'}: {ROWS} usable rows\n" in said
         and f"{ROWS} samples / train_batch_size {BATCH} = 3 updates" in said
@@ -138,9 +138,9 @@ def test_the_first_update_by_hand(inputs, reference):
     assert evaluation_lines(reference)[0]["eval/mean_token_accuracy"] >= 0
 
 
-@pytest.mark.parametrize("launcher, size, pack", SPLITS)
-def test_any_split_is_the_same_update(inputs, reference, tmp_path, launcher, size, pack):
-    run(inputs, launcher, size, pack, tmp_path / "run")
+@pytest.mark.parametrize("launcher, size", SPLITS)
+def test_any_split_is_the_same_update(inputs, reference, tmp_path, launcher, size):
+    run(inputs, launcher, size, tmp_path / "run")
     expected = [without_timings(line) for line in lines(reference)]
     found = [without_timings(line) for line in lines(tmp_path / "run")]
     assert len(found) == len(expected)

@@ -12,10 +12,11 @@ from architectures import ARCHITECTURES, build, config_of
 from common import actor, optim
 from common.shared_args import SharedArgs
 from preference_recipes.models import architecture, checks, prepare
-from preference_recipes.models.logprobs import LogProbModel, ScoreModel
+from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
+from preference_recipes.models.scores import ScoreModel
 from runs import whole_rows
-from test_logprobs import ALONE, CPU, ON_CPU, batch, can_pack, own
+from test_logprobs import ALONE, CPU, ON_CPU, batch, can_share, own
 
 BF16 = types.SimpleNamespace(
     mixed_precision="bf16",
@@ -69,22 +70,22 @@ def test_log_probs_and_gradients_are_those_of_its_own_logits(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_answers_and_shared_prompts(name):
-    """Where packing is allowed it gives what each answer gives alone."""
+def test_shared_prompts(name):
+    """Where they are allowed each answer is read as alone."""
     wrapper = LogProbModel(build(name)).eval()
-    if not can_pack(wrapper):
+    if not can_share(wrapper):
         return
     ids = torch.randint(3, 290, (60,), generator=torch.Generator().manual_seed(2)).tolist()
     prompts = [ids[:6], ids[:6], ids[6:9], ids[:6]]
     answers = [ids[9:13], ids[13:20], ids[20:29], ids[29:31]]
     found, gradients = {}, {}
-    for pack in (False, True):
-        packed = Packer(CPU, share=pack).make_batch(prompts, answers)
+    for share in (False, True):
+        rows = Packer(CPU, share).make_batch(prompts, answers)
         wrapper.zero_grad()
-        found[pack] = wrapper(packed)["logps"]
-        (found[pack] * torch.linspace(-1, 1, 36).view(4, 9)).sum().backward()
-        gradients[pack] = gradients_of(wrapper)
-    assert packed["inputs"]["input_ids"].shape[0] < 4  # packed, indeed
+        found[share] = wrapper(rows)["logps"]
+        (found[share] * torch.linspace(-1, 1, 36).view(4, 9)).sum().backward()
+        gradients[share] = gradients_of(wrapper)
+    assert rows["inputs"]["input_ids"].shape[0] < 4  # shared, indeed
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
     assert distance(gradients[True], gradients[False]) <= 1e-5
 

@@ -4,27 +4,25 @@ import gc
 import json
 import os
 import shutil
-import sys
 import types
 import weakref
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from architectures import build
+from common.batches import Rows
 from common.shared_args import SharedArgs
-from preference_recipes.models import load, lora, prepare
+from preference_recipes.models import load, lora, prepare, reference, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
-from recipes import load as load_recipe
 from runs import (
-    LAUNCHERS,
     launch,
     recipe,
     tiny_inputs,
     training_lines,
-    weights,
 )
 
 
@@ -123,7 +121,7 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     if name == "ppo":
         name_of_base = str(inputs / "model")
         tokenizer = load.tokenizer_of(name_of_base)
-        model = load.score_model(name_of_base, tokenizer, SharedArgs(), new_head=True)
+        model = scores.score_model(name_of_base, tokenizer, SharedArgs(), new_head=True)
         model.save_pretrained(tmp_path / "reward")
         flags += [*PPO, "--reward_model_name_or_path", tmp_path / "reward"]
     launch([], recipe(name), *flags, "--max_steps", 1)
@@ -142,46 +140,27 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     ] == [1, 2]
 
 
-def dpo(inputs, output, launcher, *more):
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl", "--output_dir", output, "--train_batch_size", 8,
-             "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--max_steps", 4, "--report_to", "none", *more]  # fmt: skip
-    return launch(launcher, recipe("dpo"), *flags)
+def test_precomputing_frees_the_reference(accelerator):
+    """Nothing holds the model any more; each row has the log-probs of both its answers."""
+    held = reference.Reference.__new__(reference.Reference)
+    held.accelerator = accelerator
+    held.args = SharedArgs(micro_train_batch_size=2, micro_train_tokens=0)
+    held.model = LogProbModel(build("llama"))
+    model = weakref.ref(held.model)
+    packer = Packer(torch.device("cpu"))
+    columns = {
+        "prompt_ids": [[5, 6], [7], [5, 6]],
+        "chosen_ids": [[8], [9, 8], [4]],
+        "rejected_ids": [[7, 6, 5], [3], [9, 9]],
+        "length": [8, 5, 7],
+    }
 
+    def collate(some: dict, packer: Packer) -> dict:
+        return packer.make_batch(some["prompt_ids"] * 2, some["chosen_ids"] + some["rejected_ids"])
 
-@pytest.mark.slow
-def test_log_probs_precomputed_under_zero3(inputs, tmp_path):
-    dpo(inputs, tmp_path / "plain", [], "--precompute_ref_log_probs")
-    dpo(inputs, tmp_path / "each", LAUNCHERS["zero3"])
-    dpo(inputs, tmp_path / "once", LAUNCHERS["zero3"], "--precompute_ref_log_probs")
-    for one, other in zip(
-        training_lines(tmp_path / "each"), training_lines(tmp_path / "once"), strict=True
-    ):
-        for key in ("loss", "rewards/margins", "rewards/chosen", "grad_norm", "samples", "tokens"):
-            assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
-    one, other = weights(tmp_path / "each"), weights(tmp_path / "once")
-    assert (one - other).norm() <= 1e-5 * one.norm()
-
-
-def test_precomputing_frees_the_reference(inputs, tmp_path, accelerator, monkeypatch):
-    """When the loop begins, nothing holds the reference any more."""
-    dpo_recipe = load_recipe("dpo")
-    references = []
-
-    class Recorded(dpo_recipe.Reference):
-        def precompute(self, *settings):
-            references.append(weakref.ref(self.model))
-            super().precompute(*settings)
-
-    def begin(*_, **__):
-        gc.collect()
-        assert [reference() for reference in references] == [None]
-        sys.exit(0)
-
-    monkeypatch.setattr(dpo_recipe, "Reference", Recorded)
-    monkeypatch.setattr(dpo_recipe.console, "begin", begin)
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl"]
-    flags += ["--precompute_ref_log_probs", "--output_dir", tmp_path / "out", "--report_to", "none"]
-    monkeypatch.setattr(sys, "argv", ["dpo.py", *map(str, flags)])
-    with pytest.raises(SystemExit) as ended:
-        dpo_recipe.main()
-    assert ended.value.code == 0
+    expected = held.logps(collate(columns, packer)).sum(1).view(2, 3).T
+    data = Rows(datasets.Dataset.from_dict(columns))
+    held.precompute([data], collate, packer)
+    torch.testing.assert_close(torch.tensor(data.added["ref_logps"]), expected)
+    gc.collect()
+    assert model() is None

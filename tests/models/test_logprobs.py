@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from architectures import TEXT, build
 from common import cpu
 from common.shared_args import SharedArgs
-from preference_recipes.models import checks, load, logprobs, prepare
+from preference_recipes.models import architecture, checks, load, logprobs, packing, prepare
 from preference_recipes.models.logprobs import ByChunks, LogProbModel, LogProbs
 from preference_recipes.models.packing import Packer
 from runs import tiny_llama
@@ -32,8 +32,8 @@ ON_CPU = types.SimpleNamespace(device=CPU, mixed_precision="no")
 IN_BF16 = types.SimpleNamespace(device=CPU, mixed_precision="bf16")
 
 
-def can_pack(wrapper, max_length: int = 30, varlen: bool = False) -> bool:
-    return checks.can_pack(ON_CPU, wrapper, max_length, varlen)
+def can_share(wrapper, max_length: int = 30) -> bool:
+    return checks.can_share(ON_CPU, wrapper, max_length)
 
 
 def batch():
@@ -61,7 +61,7 @@ def own(model, ids, scored, temperature=1.0):
     return logps, means, hits
 
 
-def test_packed_answers_are_read_as_each_alone():
+def test_answers_that_share_a_prompt_are_read_as_each_alone():
     """Log-probs, their gradient and the mask's pattern: prompts of which two are shared, one is empty, one a single token."""
     wrapper = LogProbModel(build("llama")).eval()
     numbers = iter(
@@ -71,18 +71,18 @@ def test_packed_answers_are_read_as_each_alone():
     shared, other, empty, single = some(5), some(3), [], some(1)
     prompts = [shared, other, shared, empty, shared, other, empty, single]
     answers = [some(n) for n in (2, 7, 9, 6, 1, 2, 1, 3)]
-    assert can_pack(wrapper)
+    assert can_share(wrapper)
     found, gradients = {}, {}
-    for pack in (False, True):
+    for share in (False, True):
         scored = [
             [len(prompt) > 0 or t > 0 for t in range(len(answer))]
             for prompt, answer in zip(prompts, answers)
         ]
-        batch = Packer(CPU, share=pack).make_batch(prompts, answers, scored)
+        batch = Packer(CPU, share).make_batch(prompts, answers, scored)
         wrapper.zero_grad()
-        found[pack] = wrapper(batch)["logps"]
-        (found[pack] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()
-        gradients[pack] = torch.cat([p.grad.flatten() for p in wrapper.parameters()])
+        found[share] = wrapper(batch)["logps"]
+        (found[share] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()
+        gradients[share] = torch.cat([p.grad.flatten() for p in wrapper.parameters()])
     # 17 = 5 + 2 + 9 + 1, 3 + 7 + 2 + 4 of the single, 7 of the empty
     assert batch["inputs"]["input_ids"].shape == (3, 17)
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
@@ -90,8 +90,24 @@ def test_packed_answers_are_read_as_each_alone():
     assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
 
 
-def test_rows_and_places_are_those_of_the_worked_example():
+def test_padded_rows_are_those_of_the_worked_example():
     """That of `Packer.make_batch`."""
+    batch = ALONE.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
+    inputs = batch.pop("inputs")
+    assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
+        "input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]
+    }
+    assert batch.pop("n_tokens") == 9
+    assert {name: tensor.int().tolist() for name, tensor in batch.items()} == {
+        "targets": [4, 5, 6, 7, 8, 9],
+        "predictors": [6, 7, 0, 1, 2, 3],
+        "last": [8, 4],
+        "mask": [[1, 1, 0, 0], [1, 1, 1, 1]],
+        "cells": [0, 1, 4, 5, 6, 7],
+    }
+
+
+def test_a_shared_prompt_stands_once_before_its_answers():
     batch = SHARED.make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
     inputs = batch.pop("inputs")
     mask = inputs.pop("attention_mask")
@@ -103,14 +119,8 @@ def test_rows_and_places_are_those_of_the_worked_example():
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 0, 0, 0, 1]],
     ]
-    assert batch.pop("tokens") == 9
-    assert {name: tensor.int().tolist() for name, tensor in batch.items()} == {
-        "targets": [4, 5, 6, 7, 8, 9],
-        "predictors": [1, 2, 1, 5, 6, 7],
-        "last": [3, 4, 8],
-        "mask": [[1, 1, 0], [1, 0, 0], [1, 1, 1]],
-        "cells": [0, 1, 3, 6, 7, 8],
-    }
+    assert batch["n_tokens"] == 9 and batch["last"].tolist() == [3, 4, 8]
+    assert batch["predictors"].tolist() == [1, 2, 1, 5, 6, 7]
 
 
 def test_the_first_token_after_an_empty_prompt_is_no_target():
@@ -253,29 +263,59 @@ def test_no_logits_of_the_whole_sequence_exist(monkeypatch):
     ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     ("falcon", {"alibi": True, "new_decoder_architecture": False}),
 ])  # fmt: skip
-def test_what_passes_from_token_to_token_otherwise_is_not_packed(kind, changes):
+def test_where_something_else_passes_from_token_to_token_nothing_is_shared(kind, changes):
     """A convolution or a recurrence carries the first answer into the second, however little; falcon counts positions from the mask."""
     torch.manual_seed(0)
     sizes = {name: size for name, size in TEXT.items() if name != "head_dim"}
     config = AutoConfig.for_model(kind, **sizes, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    assert not can_pack(LogProbModel(model))
+    assert not can_share(LogProbModel(model))
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])  # Mistral's; Llama 4's
-def test_attention_of_a_part_of_longer_rows_is_not_packed(name):
+def test_attention_of_a_part_of_longer_rows_shares_nothing(name):
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **TEXT, **{name: 50})
     wrapper = LogProbModel(
         AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     )
-    assert can_pack(wrapper, max_length=50) and not can_pack(wrapper, max_length=51)
+    assert can_share(wrapper, max_length=50) and not can_share(wrapper, max_length=51)
 
 
-def test_rows_that_would_become_too_long_are_not_packed():
-    """Sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
-    rows = lambda prompt, answer, n: len(SHARED.arrange([[5] * prompt] * n, [[6] * answer] * n))
-    assert rows(10, 300, 16) == 16 and rows(300, 10, 16) == 1 and rows(100, 100, 2) == 1
+def test_prompts_are_shared_where_that_pays(monkeypatch):
+    """Not sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
+    shape = lambda prompt, *answers: (
+        SHARED.lay_out([[5] * prompt] * len(answers), [[6] * answer for answer in answers]).shape
+    )
+    assert shape(10, *[300] * 16) == (16, 310) and shape(300, *[10] * 16) == (1, 460)
+    assert shape(100, 100, 100) == (1, 300)
+    monkeypatch.setattr(packing, "MOST_MASK", 460**2)
+    assert shape(400, 20, 30, 10) == (1, 460)
+    monkeypatch.setattr(packing, "MOST_MASK", 460**2 - 1)
+    assert shape(400, 20, 30, 10) == (3, 430)
+
+
+class Noting(dict):
+    """A dict that notes which keys are asked for by name, as that of ZeRO-3 gathers them."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.asked = []
+
+    def __getitem__(self, name):
+        self.asked.append(name)
+        return super().__getitem__(name)
+
+
+def test_the_dtype_of_a_mask_is_found_without_gathering_weights():
+    """ZeRO-3 would gather them in a process that has a mask, and not in one that has none."""
+    model = build("llama")
+    embeddings = model.get_input_embeddings()
+    embeddings._parameters = Noting(embeddings._parameters)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    assert architecture.as_numbers(model, mask).dtype == torch.float32
+    assert embeddings._parameters.asked == []
+    assert embeddings.weight is not None and embeddings._parameters.asked == ["weight"]
 
 
 @pytest.fixture
@@ -335,36 +375,16 @@ def test_gradients_on_a_cpu_are_clipped_by_their_exact_norm(accelerator, dtype, 
         assert (parameter.grad.double() - clipped).norm() <= rounding * clipped.norm()
 
 
-@pytest.mark.parametrize("length, masked", [(40, True), (300, False)])
-def test_attention_of_short_rows_is_attention(length, masked):
+@pytest.mark.parametrize("length", [40, 300])
+def test_attention_of_short_rows_is_attention(length):
     torch.manual_seed(0)
-    query, key, value, grad = torch.randn(4, 2, 4, length, 16).unbind()
-    allowed = torch.ones(length, length).tril().bool()
-    if masked:
-        allowed = (
-            allowed & ~((torch.arange(length) % 7 == 3) & (torch.arange(length)[:, None] % 2 == 0))
-            | torch.eye(length).bool()
-        )
+    query, key, value = torch.randn(3, 2, 4, length, 16).unbind()
     module = types.SimpleNamespace(is_causal=True, training=True)
-    found, expected = [], []
-    for results, dtype in (found, torch.float32), (expected, torch.float64):
-        inputs = [part.to(dtype, copy=True).requires_grad_() for part in (query, key, value)]
-        if dtype == torch.float32:
-            out, _ = cpu.sdpa_of_short_rows(
-                module, *inputs, allowed[None, None] if masked else None
-            )
-            names, nodes = set(), [out.grad_fn]
-            while nodes:
-                names.add(type(node := nodes.pop()).__name__)
-                nodes += [parent for parent, _ in node.next_functions if parent is not None]
-            assert any("FlashAttention" in name for name in names) == (length >= 256)
-        else:
-            scores = (inputs[0] @ inputs[1].mT / 4).masked_fill(~allowed, -torch.inf)
-            out = (scores.softmax(-1) @ inputs[2]).transpose(1, 2)
-        (out * grad.transpose(1, 2).to(dtype)).sum().backward()
-        results += [out.detach(), *(part.grad for part in inputs)]
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    found, _ = cpu.sdpa_of_short_rows(module, query, key, value, None)
+    scores = query.double() @ key.double().mT / 4
+    scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
+    expected = (scores.softmax(-1) @ value.double()).transpose(1, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_compared_meets_no_noise():

@@ -5,7 +5,6 @@ test_invariance.py, test_resume.py and test_references.py have their cases with 
 
 import functools
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from transformers import (
 import architectures
 from common import adapters, arguments, folders
 from common.shared_args import RolloutArgs, SharedArgs
-from preference_recipes.models import architecture, load, lora, prepare
-from preference_recipes.models.logprobs import LogProbModel, ScoreModel
+from preference_recipes.models import cost, load, lora, prepare, scores
+from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.tools import export as exporting
 from recipes import RECIPES
@@ -72,39 +71,29 @@ def adapted(model, **given):
     """A wrapper around a model with adapters, as the recipes make it."""
     accelerator = Accelerator(cpu=True)
     args = arguments_of(**given)
-    lora.complete_settings(accelerator, args)
-    wrapper = (ScoreModel if hasattr(model, "score") else LogProbModel)(model)
-    architecture.freeze_unreached(accelerator, wrapper)
-    lora.add_adapters(accelerator, wrapper, args)
+    wrapper = (scores.ScoreModel if hasattr(model, "score") else LogProbModel)(model)
+    prepare.choose_parameters(accelerator, wrapper, args)
     return wrapper
 
 
-DEFAULT_RATES = {
-    "sft": (2e-5, 2e-4),
-    "reward": (1e-5, 1e-4),
-    "dpo": (5e-7, 5e-6),
-    "kto": (5e-7, 5e-6),
-    "ppo": (1e-6, 1e-5),
-    "grpo": (1e-6, 1e-5),
-    "distill": (1e-5, 1e-4),
-}
+DEFAULT_RATES = dict(sft=2e-5, reward=1e-5, dpo=5e-7, kto=5e-7, ppo=1e-6, grpo=1e-6, distill=1e-5)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_adapters_have_a_learning_rate_of_their_own(tmp_path, name):
+    """Ten times that of all weights. One that is given is taken, also if it is the other default."""
+
     def rate(*argv, of="learning_rate"):
         argv = list(map(str, argv))
         return getattr(arguments.parse(load_recipe(name).Args, f"{name}.yaml", argv), of)
 
     own = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl"]
-    assert (rate(*own), rate(*own, "--lora_r", 8)) == DEFAULT_RATES[name]
+    default = DEFAULT_RATES[name]
+    assert rate(*own) == default and rate(*own, "--lora_r", 8) == pytest.approx(10 * default)
     if name == "ppo":
         critic = "critic_learning_rate"
         assert (rate(*own, of=critic), rate(*own, "--lora_r", 8, of=critic)) == (1e-5, 1e-4)
-    # A rate that is given is taken, also that of a YAML, and also if it is the other default.
-    default = DEFAULT_RATES[name][0]
     assert rate(*own, "--lora_r", 8, "--learning_rate", default) == default
-    assert rate(*own, "--lora_r=8", "--learning_rate=0.5") == 0.5
     text = "model_name_or_path: m\ndataset_name: d.jsonl\nlora_r: 8\nlearning_rate: 0.25\n"
     (tmp_path / "run.yaml").write_text(text)
     assert rate(tmp_path / "run.yaml") == 0.25
@@ -120,7 +109,7 @@ def test_a_target_that_cannot_have_an_adapter_is_refused(inputs):
 def test_a_policy_that_samples_has_no_dropout(inputs):
     name = str(inputs / "model")
     args = RolloutArgs(model_name_or_path=name, dataset_name="D", lora_r=4, lora_dropout=0.1)
-    call = lambda: lora.complete_settings(Accelerator(cpu=True), args)
+    call = lambda: lora.add_adapters(Accelerator(cpu=True), torch.nn.Module(), args)
     refuses("--lora_dropout 0.1: expected 0, since the sampler", call=call)
 
 
@@ -179,10 +168,6 @@ def test_the_draw_follows_from_the_seed_alone(inputs):
     assert all(torch.equal(one[name], other[name]) for name in one)
     torch.manual_seed(3)
     assert torch.equal(after, torch.rand(1))  # and no later number depends on it
-    matrix = one[
-        "model.model.layers.0.mlp.down_proj.lora_A.default.weight"
-    ]  # kaiming_uniform_(a=sqrt(5))
-    assert 0.8 < matrix.abs().max() * math.sqrt(64) <= 1
 
 
 def test_the_operations_of_training_by_hand(inputs):
@@ -192,22 +177,22 @@ def test_the_operations_of_training_by_hand(inputs):
     layers = sum(p.numel() for p in model.parameters()) - head
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     layers -= 0 if tied else model.model.embed_tokens.weight.numel()
-    assert lora.flop(LogProbModel(model)) == (6 * layers, 6 * head)
+    assert cost.flop(LogProbModel(model)) == (6 * layers, 6 * head)
     wrapper = adapted(
         AutoModelForCausalLM.from_pretrained(inputs / "model"), lora_target_modules=["q_proj"]
     )
     adapters = 2 * 2 * 4 * 32  # layers, A and B, rank, width
-    assert lora.flop(wrapper) == (4 * layers + 6 * adapters, 4 * head)
+    assert cost.flop(wrapper) == (4 * layers + 6 * adapters, 4 * head)
 
     mixture = architectures.build("mixtral")
     layers = sum(p.numel() for name, p in mixture.named_parameters() if ".layers." in name)
     experts = sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name)
     norm = mixture.model.norm.weight.numel()
     visited = layers - experts + experts * 2 / 4 + norm
-    assert lora.flop(LogProbModel(mixture)).of_token == 6 * visited
+    assert cost.flop(LogProbModel(mixture)).of_token == 6 * visited
     experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
     another_name = architectures.build("gemma4_text", **experts)
-    assert lora.flop(LogProbModel(another_name)) == (0, 0)
+    assert cost.flop(LogProbModel(another_name)) == (0, 0)
 
 
 # ============================================================ the base
@@ -430,33 +415,22 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
 
 # ============================================================ an adapter as a model
 def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
+    """A resumed run takes that base as it is. One that has changed is another model."""
     sft, whole, dpo = tmp_path / "sft", tmp_path / "whole", tmp_path / "dpo"
     launch([], recipe("sft"), *flags(inputs, "sft", sft, *LORA))
-    held_out = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 2, *LORA]
+    export(sft / "actor", whole, "--merge")
 
     def run(*more, check=True):
-        every = [*flags(inputs, "dpo", dpo, *held_out), *more]
-        return launch([], recipe("dpo"), *every, check=check)
+        every = [*LORA, "--save_steps", 2, "--model_name_or_path", whole, *more]
+        return launch([], recipe("dpo"), *flags(inputs, "dpo", dpo, *every), check=check)
 
-    actor = sft / "actor"
-    export(actor, whole, "--merge")
-    run("--model_name_or_path", whole)
+    run()
     config = json.loads((dpo / "actor/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(whole)
-    tokenizer = AutoTokenizer.from_pretrained(whole)
-    rows = [json.loads(line) for line in (inputs / "dpo.jsonl").read_text().splitlines()]
-    evaluations = evaluation_lines(dpo)
-    for folder, line in ((actor, evaluations[0]), (dpo / "actor", evaluations[-1])):
-        model = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
-        found = mean_logp(model, tokenizer, rows)
-        assert found == pytest.approx(line["eval/logps/chosen"], rel=1e-5)
-
-    # A resumed run takes the base as it is. One that has changed is another model.
-    again = ["--model_name_or_path", whole, "--resume", "auto"]
-    assert "resumed from" in run(*again, "--max_steps", 5).stdout
+    assert "resumed from" in run("--resume", "auto", "--max_steps", 5).stdout
     file = whole / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    refused = run(*again, "--max_steps", 6, check=False)
+    refused = run("--resume", "auto", "--max_steps", 6, check=False)
     assert refused.returncode and "base model: 'weights " in refused.stdout
 
 
@@ -475,7 +449,7 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
         load.tokenizer_of,
         lambda name: load.causal_lm(name, tokenizer, args),
         lambda name: load.causal_lm(name, tokenizer, args, frozen=True),
-        lambda name: load.score_model(name, tokenizer, args, new_head=True),
+        lambda name: scores.score_model(name, tokenizer, args, new_head=True),
     ]
     for name in names.values():
         command = f"python -m preference_recipes.tools.export {name} OUT"

@@ -21,7 +21,7 @@ from transformers import (
 
 from common.shared_args import SharedArgs
 from plain_loop import Row, expect_lines, expect_weights, means, train
-from preference_recipes.models import load
+from preference_recipes.models import scores
 from recipes import load as load_recipe
 from runs import (
     LAUNCHERS,
@@ -53,7 +53,7 @@ def pads_with_eos(*special: str, **changes):
     ("special", "changes", "given", "expected"),
     [
         (["<role>", "<spare>", "<right_pad>"], {}, None, "<right_pad>"),
-        (["<role>", "<image_pad>", "<spare>", "<other>"], {}, None, "<spare>"),
+        (["<role>", "<spare>", "<other>"], {}, None, "<spare>"),
         (["<role>"], {"unk_token": "<u>"}, None, "<u>"),
         (["<spare>"], {}, "word", "word"),
     ],
@@ -62,12 +62,12 @@ def pads_with_eos(*special: str, **changes):
 def test_a_pad_token_that_is_not_the_eos(special, changes, given, expected):
     tokenizer = pads_with_eos(*special, **changes)
     size = len(tokenizer)
-    load.separate_pad(tokenizer, given)
+    scores.separate_pad(tokenizer, given)
     assert (tokenizer.pad_token, tokenizer.eos_token, len(tokenizer)) == (expected, "<e>", size)
 
 
 def test_models_that_cannot_score(tmp_path, tokenizer):
-    score_model = lambda path, **settings: load.score_model(
+    score_model = lambda path, **settings: scores.score_model(
         str(path), tokenizer, SharedArgs(), **settings
     )
     tiny = tiny_llama(tmp_path / "tiny")

@@ -1,6 +1,5 @@
 """The schedule of the learning rate: warm-up never takes the only update, and one line says at start what it will be."""
 
-import math
 import types
 import typing
 
@@ -53,17 +52,3 @@ def test_the_rates_are_those_of_transformers(kind, warmup_steps):
         optimizer.step()
         reference.step()
     assert rates_of(kind, warmup_steps, 12)[0] == expected
-
-
-@pytest.mark.parametrize("warmup_steps, updates", [(0.03, 2), (1, 2), (5, 2), (0.1, 12)])
-def test_schedules_of_two_or_more_updates_are_as_before(warmup_steps, updates):
-    warmup = int(warmup_steps) if warmup_steps >= 1 else math.ceil(warmup_steps * updates)
-    rates, said = rates_of("linear", warmup_steps, updates)
-    falling = [0.5 * (updates - step) / max(updates - warmup, 1) for step in range(updates)]
-    assert rates == pytest.approx(
-        [0.5 * step / warmup if step < warmup else falling[step] for step in range(updates)]
-    )
-    assert (
-        said
-        == f"learning rate actor 0.5, critic 2; linear, {updates} updates, {warmup} of them warm-up"
-    )

@@ -64,7 +64,7 @@ def models(tmp_path_factory) -> Path:
             ASSETS / "sft.yaml",
             *("--model_name_or_path", folder / "new" / name, "--output_dir", folder / "sft" / name),
             *("--max_steps", 200, "--learning_rate", 2e-3, "--exact_match_rows", 0),
-            *("--micro_train_batch_size", 64, "--packing", False),
+            *("--micro_train_batch_size", 64),
         )
         shutil.move(folder / "sft" / name / "actor", folder / name)
     return folder

@@ -76,10 +76,10 @@ def ours(given: dict, formula: str, beta, temperature: float, cut: int):
     head = Head(
         given["teacher_weight"][:cut],
         given["teacher_bias"][:cut],
-        teacher_multiplier,
-        teacher_softcap,
+        teacher_multiplier / temperature,
+        teacher_softcap / temperature,
     )
-    lesson = Lesson(given["teacher_hidden"], head.at(temperature))
+    lesson = Lesson(given["teacher_hidden"], head, torch.arange(0))
     formula = (multiplier / temperature, softcap / temperature)
     job = Divergence(given["targets"], *formula, lesson, beta)
     first, *others = ByChunks.apply(*learned, cut, job)
@@ -190,8 +190,9 @@ def test_losses_and_gradients_are_those_of_trl(case):
     )
     learned = [given[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     hidden, weight, bias = learned
-    head = Head(given["teacher_weight"], given["teacher_bias"], teacher_scale, teacher_cap)
-    lesson = Lesson(given["teacher_hidden"][mask], head.at(temperature))
+    of_teacher = (teacher_scale / temperature, teacher_cap / temperature)
+    head = Head(given["teacher_weight"], given["teacher_bias"], *of_teacher)
+    lesson = Lesson(given["teacher_hidden"][mask], head, torch.arange(0))
     targets = torch.zeros(int(mask.sum()), dtype=torch.long)
     job = Divergence(targets, scale / temperature, cap / temperature, lesson, beta)
     first, *others = ByChunks.apply(hidden[mask], weight, bias, len(weight), job)
@@ -273,7 +274,7 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
         with torch.no_grad():
             hidden = wrapped_teacher(batch, as_teacher=True)
         places = is_mine.nonzero().flatten()
-        head = wrapped_teacher.whole_head().at(temperature)
+        head = wrapped_teacher.whole_head(temperature)
         assert len(head.weight) == vocabulary
         lessons.append(Lesson(hidden[places], head, places))
     output = wrapped(batch, temperature, lessons=lessons, beta=beta)

@@ -21,7 +21,7 @@ from common.launch import quiet
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import files
 from preference_recipes.data.pairs import preference_row
-from preference_recipes.models import load
+from preference_recipes.models import load, scores
 from preference_recipes.tools import export
 from runs import ASSETS, REPOSITORY, recipe, refuses, tiny_llama, write_jsonl
 from templates import load_rows
@@ -221,7 +221,7 @@ def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
     tokenizer = load.tokenizer_of(str(model))
     refusals = {
         "policy or reference": ("model", lambda: load.causal_lm(own["model"], tokenizer, DEFAULTS)),
-        "reward model": ("model", lambda: load.score_model(own["model"], tokenizer, DEFAULTS)),
+        "reward model": ("model", lambda: scores.score_model(own["model"], tokenizer, DEFAULTS)),
         "tokenizer": ("tokenizer", lambda: load.tokenizer_of(own["tokenizer"])),
     }
     for name, call in refusals.values():
@@ -255,7 +255,7 @@ def test_a_reward_model_is_no_policy(tmp_path):
     for tied in (True, False):
         folder = tiny_llama(tmp_path / str(tied), tie_word_embeddings=tied)
         tokenizer = load.tokenizer_of(str(folder))
-        scorer = load.score_model(str(folder), tokenizer, DEFAULTS, new_head=True)
+        scorer = scores.score_model(str(folder), tokenizer, DEFAULTS, new_head=True)
         scorer.save_pretrained(folder)
         refuses(
             folder,
@@ -264,7 +264,7 @@ def test_a_reward_model_is_no_policy(tmp_path):
             "causal language model",
             call=lambda: load.causal_lm(str(folder), tokenizer, DEFAULTS),  # noqa: B023
         )
-        load.score_model(str(folder), tokenizer, DEFAULTS)
+        scores.score_model(str(folder), tokenizer, DEFAULTS)
 
 
 def test_a_reference_with_another_tokenizer(model, tmp_path):

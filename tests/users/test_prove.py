@@ -93,12 +93,12 @@ FAULTS = {
     "weights_are_changed_past_the_engine": Fault(
         "engines", "recipes/sft.py", {ZERO_GRAD: shrink_weights("0.999")}
     ),
-    "packed_rows_lose_their_last_target": Fault(
+    "answers_that_share_a_prompt_lose_their_last_target": Fault(
         "packed",
-        "recipes/sft.py",
+        "recipes/dpo.py",
         {
-            'is_target=columns["learned"]': "is_target=[[*row[:-1], row[-1] and not packer.share] "
-            'for row in columns["learned"]]'
+            'columns["rejected_learned"]': "[[*row[:-1], row[-1] and not packer.share] "
+            'for row in columns["rejected_learned"]]'
         },
     ),
     "a_short_update_is_divided_by_the_size_of_a_full_one": Fault(

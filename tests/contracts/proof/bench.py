@@ -46,7 +46,6 @@ TINY_RUN = {
     "train_batch_size": BATCH,
     "micro_train_batch_size": BATCH,
     "micro_train_tokens": 0,
-    "packing": False,
     "share_prompts": False,
     "gradient_checkpointing": False,
     "max_epochs": 2,

@@ -1,0 +1,154 @@
+"""Models that score: a reward model, or PPO's actor with its critic."""
+
+import sys
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from common import print_once, zero
+from preference_recipes.models import architecture, load
+from preference_recipes.models.logprobs import LogProbModel, ModelWrapper, by_answer
+
+
+class ScoreHead(nn.Linear):
+    """A reward model's or critic's output layer, in fp32: half precision would round the scores."""
+
+    def forward(self, hidden):
+        """Returns fp32 scores `[n, 1]` of hidden states `[n, h]`."""
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+class ScoreModel(ModelWrapper):
+    """A sequence classifier with one label whose forward returns scores; see `score_model`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        model.score.__class__ = ScoreHead  # same parameters and names: saving does not notice
+
+    def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns fp32 scores of what ends at some places, by default of the answers.
+
+        Args:
+            batch: of `Packer.make_batch`.
+        """
+        if places is None:
+            places = batch["last"]
+        hidden = architecture.hidden_states(self.model, batch["inputs"])
+        return self.model.score(hidden.index_select(0, places)).squeeze(-1)
+
+
+class ActorCritic(LogProbModel):
+    """Actor (`model`) and critic in one module.
+
+    So there is one engine, one backward pass and one checkpoint under every strategy.
+    """
+
+    def __init__(self, policy_model, critic):
+        super().__init__(policy_model)
+        self.critic = ScoreModel(critic)
+        # FSDP2 gathers the critic by itself, so that it stays in shards while the actor generates.
+        units = {*self._no_split_modules, *self.critic._no_split_modules, "ScoreModel"}
+        self._no_split_modules = sorted(units)
+
+    def forward(self, batch: dict, *args, with_values: bool = True, **kwargs) -> dict:
+        """Returns what `LogProbModel.forward` does and, unless told not to, `values`.
+
+        The value of a token is that of the state in which it was chosen: the text before it.
+        """
+        output = super().forward(batch, *args, **kwargs)
+        if with_values:
+            output["values"] = by_answer(self.critic(batch, batch["predictors"]), batch)
+        return output
+
+
+# ============================================================ loading
+def score_model(
+    name: str, tokenizer, args, frozen: bool = False, new_head: bool = False
+) -> PreTrainedModel:
+    """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
+
+    Args:
+        tokenizer: that of the policy, or of `name` itself.
+        args, frozen: see `load.causal_lm`.
+        new_head: gives a model without a score head a new one, see `draw_score_head`.
+    """
+    if load.tokenizer_of(name).get_vocab() != tokenizer.get_vocab():
+        sys.exit(
+            f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
+            "the reward model or critic reads the policy's token ids, "
+            "so both need the same vocabulary"
+        )
+    model, missing, _ = load.load(
+        AutoModelForSequenceClassification, name, args, frozen, num_labels=1
+    )
+    lacks_backbone = missing - {"score.weight"}
+    if lacks_backbone or (missing and not new_head):
+        sys.exit(
+            f"{name!r} lacks weights, such as {min(missing)}: "
+            "expected a reward model with one label, as recipes/reward.py saves it"
+        )
+    if missing:
+        print_once(f"{name!r} has no score head: a new one is drawn from the seed")
+        draw_score_head(model)
+    # transformers reads the score of the last token before the padding.
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def draw_score_head(model: PreTrainedModel) -> None:
+    """Draws the weights of a new score head from N(0, 0.01 / (hidden size + 1)).
+
+    A tenth of the usual deviation (Stiennon et al. 2020, arXiv:2009.01325; Huang et al. 2024,
+    arXiv:2403.17031): the hidden states of chat models are large, and a reward model should begin
+    with scores near zero. A still smaller head would slow its backbone down.
+    """
+    size = model.score.in_features
+    # From the seed alone, whatever random numbers the engine used up while it loaded the model.
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    start = 0.1 * torch.randn(1, size, generator=generator) / (size + 1) ** 0.5
+    with zero.gathered([model.score.weight], writer=0), torch.no_grad():
+        model.score.weight.copy_(start)
+
+
+def separate_pad(tokenizer, pad_token: str | None = None) -> None:
+    """Gives a tokenizer that pads with its EOS another pad token, and prints which.
+
+    transformers reads a saved reward model's score at the last token that is not the pad token. So
+    any token will do with which no answer ends: that of `--pad_token`, an unused special one, or
+    the one for unknown text. The vocabulary stays as it is.
+    """
+    eos = tokenizer.eos_token
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab() or pad_token == eos:
+            sys.exit(
+                f"--pad_token {pad_token!r}: expected a token of the vocabulary of "
+                f"{tokenizer.name_or_path!r} other than its EOS, {eos!r}"
+            )
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token != eos:
+        return
+    template = str(tokenizer.chat_template or "")
+    unused = [
+        str(token)
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special
+        and str(token) not in tokenizer.all_special_tokens
+        and str(token) not in template
+    ]
+    unused.sort(key=lambda token: "pad" not in token.lower())  # those for padding first
+    found = [token for token in (*unused, tokenizer.unk_token) if token not in (None, eos)]
+    if not found:
+        sys.exit(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no pad token of its own, or pads "
+            f"with its EOS, {eos!r}: transformers would read a saved reward model's score before "
+            "the EOS. Give --pad_token TOKEN: a token of its vocabulary with which no answer ends"
+        )
+    tokenizer.pad_token = found[0]
+    print_once(
+        f"NOTE: pads with {found[0]!r}, because the tokenizer has no pad token other than its "
+        f"EOS, {eos!r}; --pad_token names another"
+    )
