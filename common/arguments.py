@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import gc
-import hashlib
 import math
 import os
 import pkgutil
@@ -26,7 +25,6 @@ MAY_CHANGE |= {"micro_train_batch_size", "micro_train_tokens"}
 MAY_CHANGE |= {"gradient_checkpointing", "attn_implementation"}
 # Data is compared by its content, not by its name.
 MAY_CHANGE |= {"dataset_name", "eval_dataset_name", "eval_dataset_split"}
-MAY_CHANGE |= {"source of the rewards"}  # a resume says so
 
 # What a micro-batch holds on a GPU, unless the user sets it.
 TOKENS_ON_GPU = 16_384
@@ -55,16 +53,11 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     """Reads a recipe's arguments from the command line.
 
     A first argument that ends in .yaml or .yml sets defaults, which the flags after it override.
-    Without a model and a data set, the embedded demo's YAML is read.
 
     Args:
         args_class: flat dataclass, its fields made by `shared_args.arg`.
-        demo: the YAML of the embedded demo, in `assets/`.
+        demo: the YAML in `assets/` that is read where neither a model nor a data set is given.
         argv: the arguments without the program's name; default `sys.argv[1:]`.
-
-    Raises:
-        SystemExit: unknown argument, wrong type, a YAML file that is not a flat mapping. The
-            message names the argument.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     gc.enable()  # it is off while a recipe loads its modules
@@ -74,19 +67,23 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         # Read as flags, so that the same parser checks types, choices and unknown names.
         words = yaml_to_flags(words[0], parser) + words[1:]
     given = parser.parse_args(words)
-    is_demo = given.model_name_or_path is None and given.dataset_name is None
-    if is_demo:
+    if given.model_name_or_path is None and given.dataset_name is None:
         words = yaml_to_flags(ASSETS / demo, parser) + words
+        if speaks_for_all():
+            print(f"no model and no data set given: running the demo, {ASSETS / demo}", flush=True)
     elif given.model_name_or_path is None or given.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
-    fields = dataclasses.fields(args_class)
     if given.lora_r:
-        of_lora = {field.name: field.metadata["with_lora"] for field in fields}
+        of_lora = {each.name: each.metadata["with_lora"] for each in dataclasses.fields(args_class)}
         parser.set_defaults(**{name: value for name, value in of_lora.items() if value is not None})
     args = args_class(**vars(parser.parse_args(words)))
-    check_ranges(args, parser)
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        limits = {} if value is None else field.metadata["limits"]
+        if not all(LIMITS[name](value, limit) for name, limit in limits.items()):
+            parser.error(f"--{field.name} {value}: expected {range_in_words(limits)}")
     if args.keep_best and not args.eval_dataset_name:
         parser.error(f"--keep_best {args.keep_best} needs --eval_dataset_name")
     if args.stop_after and not (args.keep_best and args.eval_steps):
@@ -94,22 +91,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     # A single data set is recorded by its name, not as a list of one.
     if len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name
-    if is_demo and speaks_for_all():
-        print(f"no model and no data set given: running the demo, {ASSETS / demo}", flush=True)
     return args
-
-
-def check_ranges(args, parser: Parser) -> None:
-    """Refuses numbers that are not in the range of their argument."""
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        limits = {} if value is None else field.metadata["limits"]
-        if not all(LIMITS[name](value, limit) for name, limit in limits.items()):
-            parser.error(f"--{field.name} {value}: expected {range_in_words(limits)}")
-        if field.name.endswith("_steps") and value > 1 and value % 1 != 0:
-            parser.error(
-                f"--{field.name} {value}: expected a whole number of updates, or a share below 1"
-            )
 
 
 def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
@@ -140,44 +122,29 @@ def load_function(name: str) -> Callable:
     return function
 
 
-def source_of(name: str) -> str:
-    """Returns a checksum of the module's file of a loaded `MODULE:NAME`."""
-    module = sys.modules[name.partition(":")[0]]
-    file = getattr(module, "__file__", None)  # none, if it is compiled into Python
-    source = Path(file).read_bytes() if file else b""
-    return hashlib.sha256(source).hexdigest()[:16]
-
-
 def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
     """Returns the number of micro-batches that each process accumulates for one update.
 
     Fills in their size if none is given: 4 samples, or the size nearest to it that divides an
     update. That would leave most of a GPU idle, so there a number of tokens limits them. Micro-
     batches are then cut by tokens, and the number is the most there can be: one for each sample.
-
-    Raises:
-        SystemExit: sizes that do not divide. The message names the nearest valid ones.
     """
     samples = args.train_batch_size
-    wanted = args.micro_train_batch_size or 4
-    sizes = [size for size in range(1, samples + 1) if samples % (size * processes) == 0]
-    nearest_size = min(sizes, key=lambda size: abs(size - wanted), default=4)
     if args.micro_train_batch_size is None:
-        args.micro_train_batch_size = 4 if args.micro_train_tokens else nearest_size
+        sizes = [size for size in range(1, samples + 1) if samples % (size * processes) == 0]
+        nearest_to_4 = min(sizes, key=lambda size: abs(size - 4), default=4)
+        args.micro_train_batch_size = 4 if args.micro_train_tokens else nearest_to_4
         if on_gpu and not args.micro_train_tokens:
             args.micro_train_tokens = TOKENS_ON_GPU
     if args.micro_train_tokens:
         return math.ceil(samples / processes)
-
-    samples_per_step = args.micro_train_batch_size * processes
-    if samples % samples_per_step == 0:
-        return samples // samples_per_step
-    below = samples // samples_per_step * samples_per_step
-    nearest = f"{below} or {below + samples_per_step}" if below else f"{samples_per_step}"
-    if sizes:
-        nearest += f", or --micro_train_batch_size {nearest_size}"
-    sys.exit(
-        f"--train_batch_size {samples} is not a multiple of --micro_train_batch_size "
-        f"{args.micro_train_batch_size} x {counted(processes, 'process')} = {samples_per_step}. "
-        f"Nearest valid sizes: --train_batch_size {nearest}."
-    )
+    step = args.micro_train_batch_size * processes
+    if samples % step:
+        below = samples // step * step
+        nearest = " or ".join(str(size) for size in (below, below + step) if size)
+        sys.exit(
+            f"--train_batch_size {samples} is not a multiple of --micro_train_batch_size "
+            f"{args.micro_train_batch_size} x {counted(processes, 'process')} = {step}. "
+            f"Nearest valid sizes: {nearest}."
+        )
+    return samples // step

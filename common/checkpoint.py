@@ -282,9 +282,6 @@ class Checkpoint:
     def refuse_another_run(self, path: Path, before: dict) -> None:
         """Ends the program if a checkpoint has another `whole_identity` (`before`) than it."""
         now = self.whole_identity()
-        source = "source of the rewards"
-        if before.get(source) != now.get(source):
-            self.accelerator.print(f"NOTE: the {source} has changed since the checkpoint")
         may_change = arguments.MAY_CHANGE | self.run.args.may_change
         differences = [
             f"{name}: {value!r} in the checkpoint, {now.get(name)!r} now"

@@ -46,20 +46,13 @@ class DataArgs:
 
     model_name_or_path: str | None = arg(None, "the model to train: a hub name or a folder")
     dataset_name: list[str] | None = arg(None, "hub names, NAME:CONFIG, files or folders")
-    dataset_weights: list[float] | None = arg(
-        None,
-        "2: an epoch takes each row of the set twice; 0.5: half of its rows",
-    )
+    dataset_weights: list[float] | None = arg(None, "how often an epoch takes the rows of each set")
     dataset_split: str = arg("train", "split of --dataset_name")
-    eval_dataset_name: list[str] | None = arg(
-        None, "held-out rows, one or several sets; a column `answer` adds exact match"
-    )
+    eval_dataset_name: list[str] | None = arg(None, "held-out sets; a column `answer`: exact match")
     eval_dataset_split: str = arg("train", "split of --eval_dataset_name")
     columns: list[str] | None = arg(None, "FORMAT=YOURS, such as prompt=question")
     chat_template: str | None = arg(None, "a Jinja file instead of the model's own template")
-    chat_template_kwargs: str | None = arg(
-        None, 'variables of the template as JSON, such as {"enable_thinking": false}'
-    )
+    chat_template_kwargs: str | None = arg(None, "variables of the template, a JSON object")
     strings_as_messages: bool = arg(False, "make strings turns of user and assistant")
     output_dir: str | None = arg(None, "default: runs/<recipe>/<date-time>")
     max_length: int = arg(1024, "tokens of prompt and answer; the rest is cut off", at_least=2)
@@ -74,18 +67,14 @@ class UpdateArgs:
     micro_train_batch_size: int | None = arg(
         None, "samples that run at once on a process; default: 4, on a GPU 16384 tokens", at_least=1
     )
-    micro_train_tokens: int = arg(
-        0, "tokens, with padding, that run at once; 0: by micro_train_batch_size", at_least=0
-    )
+    micro_train_tokens: int = arg(0, "padded tokens that run at once; 0: by samples", at_least=0)
     max_epochs: int = arg(1, "passes over the data", at_least=0)
     max_steps: int = arg(0, "updates; 0: as many as the epochs hold", at_least=0)
     learning_rate: float = arg(1e-5, "peak learning rate", with_lora=1e-4, at_least=0)
     lr_scheduler_type: SchedulerType = arg("linear", "as transformers names them")
     warmup_steps: float = arg(0.03, "updates of warm-up; below 1: a share of all", at_least=0)
     weight_decay: float = arg(0.0, "on matrices only, not on biases and norms", at_least=0)
-    optimizer: Literal["adamw", "muon"] = arg(
-        "adamw", "muon: for the matrices of hidden layers, AdamW for all else"
-    )
+    optimizer: Literal["adamw", "muon"] = arg("adamw", "muon: on hidden matrices, else AdamW")
     adam_epsilon: float = arg(1e-8, "Adam's epsilon", at_least=0)
     max_grad_norm: float = arg(1.0, "gradient clipping; 0: none", at_least=0)
     gradient_checkpointing: bool = arg(False, "saves memory, costs time")
@@ -97,16 +86,10 @@ class UpdateArgs:
 class AdapterArgs:
     """Low-rank adapters."""
 
-    lora_r: int = arg(
-        0, "rank of adapters; 0: none. Above 0 the default learning rate is tenfold", at_least=0
-    )
-    lora_alpha: float | None = arg(
-        None, "adapters are scaled by alpha / r; default: 2 * lora_r", above=0
-    )
+    lora_r: int = arg(0, "rank of adapters; 0: none", at_least=0)
+    lora_alpha: float | None = arg(None, "scales by alpha / r; default: 2 * lora_r", above=0)
     lora_dropout: float = arg(0.0, "dropout before the adapters", at_least=0, below=1)
-    lora_target_modules: list[str] = arg(
-        ["all-linear"], "names of the layers that get an adapter, such as q_proj v_proj"
-    )
+    lora_target_modules: list[str] = arg(["all-linear"], "layers, such as q_proj v_proj")
     load_in_4bit: bool = arg(False, "pack the frozen weights below adapters (QLoRA)")
 
 
@@ -120,12 +103,8 @@ class SavingArgs:
     save_total_limit: int = arg(2, "checkpoints to keep; 0: all", at_least=0)
     save_actor_steps: float = arg(0, "updates between saved actors; 0: only the last", at_least=0)
     save_actor_limit: int = arg(0, "saved actors to keep; 0: all", at_least=0)
-    keep_best: str | None = arg(
-        None, "the metric whose best actor goes to actor_best/, such as eval/loss or eval/x:max"
-    )
-    stop_after: int = arg(
-        0, "end after as many evaluations without a better one; 0: never", at_least=0
-    )
+    keep_best: str | None = arg(None, "the metric of actor_best/: eval/loss, or eval/x:max or :min")
+    stop_after: int = arg(0, "end after N evaluations without a better one; 0: never", at_least=0)
     push_to_hub: str | None = arg(None, "upload the actor to this hub repository")
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = arg(
         None, "dtype of saved actors; default: as trained. Checkpoints stay exact"
@@ -161,12 +140,8 @@ class RolloutArgs(SharedArgs):
         "sequence_mask", "how losses are weighted where a server sampled, see docs/vllm.md"
     )
     sampler_correction_max: float = arg(3.0, "the largest ratio that counts there", at_least=1)
-    max_sampler_difference: float | None = arg(
-        None, "end the run where a server's log-probs differ by more on average", at_least=0
-    )
-    rollouts_ahead: int = arg(
-        0, "1: servers sample the next rollout while this one is trained on", at_least=0, at_most=1
-    )
+    max_sampler_difference: float | None = arg(None, "largest mean log-prob difference", at_least=0)
+    rollouts_ahead: int = arg(0, "1: servers sample a rollout ahead", at_least=0, at_most=1)
 
     may_change: ClassVar[set[str]] = {
         "vllm_url",
@@ -182,17 +157,11 @@ class RewardArgs(RolloutArgs):
     """What recipes take whose samples are scored by a reward model, by functions, or by both."""
 
     reward_model_name_or_path: str | None = arg(None, "a reward model with one label")
-    reward_function: list[str] | None = arg(
-        None, "one or several MODULE:NAME, functions (prompts, responses, **columns) -> scores"
-    )
+    reward_function: list[str] | None = arg(None, "one or several MODULE:NAME, see docs/ppo.md")
     reward_weights: list[float] | None = arg(None, "the model's, then each function's")
-    environment: str | None = arg(
-        None, "MODULE:CLASS that answers the model or has tools, see docs/environments.md"
-    )
+    environment: str | None = arg(None, "MODULE:CLASS that answers, see docs/environments.md")
     max_turns: int = arg(8, "answers of the model in one response, with --environment", at_least=1)
-    environment_timeout: float = arg(
-        60.0, "seconds that its calls may take; 0: no limit", at_least=0
-    )
+    environment_timeout: float = arg(60.0, "seconds a call may take; 0: no limit", at_least=0)
     normalize_reward: bool = arg(False, "normalise the reward model's scores by its config")
 
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"environment_timeout"}

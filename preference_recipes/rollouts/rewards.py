@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import arguments, as_list, distributed
+from common import arguments, distributed
 from preference_recipes.data import answer_column, dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
@@ -64,7 +64,7 @@ class Judge:
 
     Attributes:
         weights: of each part of the score, by its name; the reward model's is `reward_model`.
-        fingerprints: of the reward model, and of the user's code, for the identity of a checkpoint.
+        fingerprints: of the reward model, for the identity of a checkpoint.
     """
 
     def __init__(self, sampler: Sampler):
@@ -73,9 +73,7 @@ class Judge:
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
         self.columns = columns_by_set(sampler.data)["the training data"]
-        own = as_list(args.reward_function) + as_list(args.environment)
-        sources = {name: arguments.source_of(name) for name in own}
-        self.fingerprints: dict[str, Any] = {"source of the rewards": sources}
+        self.fingerprints: dict[str, Any] = {}
         self.model: nn.Module | None = None  # prepared
         self.mean = 0.0  # these normalise its scores
         self.std = 1.0

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bare_runs import SHARING, alone_in, bare_sampler, data_of
-from common.arguments import load_function, source_of
 from preference_recipes.rollouts import rewards
 from preference_recipes.rollouts.samples import Samples, share_of_groups
 from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, refuses, tiny_inputs
@@ -285,18 +284,6 @@ def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch
         )  # fmt: skip
 
 
-def test_the_source_of_a_function_is_the_file_of_its_module(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    file = tmp_path / "source_of_test.py"
-    file.write_text("def f(p, r): return 1\n")
-    load_function("source_of_test:f")
-    before = source_of("source_of_test:f")
-    file.write_text("def f(p, r): return 2\n")
-    assert source_of("source_of_test:f") != before
-    load_function("math:sqrt")
-    assert source_of("math:sqrt") == source_of("math:sqrt")
-
-
 # ---------------------------------------------------------------------------------------------- signatures
 
 
@@ -371,7 +358,7 @@ def length(prompts, responses, **columns):
 """
 
 
-def test_a_function_that_changed_is_said_and_one_that_goes_elsewhere_is_harmless(tmp_path):
+def test_a_function_that_goes_elsewhere_is_harmless(tmp_path):
     tiny_inputs(tmp_path)
     (tmp_path / "wayward.py").write_text(WAYWARD)
     command = [
@@ -380,15 +367,11 @@ def test_a_function_that_changed_is_said_and_one_that_goes_elsewhere_is_harmless
         *("--n_samples_per_prompt", 4, "--train_batch_size", 8, "--max_new_tokens", 6),
         *("--resume", "auto", "--report_to", "none", "--max_steps"),
     ]
-    note = "NOTE: the source of the rewards has changed since the checkpoint"
-    run = lambda *more: launch([], recipe("grpo"), *command, *more, cwd=tmp_path).stdout
-    assert note not in run(2) + run(3)
+    for updates in (2, 3):
+        launch([], recipe("grpo"), *command, updates, cwd=tmp_path)
     card = (tmp_path / "out/actor/README.md").read_text()
     assert "base_model" not in card and "datasets:" not in card  # no names of the hub
-    (tmp_path / "wayward.py").write_text(WAYWARD.replace("/ 8", "/ 9"))
-    assert note in run(4)
-    assert note not in run(5)
-    assert [line["global_step"] for line in lines(tmp_path / "out")] == [1, 2, 3, 4, 5]
+    assert [line["global_step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
 
 
 # ---------------------------------------------------------------------------------------------- two processes

@@ -24,7 +24,6 @@ TABLE = [
     # The command line.
     ("dpo", ["--betta", 1], ["unrecognized arguments: --betta 1"]),
     ("sft", ["--seed", -1], ["--seed -1: expected at least 0 and below 4294967296"]),
-    ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
     ("dpo", ["unknown.yaml"], ["unrecognized arguments: --betta 0.2"]),
     # Numbers and settings.
