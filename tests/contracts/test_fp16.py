@@ -27,7 +27,13 @@ from runs import (
 )
 
 TESTS = REPOSITORY / "tests"
-OVERFLOWING = {name: of_recipe for name, of_recipe in RECIPES.items() if of_recipe.overflow}
+OVERFLOWING = [
+    pytest.param(name, stage, processes, marks=[pytest.mark.slow] * slow)
+    for name, of_recipe in RECIPES.items()
+    for stage, processes, slow in filter(None, [of_recipe.overflow])
+]
+# A scale that is lowered only after the hundredth overflow.
+KEPT_SCALE = {"initial_scale_power": 8, "hysteresis": 100}
 
 
 @pytest.fixture(scope="module")
@@ -39,79 +45,51 @@ def inputs(tmp_path_factory):
 
 def fp16_launcher(folder, stage: int, processes: int, **fp16) -> list[str]:
     """A DeepSpeed world with these loss-scale settings."""
-    settings = {
-        "enabled": True,
-        "loss_scale": 0.0,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-        **fp16,
-    }
+    settings = {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "min_loss_scale": 1}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    path = folder / f"{stage}-{abs(hash(str(settings)))}.json"
-    auto = dict.fromkeys(
-        ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"),
-        "auto",
-    )
-    path.write_text(json.dumps({"fp16": settings, "zero_optimization": zero, **auto}))
+    names = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
+    path = folder / f"{stage}-{processes}.json"
+    content = {"fp16": settings | fp16, "zero_optimization": zero, **dict.fromkeys(names, "auto")}
+    path.write_text(json.dumps(content))
     return deepspeed_launcher(path, processes)
 
 
-def flags(inputs, name, output, *more):
-    return ["--model_name_or_path", inputs / "still", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output, "--train_batch_size", 8,
-            "--micro_train_batch_size", 2, "--learning_rate", 0.003, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--report_to", "none",
-            "--max_epochs", 1 if name == "ppo" else 2, *RECIPES[name].fp16_flags, *more]  # fmt: skip
+def run(inputs, launcher, mode: str, windows: str, name: str, output, *more) -> str:
+    """Runs a recipe through overflowing_recipe.py; returns what it printed."""
+    script = [launcher, TESTS / "overflowing_recipe.py", mode, windows, recipe(name)]
+    flags = [
+        *("--model_name_or_path", inputs / "still", "--dataset_name", inputs / f"{name}.jsonl"),
+        *("--train_batch_size", 8, "--micro_train_batch_size", 2, "--warmup_steps", 0),
+        *("--output_dir", output, "--report_to", "none"),
+    ]
+    return launch(*script, *flags, *more).stdout
 
 
-@pytest.mark.parametrize(
-    "name, stage, processes",
-    [
-        pytest.param(name, stage, processes, marks=[pytest.mark.slow] * slow)
-        for name, (stage, processes, slow) in (
-            (name, of_recipe.overflow) for name, of_recipe in OVERFLOWING.items()
-        )
-    ],
-)
+@pytest.mark.parametrize("name, stage, processes", OVERFLOWING)
 def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
-    """The first window, the one after a logged update, two in a row, and the last; a scale that is lowered only after the hundredth."""
-    launcher, bad = (
-        fp16_launcher(inputs, stage, processes, initial_scale_power=8, hysteresis=100),
-        "0,4,6,7,11",
-    )
+    """The first window, the one after a logged update, two in a row, and the last."""
+    launcher = fp16_launcher(inputs, stage, processes, **KEPT_SCALE)
+    windows = "0,4,6,7,11"
     poisoned, lacking = inputs / f"poisoned-{name}", inputs / f"lacking-{name}"
-    # A warm-up does not depend on the horizon, in which the two runs differ.
     more = [
-        "--logging_steps",
-        3,
-        "--lr_scheduler_type",
-        "constant_with_warmup",
-        "--warmup_steps",
-        4,
+        *(
+            "--learning_rate",
+            0.003,
+            "--logging_steps",
+            3,
+            "--max_epochs",
+            1 if name == "ppo" else 2,
+        ),
+        # A warm-up does not depend on the horizon, in which the two runs differ.
+        *("--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 4),
+        *RECIPES[name].fp16_flags,
     ]
-    result = launch(
-        launcher,
-        TESTS / "overflowing_recipe.py",
-        "overflow",
-        bad,
-        recipe(name),
-        *flags(inputs, name, poisoned, *more),
-    )
-    assert "done: 7 updates, 5 skipped" in result.stdout
-    launch(
-        launcher,
-        TESTS / "overflowing_recipe.py",
-        "lack",
-        bad,
-        recipe(name),
-        *flags(inputs, name, lacking, *more, "--max_steps", 7),
-    )
+    said = run(inputs, launcher, "overflow", windows, name, poisoned, *more)
+    assert "done: 7 updates, 5 skipped" in said
+    run(inputs, launcher, "lack", windows, name, lacking, *more, "--max_steps", 7)
     found, expected = timeless(poisoned), timeless(lacking)
-    assert [(line["global_step"], line["skipped_steps"]) for line in found] == [
-        (1, 1),
-        (3, 1),
-        (6, 4),
-        (7, 5),
-    ]
+    counted = [(line["global_step"], line["skipped_steps"]) for line in found]
+    assert counted == [(1, 1), (3, 1), (6, 4), (7, 5)]
     assert all(line.pop("loss_scale") == 256 for line in found + expected)
     for line in found + expected:
         del line["skipped_steps"], line["epoch"]
@@ -123,10 +101,7 @@ def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
     """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go."""
     launcher = fp16_launcher(tmp_path, stage, 1, initial_scale_power=4, loss_scale_window=2)
     output = launch(launcher, TESTS / "growing_loss_scale.py", tmp_path / "out").stdout
-    guarded, unguarded = (
-        ast.literal_eval(re.search(rf"^{name} (.*)$", output, re.MULTILINE)[1])
-        for name in ("guarded", "unguarded")
-    )
+    guarded, unguarded = map(ast.literal_eval, re.findall(r"guarded (.*)", output))
     scales = [16, 16, 16, 32, 32]
     assert guarded == [(0.5, 0.5, scale) for scale in scales]
     assert [taken for taken, *_ in unguarded] == [0.5, 0.5, 0.25, 0.5, 0.25]
@@ -149,24 +124,18 @@ def test_skips_are_said_and_without_end_end(scale, said, capsys):
 @pytest.mark.parametrize(
     "name, own",
     [
-        (
-            "grpo",
-            ["--reward_function", TIES, "--drop_equal_groups", False, "--score_batch_size", 3],
-        ),
+        ("grpo", ["--reward_function", TIES, "--drop_equal_groups", False]),
         ("distill", [*TAUGHT, "--loss_type", "sampled"]),
     ],
 )
 def test_until_an_update_is_applied_the_policy_has_not_moved(inputs, name, own):
     """Rollouts of four updates: the first two of one overflow and the last of another; ratios are 1 until one is applied."""
     output = inputs / f"{name}-skipped"
-    launcher = fp16_launcher(inputs, 2, 2, initial_scale_power=8, hysteresis=100)
-    arguments = ["--model_name_or_path", inputs / "still", "--dataset_name", inputs / "ppo.jsonl", "--output_dir", output, "--train_batch_size", 8,
-                 "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--warmup_steps", 0, "--report_to", "none", "--max_steps", 8,
-                 "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--max_new_tokens", 6, *own]  # fmt: skip
-    result = launch(
-        launcher, TESTS / "overflowing_recipe.py", "overflow", "0,1,7", recipe(name), *arguments
-    )
-    assert "done: 8 updates, 3 skipped" in result.stdout
+    launcher = fp16_launcher(inputs, 2, 2, **KEPT_SCALE)
+    own += ["--learning_rate", 0.01, "--max_steps", 8, "--rollout_batch_size", 8]
+    own += ["--n_samples_per_prompt", 4, "--max_new_tokens", 6, "--score_batch_size", 3]
+    said = run(inputs, launcher, "overflow", "0,1,7", name, output, *own)
+    assert "done: 8 updates, 3 skipped" in said
     found = training_lines(output)
     # Rollouts begin after 0, 4 and 8 updates seen: their first applied ones are the updates 1, 3 and 6.
     firsts = [line["global_step"] for line in found if "completions/mean_length" in line]

@@ -6,7 +6,6 @@ It ends with the same weights and the same metrics.jsonl.
 import functools
 import json
 import os
-import pickle
 import resource
 import shutil
 import signal
@@ -218,9 +217,8 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path):
     for one, other in parameters:
         assert one.equal(other)
         moments, found = before.optimizer.state[one], resumed.optimizer.state[other]
-        assert moments.keys() == found.keys() and all(
-            moments[name].equal(found[name]) for name in found
-        )
+        assert moments.keys() == found.keys()
+        assert all(moments[name].equal(found[name]) for name in found)
     assert resumed.scheduler.get_last_lr() == before.scheduler.get_last_lr() == [0.025]
     assert resumed.optimizer.param_groups[0]["lr"] == 0.025
     sums = {"loss": ["mean", 7.0, 2.0], "longest": ["max", 4.0, 2.0]}
@@ -237,24 +235,19 @@ def test_the_logs_in_a_checkpoint_are_on_the_disk_before_it_counts(tmp_path, mon
     run = small_run(tmp_path)
     for name in LOGS:
         (tmp_path / name).write_text(f'{{"global_step": 0, "in": "{name}"}}\n')
-    done = []
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda n: flushed.append(os.readlink(f"/proc/self/fd/{n}")))
+    rename = Path.rename
 
-    def note(name, function, path_of):
-        def call(first, *others):
-            done.append((name, path_of(first)))
-            return function(first, *others)
+    def checked(path, target):
+        if path.name == ".global_step_000000.writing":
+            logs = [path / "logs" / name for name in LOGS]
+            expected = [*logs, path / "logs", path / "state.json", path]
+            assert {*map(str, expected)} <= {*flushed}
+        return rename(path, target)
 
-        return call
-
-    fsync = note("flush", os.fsync, lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "rename", note("rename", Path.rename, str))
+    monkeypatch.setattr(Path, "rename", checked)
     run.save()
-    writing = run.folder / ".global_step_000000.writing"
-    renamed = done.index(("rename", str(writing)))
-    logs = writing / "logs"
-    for path in (*(logs / name for name in LOGS), logs, writing, writing / "state.json"):
-        assert ("flush", str(path)) in done[:renamed], path
     for name in LOGS:
         saved = run.folder / "global_step_000000/logs" / name
         assert saved.read_bytes() == (tmp_path / name).read_bytes()
@@ -266,17 +259,10 @@ def test_random_states_that_cannot_be_read_are_refused(tmp_path):
     final = tmp_path / "checkpoints/global_step_000000"
     file = final / "engine/random_states_0.pkl"
     states = torch.load(file, weights_only=False)
-    broken = {**states, "torch_manual_seed": states["torch_manual_seed"][:-1]}
-    without = {name: value for name, value in states.items() if name != "numpy_random_seed"}
-    for damage in (None, broken, without):
-        torch.save(damage, file) if damage else file.write_bytes(b"no pickle")
-        with pytest.raises((pickle.UnpicklingError, RuntimeError, KeyError)):
-            small_run(tmp_path).load(final)
-    # With another number of processes they are not those of any process now.
-    state = json.loads((final / "state.json").read_text())
-    state["open_sums"] *= 2
-    (final / "state.json").write_text(json.dumps(state))
-    small_run(tmp_path).load(final)
+    states["torch_manual_seed"] = states["torch_manual_seed"][:-1]
+    torch.save(states, file)
+    with pytest.raises(RuntimeError):
+        small_run(tmp_path).load(final)
 
 
 def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
@@ -303,14 +289,11 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     said = resume(inputs, "dpo", "plain", output).stdout
     assert f"passed over {newest}: {newest}/state.json is missing" in said
     assert "global_step_000010" in said
-    assert timeless(output) == timeless(reference)
-    assert torch.equal(weights(output), weights(reference))
-    shutil.rmtree(output / "actor")
+    expect_same(output, reference)
     for folder in (output / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
     result = resume(inputs, "dpo", "plain", output, check=False)
     assert result.returncode and "--resume auto: no whole checkpoint" in result.stdout
-    assert not (output / "actor").exists()
 
 
 @pytest.mark.parametrize(
@@ -357,15 +340,12 @@ def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
     edited = inputs / "edited.jsonl"
     edited.write_text("\n".join([*rows, last.replace("!", "?")]))
     for changes, parts in [
-        (
-            ["--train_batch_size", 4, "--beta", 0.2],
-            ["train_batch_size: 8 in the checkpoint, 4 now", "beta: 0.1 in the checkpoint, 0.2"],
-        ),
+        (["--beta", 0.2, "--max_length", 9], ["beta: 0.1 in the checkpoint, 0.2", "max_length: "]),
         (["--dataset_name", edited], ["belongs to another run: data: "]),
         (["--eval_dataset_name", edited], ["belongs to another run: held-out data: {}"]),
     ]:
-        output = inputs / "other"
-        said = resume(inputs, "dpo", "plain", output, *changes, "--resume", point, check=False)
+        flags = [*changes, "--resume", point]
+        said = resume(inputs, "dpo", "plain", inputs / "other", *flags, check=False)
         assert said.returncode and "Traceback" not in said.stdout
         assert all(part in said.stdout for part in parts), said.stdout
 
