@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from preference_recipes.rollouts import generation, recorded
 from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.samples import repeat_each
 
 ON_GPU = torch.cuda.is_available()
 PROMPT_TOKENS = 64
@@ -63,7 +64,7 @@ def measure(accelerator: Accelerator, args) -> dict:
     random = np.random.default_rng(0)
     # Each prompt eight times, as a group of GRPO.
     distinct = random.integers(0, len(tokenizer), (args.rows // 8, PROMPT_TOKENS)).tolist()
-    prompts = generation.repeat_each(distinct, 8)
+    prompts = repeat_each(distinct, 8)
     uniforms = random.random((len(prompts), args.new_tokens))
 
     def draw(devices: tuple, batch_size: int = 0) -> tuple[list, float]:

@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from preference_recipes.rollouts import vllm
 
@@ -72,14 +72,7 @@ def serve(pipe, delay: float, n_tokens: int) -> None:
 
 
 def requests_of_rollout(n_tokens: int) -> list[dict]:
-    model = types.SimpleNamespace(
-        get_output_embeddings=lambda: types.SimpleNamespace(out_features=264),
-        generation_config=types.SimpleNamespace(eos_token_id=1),
-    )
-    sampler = types.SimpleNamespace(
-        tokenizer=AutoTokenizer.from_pretrained(ASSETS / "model"),
-        unwrapped=types.SimpleNamespace(vocabulary=264, model=model),
-    )
+    sampler = types.SimpleNamespace(tokens_without_probability=lambda: [], stop_tokens=lambda: {1})
     uniforms = np.random.default_rng(0).random((PROMPTS, RESPONSES, n_tokens))
     return vllm.make_requests(sampler, [[5] * PROMPT_TOKENS] * PROMPTS, uniforms, 1.0)
 

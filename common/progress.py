@@ -19,7 +19,7 @@ class Progress:
         samples, tokens, sequences: trained on so far, in applied updates. `tokens` are those of
             `length`, padding excluded; in DPO and reward a pair's prompt counts twice.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
-        position: the run's `rollouts.schedule.Position`, in a recipe whose updates do not tell how
+        position: the run's `rollouts.rollout.Position`, in a recipe whose updates do not tell how
             much of the data is used up. In GRPO a rollout that leaves groups out makes fewer.
         stopped_early: whether the run ends before its data: by `--stop_after`, or in GRPO because
             a whole epoch of prompts led to no update.

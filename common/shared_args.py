@@ -132,8 +132,6 @@ class RolloutArgs(SharedArgs):
     num_epochs_per_rollout: int = arg(1, "passes over the samples of a rollout", at_least=1)
     max_new_tokens: int = arg(256, "longest response", at_least=1)
     temperature: float = arg(1.0, "for sampling and for every log-prob in training", above=0)
-    eval_temperature: float = arg(0.0, "that of evaluations; 0: greedy decoding", at_least=0)
-    eval_samples: int = arg(1, "responses to each held-out prompt", at_least=1)
     share_prompts: bool = arg(True, "compute a prompt once for its responses")
     vllm_url: list[str] | None = arg(None, "vLLM servers that sample, see docs/vllm.md")
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_mask", "none"] = arg(

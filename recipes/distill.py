@@ -37,16 +37,23 @@ from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
-from preference_recipes.data import chat, dataset, prompts
+from preference_recipes.data import dataset, prompts
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.teachers import Teachers
-from preference_recipes.rollouts import correction, evaluation, generation, schedule, vllm
-from preference_recipes.rollouts.rollout import Rollout, State, compute_logps
+from preference_recipes.rollouts import correction, evaluation, vllm
+from preference_recipes.rollouts.rollout import (
+    Position,
+    Rollout,
+    RolloutSchedule,
+    State,
+    check_rollout_size,
+    compute_logps,
+    sample,
+)
 from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Samples
-from preference_recipes.rollouts.schedule import Position, RolloutSchedule
+from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.tools import preview
 
 
@@ -210,7 +217,7 @@ def sample_responses(
     with run.timed("generate"):
         # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = position.draw_uniforms(args, len(is_own))[is_own]
-        samples = generation.sample(sampler, own, uniforms, args.temperature)
+        samples = sample(sampler, own, uniforms, args.temperature)
         vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
     samples.check_finite(sampler)
     lengths = samples.mask.sum(1)
@@ -257,7 +264,7 @@ def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
 def completions_of(sampler: Sampler, columns: dict[str, list]) -> Samples:
     """Returns the completions that the data has for some prompts."""
     completions = columns["completion_ids"]
-    stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
+    stops = sampler.stop_tokens()
     return Samples(
         prompts=columns["prompt_ids"],
         responses=completions,
@@ -279,7 +286,7 @@ def rollout_of(
     """
 
     def for_each_sample(of_prompts: list) -> list:
-        return generation.repeat_each(of_prompts, samples.per_prompt)
+        return repeat_each(of_prompts, samples.per_prompt)
 
     # With several teachers, the data name each row's.
     one_teacher = [teachers.ONLY] * len(columns["row"])
@@ -488,7 +495,7 @@ def evaluate(
 def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     teachers.names_and_paths(args)  # exits if none is named, or one twice
-    schedule.check_settings(args)
+    check_rollout_size(args)
     if args.loss_type == "divergence":
         of_correction = ["sampler_correction", "sampler_correction_max"]
         refuse_changed(args, of_correction, "only --loss_type sampled is corrected")

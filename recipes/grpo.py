@@ -43,17 +43,14 @@ from preference_recipes.rollouts import (
     correction,
     episodes,
     evaluation,
-    generation,
     rewards,
     rollout,
-    schedule,
     vllm,
 )
 from preference_recipes.rollouts.rewards import Judge, Scores
-from preference_recipes.rollouts.rollout import Rollout
+from preference_recipes.rollouts.rollout import Position, Rollout, RolloutSchedule
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
-from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.tools import preview
 
 
@@ -548,7 +545,7 @@ def sample_round(
     with run.timed("generate"):
         # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
-        samples = generation.sample(sampler, prompts_of_round, uniforms, args.temperature)
+        samples = rollout.sample(sampler, prompts_of_round, uniforms, args.temperature)
         vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
     samples.check_finite(sampler)
     with run.timed("score"):
@@ -812,7 +809,7 @@ def check_settings(args: Args) -> None:
     for is_so, message in contradictions:
         if is_so:
             sys.exit(message)
-    schedule.check_settings(args)
+    rollout.check_rollout_size(args)
 
 
 if __name__ == "__main__":

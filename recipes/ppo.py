@@ -43,12 +43,18 @@ from common.shared_args import RewardArgs, arg, refuse_changed
 from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts import correction, episodes, evaluation, generation, rewards, vllm
+from preference_recipes.rollouts import correction, episodes, evaluation, rewards, vllm
 from preference_recipes.rollouts.rewards import Judge, Scores
-from preference_recipes.rollouts.rollout import Rollout, State, compute_logps
+from preference_recipes.rollouts.rollout import (
+    Position,
+    Rollout,
+    RolloutSchedule,
+    State,
+    compute_logps,
+    sample,
+)
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
-from preference_recipes.rollouts.schedule import Position, RolloutSchedule
 from preference_recipes.tools import preview
 
 
@@ -318,7 +324,7 @@ def make_rollout(
     with run.timed("generate"):
         # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
-        samples = generation.sample(sampler, prompts_of_rollout, uniforms, args.temperature)
+        samples = sample(sampler, prompts_of_rollout, uniforms, args.temperature)
         vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
     with run.timed("score"):
         scores = score(sampler, judge, samples, packer)

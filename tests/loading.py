@@ -40,7 +40,9 @@ def main(folder: str, output_dir: str) -> None:
     policy = scores.ActorCritic(actor, critic)
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, settings), lr=1e-4)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    sampler = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
+    sampler = types.SimpleNamespace(
+        accelerator=accelerator, model=model, unwrapped=policy, stop_tokens=lambda: {1}
+    )
     in_training = is_cut_after_forward(model)  # as each run checks its log-probs first
     with generation.ready_to_generate(sampler):
         gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}

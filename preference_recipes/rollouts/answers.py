@@ -5,7 +5,7 @@ from decimal import Decimal
 
 from preference_recipes.data import answer_column, thoughts
 from preference_recipes.data.chat import decode_answers
-from preference_recipes.rollouts import generation
+from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.sampler import Sampler
 
 # What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
@@ -48,12 +48,46 @@ PLAIN_FORMS = [
     (re.compile("\u2212"), "-"),  # a minus sign
     (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]
-# What `is_equal` does not compare as mathematics.
-WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
-LONGEST_EXPRESSION = 300
-MATH_MODE = re.compile(r"^\s*(?:\${1,2}|\\[(\[])|(?:\${1,2}|\\[)\]])?\.?\s*$")
 # A space that is not between two words.
 LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
+
+
+def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
+    """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
+
+    And all prompts and responses, see `common/log.py`. Of the rows with an `answer` the first
+    `--exact_match_rows` are answered; None: all. All processes must call it.
+    """
+    args = sampler.args
+    tokenizer = sampler.tokenizer
+    answers = eval_set["answer"][:] if "answer" in eval_set.column_names else []
+    answered = [row for row, answer in enumerate(answers) if answer][: args.exact_match_rows]
+    if not answered:
+        return {}, []
+    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
+    prompts = rows["prompt_ids"]
+    responses = generate(
+        sampler, prompts, args.max_new_tokens, batch_size=8 * args.micro_train_batch_size
+    )
+    response_ids = [response.ids for response in responses]
+    texts = decode_answers(tokenizer, response_ids)
+    prompt_texts = tokenizer.batch_decode(prompts)
+
+    examples = []
+    for number, prompt in enumerate(prompt_texts):
+        answer = rows["answer"][number]
+        examples.append(
+            {
+                "source": prefix.rstrip("/"),
+                "row": rows["row"][number],
+                "prompt": prompt,
+                "response": tokenizer.decode(response_ids[number]),
+                "answer": " or ".join(answer_column.entries(answer)),
+                "right": is_right(with_opened_thought(prompt, texts[number]), answer),
+            }
+        )
+    share = sum(example["right"] for example in examples) / len(examples)
+    return {f"{prefix}exact_match": share}, examples
 
 
 def is_right(response: str, answer: str | float | list) -> bool:
@@ -65,36 +99,11 @@ def is_right(response: str, answer: str | float | list) -> bool:
     return any(has_answer(response, entry) for entry in answer_column.entries(text))
 
 
-def is_equal(response: str, answer: str | float | list) -> bool:
-    """As `is_right`; what that denies is right, too, if math-verify finds it equal: 0.5 is 1/2.
-
-    Words are left to `is_right`: math-verify reads products of letters, so that no would be on. So
-    are long texts, which state no answer.
-    """
-    if is_right(response, answer):
-        return True
-    stated = final_answer(response)
-    if len(stated) > LONGEST_EXPRESSION:
-        return False
-    entries = answer_column.entries(answer_column.to_text(answer))
-    right = [final_answer(entry) for entry in entries]
-    return any(equal_by_math_verify(text, stated) for text in right if not WORDS.fullmatch(text))
-
-
-def equal_by_math_verify(right: str, stated: str) -> bool:
-    """Whether math-verify finds two final answers equal. In a box, it takes each as a whole."""
-    from math_verify import parse, verify  # of an extra, see `rewards.math_reward`
-
-    boxed = [rf"\boxed{{{MATH_MODE.sub('', text)}}}" for text in (right, stated)]
-    return verify(*map(parse, boxed))
-
-
 def has_answer(response: str, answer: str) -> bool:
     """Returns whether a response and an answer have the same final answer.
 
-    If the answer is a number, the final answer of the response must hold exactly one number, of
-    the same value: 1,200 is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text
-    in the forms of `plain` and `as_text`.
+    If it is a number, that of the response must hold exactly one number, of the same value: 1,200
+    is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text.
     """
     stated = plain(final_answer(response))
     right = plain(final_answer(answer)).rstrip(".")
@@ -210,47 +219,3 @@ def as_text(text: str) -> str:
     text = LONE_SPACE.sub("", text)  # (3, 4) is (3,4), and 1 1/2 is not 11/2
     text = text.rstrip(".").casefold()
     return text.strip("()") if re.fullmatch(r"\(?\w\)", text) else text
-
-
-def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
-    """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
-
-    Args:
-        eval_set: has the column `prompt_ids`. Of the rows with an `answer` the first
-            `--exact_match_rows` are answered; None: all.
-        prefix: of the set's tags, such as `eval/`.
-
-    Returns:
-        The share of right responses by its tag, nothing if no prompt is answered; all prompts and
-        responses, see `common/log.py`.
-    """
-    args = sampler.args
-    tokenizer = sampler.tokenizer
-    answers = eval_set["answer"][:] if "answer" in eval_set.column_names else []
-    answered = [row for row, answer in enumerate(answers) if answer][: args.exact_match_rows]
-    if not answered:
-        return {}, []
-    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
-    prompts = rows["prompt_ids"]
-    responses = generation.generate(
-        sampler, prompts, args.max_new_tokens, batch_size=8 * args.micro_train_batch_size
-    )
-    response_ids = [response.ids for response in responses]
-    texts = decode_answers(tokenizer, response_ids)
-    prompt_texts = tokenizer.batch_decode(prompts)
-
-    examples = []
-    for number, prompt in enumerate(prompt_texts):
-        answer = rows["answer"][number]
-        examples.append(
-            {
-                "source": prefix.rstrip("/"),
-                "row": rows["row"][number],
-                "prompt": prompt,
-                "response": tokenizer.decode(response_ids[number]),
-                "answer": " or ".join(answer_column.entries(answer)),
-                "right": is_right(with_opened_thought(prompt, texts[number]), answer),
-            }
-        )
-    share = sum(example["right"] for example in examples) / len(examples)
-    return {f"{prefix}exact_match": share}, examples

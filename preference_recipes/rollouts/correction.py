@@ -14,17 +14,14 @@ def importance_weights(
 ) -> tuple[torch.Tensor, dict]:
     """Returns the weight p/q of each token's loss `[samples, length]`, and values to log about it.
 
-    token_truncate: the token's own ratio, at most `--sampler_correction_max`; truncated importance
-    sampling, Yao et al. 2025.
+    token_truncate: the token's own ratio, at most `--sampler_correction_max`; Yao et al. 2025.
     token_mask: the token's own ratio, 0 where it is above this maximum or below its inverse;
     IcePop, Ling Team 2025.
     sequence_mask: the ratio of the whole response, 0 where it is above the maximum; as in TRL.
     none: 1 for all.
 
     Args:
-        old: `logps` of the policy before the rollout's first update, and `sampler_logps`,
-            `[samples, length]`.
-        mask: `[samples, length]`, 0 where there is no token.
+        old: `logps`, those before the rollout's first update, and `sampler_logps`.
     """
     correction = args.sampler_correction
     largest = args.sampler_correction_max
@@ -53,8 +50,7 @@ def importance_weights(
 def sampler_differences(output: dict, old: dict, mask: torch.Tensor) -> dict:
     """Returns values to log: how far the sampler's log-probs are from those of training.
 
-    For the first update of a rollout, so both are of the same policy; with `--rollouts_ahead` the
-    sampler's is an earlier one.
+    In a rollout's first update both are of one policy, but with `--rollouts_ahead`.
     """
     difference = (output["logps"] - old["sampler_logps"]).abs()
     name = "sampling/sampling_logp_difference"

@@ -9,12 +9,15 @@ import contextlib
 import functools
 import inspect
 import json
+import math
+import numbers
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers.utils import get_json_schema
 
 from common import arguments
@@ -28,6 +31,8 @@ CLOSE_SECONDS = 10
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # The name of `get_reward` among the parts of a score; the others are reward functions and models.
 OF_ENVIRONMENT = "environment"
+# The largest score that fp32 holds.
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class UserClass(NamedTuple):
@@ -70,12 +75,14 @@ def close(instances: Iterable[Any]) -> None:
         calls.wait()
 
 
-# ============================================================ calls
-class Calls:
-    """Calls of a user's code, which run beside each other and beside whoever started them.
+# ============================================================ calls of a user's code
 
-    Each is in a thread of its own, which does not keep the run from ending. A call that returns an
-    awaitable is awaited, all in one event loop. Each may take `timeout` seconds; 0: no limit.
+
+class Calls:
+    """Calls of environments, which run beside each other and beside whoever started them.
+
+    Each is in a thread of its own, which does not keep the run from ending, and may take `timeout`
+    seconds; 0: no limit.
     """
 
     def __init__(self, timeout: float):
@@ -112,6 +119,14 @@ class Calls:
             raise TimeoutError(f"a call took longer than --environment_timeout {self.timeout:g}")
 
 
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the one loop for a user's code: clients that it keeps are bound to it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 def awaited_result(result: Any) -> Any:
     """Returns what a call returned or, if that is an awaitable, what awaiting it gives."""
 
@@ -123,15 +138,29 @@ def awaited_result(result: Any) -> Any:
     return asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result()
 
 
-@functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Returns the loop in which all awaitables of environments run, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
+def check_scores(source: str, scores: Any, data_rows: Sequence[int]) -> list[float]:
+    """Returns scores that a user's code gave as a list of numbers, NaN where it gave None.
+
+    Raises:
+        SystemExit: they are not one number that fp32 holds, or None, for each of these rows.
+    """
+    if hasattr(scores, "tolist"):  # of torch or numpy
+        scores = scores.tolist()
+    expected = f"{source}: expected {len(data_rows)} numbers, one for each response"
+    if not isinstance(scores, (list, tuple)) or len(scores) != len(data_rows):
+        sys.exit(f"{expected}, got {scores!r:.200}")
+    values = [value.item() if hasattr(value, "item") else value for value in scores]
+    for data_row, value in zip(data_rows, values):
+        is_number = isinstance(value, numbers.Real)
+        # Compared, not converted: a whole number may be too large even for fp64.
+        if value is not None and (not is_number or not abs(value) <= LARGEST):
+            sys.exit(f"{expected}, that fp32 holds; got {value!r:.200} for data row {data_row}")
+    return [math.nan if value is None else float(value) for value in values]
 
 
 # ============================================================ tools
+
+
 def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
     """Returns a message of the model, which read a prompt and wrote a text, with its `tool_calls`.
 
@@ -139,14 +168,12 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If a call is not a JSON object, its
     `function` is its text.
     """
+    message: dict[str, Any] = {"role": "assistant"}
     if getattr(tokenizer, "response_template", None) is not None:
         try:
-            return {
-                "role": "assistant",
-                **tokenizer.parse_response(text, prefix=prompt, tools=tools),
-            }
+            return message | tokenizer.parse_response(text, prefix=prompt, tools=tools)
         except Exception:  # the model wrote something that the template cannot hold
-            return {"role": "assistant", "content": text}
+            return message | {"content": text}
     calls = []
     for found in TOOL_CALL.findall(text):
         try:
@@ -154,7 +181,7 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
             calls.append({"type": "function", "function": {**json.loads(found)}})
         except (ValueError, TypeError):
             calls.append({"type": "function", "function": found})
-    message: dict[str, Any] = {"role": "assistant", "content": TOOL_CALL.sub("", text).strip()}
+    message["content"] = TOOL_CALL.sub("", text).strip()
     return {**message, "tool_calls": calls} if calls else message
 
 

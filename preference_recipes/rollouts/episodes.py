@@ -5,11 +5,12 @@ between this answer and the next one, the next answer as it was sampled, and so 
 tokenised again. `Samples.is_sampled` says which tokens the model drew.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,11 @@ import torch
 
 from common import distributed
 from preference_recipes.data import chat
-from preference_recipes.data.chat import decode
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments, generation
 from preference_recipes.rollouts.environments import UserClass
-from preference_recipes.rollouts.reward_calls import check
-from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Response, Samples, share_of_groups
+from preference_recipes.rollouts.sampler import Response, Sampler
+from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_groups
 
 
 def start(sampler: Sampler) -> None:
@@ -92,31 +91,37 @@ class Stage:
         self.user_class = user_class
         # Of the latest samples, by their row. Each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
-        # What ends an answer. While the model generates, its generation config is set aside.
-        self.stops: set[int] = set()
 
     # ======================================================== playing
     def play(
         self, sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: float
     ) -> Samples:
-        """Plays an episode for each sample, see `generation.sample`. All processes must call it.
+        """Plays an episode for each sample, see `rollout.sample`. All processes must call it.
 
         The k-th token that a model draws in an episode is decided by its k-th number (a server: all
-        of an answer by the number at its start), whatever other episodes there are. So an episode
-        depends on nothing but its own prompt, numbers, weights and environment. Each process plays
-        its share.
+        of an answer by the number at its start), whatever other episodes there are. Each process
+        plays its share.
         """
         self.close()
-        self.stops = chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model)
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
-        with generation.local_generator(sampler) as generate:
-            mine = partial(self.play_mine, sampler, prompts, draws, temperature, generate)
-            episodes = self.on_all(sampler, mine)
+
+        def play_mine() -> dict[int, Episode]:
+            episodes = self.begin(sampler, prompts, per_prompt)
+            while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
+                self.take_turn(sampler, live, draws[list(live)], temperature)
+            return episodes
+
+        with contextlib.ExitStack() as stack:
+            if sampler.servers is not None:
+                sampler.servers.synchronise(sampler)  # they get the current weights
+            else:
+                stack.enter_context(generation.ready_to_generate(sampler))
+            episodes = on_all(sampler, play_mine)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
-            row_texts=generation.repeat_each(prompts["columns"], per_prompt),
+            row_texts=repeat_each(prompts["columns"], per_prompt),
             data_rows=[episode.data_row for episode in episodes],
             ended=torch.tensor([episode.ended for episode in episodes]),
             per_prompt=per_prompt,
@@ -126,22 +131,8 @@ class Stage:
             of_episodes=statistics(episodes),
         )
 
-    def play_mine(
-        self,
-        sampler: Sampler,
-        prompts: dict,
-        draws: np.ndarray,
-        temperature: float,
-        generate: generation.LocalGenerator,
-    ) -> dict[int, Episode]:
-        """Plays this process's episodes, and returns them by their numbers among all."""
-        episodes = self.begin(sampler, prompts, len(draws) // len(prompts["row"]))
-        while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
-            self.take_turn(sampler, live, draws[list(live)], temperature, generate)
-        return episodes
-
     def begin(self, sampler: Sampler, prompts: dict, per_prompt: int) -> dict[int, Episode]:
-        """Makes and resets the environments of this process, and returns their episodes."""
+        """Makes and resets this process's environments; returns their episodes by number."""
         mine = share_of_groups(sampler.accelerator, len(prompts["row"]), per_prompt)
         self.instances = {number: self.user_class.make() for number in mine}
         calls = environments.Calls(sampler.args.environment_timeout)
@@ -182,12 +173,7 @@ class Stage:
         return episode
 
     def take_turn(
-        self,
-        sampler: Sampler,
-        live: dict[int, Episode],
-        draws: np.ndarray,
-        temperature: float,
-        generate: generation.LocalGenerator,
+        self, sampler: Sampler, live: dict[int, Episode], draws: np.ndarray, temperature: float
     ) -> None:
         """Generates an answer in each live episode, and lets the environment reply to it.
 
@@ -205,27 +191,47 @@ class Stage:
         ids = [episode.prompt + episode.ids for episode in live.values()]
         numbers = list(live)  # of the episodes, by row
         calls = environments.Calls(sampler.args.environment_timeout)
-        for row, response in generate(ids, uniforms, temperature):
+        for row, response in self.generate(sampler, ids, uniforms, temperature):
             number = numbers[row]
             episode = live[number]
-            self.add_answer(sampler, episode, response, temperature)
+            self.add_answer(sampler, episode, response)
             if episode.is_live:
                 calls.start(number, self.reply, self.instances[number], episode)
         for number, messages in calls.wait().items():
             self.continue_or_end(sampler, live[number], messages)
 
-    def add_answer(
-        self, sampler: Sampler, episode: Episode, response: Response, temperature: float
-    ) -> None:
+    def generate(
+        self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    ) -> Iterator[tuple[int, Response]]:
+        """Generates a response to each prompt, for this process alone.
+
+        Yields the number of each prompt with its response, once that has ended. `uniforms` are
+        `[prompts, tokens]`.
+        """
+        if sampler.servers is not None:
+            yield from sampler.servers.generate_locally(sampler, prompts, uniforms, temperature)
+            return
+        longest = uniforms.shape[1]
+        n_batches = math.ceil(
+            len(prompts) / generation.responses_at_once(sampler, prompts, longest)
+        )
+        lengths = np.array([len(prompt) for prompt in prompts])
+        longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
+        for numbers in np.array_split(longest_first, n_batches):
+            yield from generation.generate_some(
+                sampler, prompts, numbers.tolist(), longest, temperature, uniforms
+            )
+
+    def add_answer(self, sampler: Sampler, episode: Episode, response: Response) -> None:
         """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
         room = episode.room(sampler.args)
         ids = response.ids[:room]
-        logps = response.logps[:room] if temperature else [0.0] * len(ids)
-        is_whole = ids[-1] in self.stops
-        text = decode(sampler.tokenizer, ids[:-1] if is_whole else ids)  # without the stop token
+        logps = response.logps[:room] or [0.0] * len(ids)  # a greedy one has none
+        is_whole = ids[-1] in sampler.stop_tokens()
+        text = chat.decode(sampler.tokenizer, ids[:-1] if is_whole else ids)  # no stop token
         message = {"role": "assistant", "content": text}
         if is_whole and self.user_class.tools:  # a cut answer calls nothing
-            before = decode(sampler.tokenizer, episode.prompt + episode.ids)
+            before = chat.decode(sampler.tokenizer, episode.prompt + episode.ids)
             message = environments.parsed(sampler.tokenizer, text, before, self.user_class.tools)
         episode.add(ids, logps, is_sampled=True)
         episode.turns += 1
@@ -270,19 +276,20 @@ class Stage:
             found = calls.wait()
             data_rows = [samples.data_rows[number] for number in found]
             source = f"--environment {self.user_class.name}: `get_reward`"
-            return dict(zip(found, check(source, list(found.values()), data_rows)))
+            scores = environments.check_scores(source, list(found.values()), data_rows)
+            return dict(zip(found, scores))
 
-        return self.on_all(sampler, mine)
+        return on_all(sampler, mine)
 
     def close(self) -> None:
         """Closes all environments of the latest samples."""
         environments.close(self.instances.values())
         self.instances = {}
 
-    def on_all(self, sampler: Sampler, function: Callable[[], dict[int, Any]]) -> list:
-        """Returns what all processes return of it by the episode's number, in their order."""
-        found = distributed.all_or_none(sampler.accelerator, True, function)
-        return distributed.gather_rows(found)
+
+def on_all(sampler: Sampler, function: Callable[[], dict[int, Any]]) -> list:
+    """Returns what all processes return of it by the episode's number, in their order."""
+    return distributed.gather_rows(distributed.all_or_none(sampler.accelerator, True, function))
 
 
 def statistics(episodes: list[Episode]) -> dict[str, torch.Tensor]:

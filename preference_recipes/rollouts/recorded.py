@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from common import in_one_line, print_once
-from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Response
+from preference_recipes.rollouts.sampler import Response, Sampler
 
 # A step reads so many places of the cache, or a multiple of it: each multiple is a recording.
 PLACES = 128

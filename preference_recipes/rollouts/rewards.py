@@ -1,10 +1,11 @@
-"""Scores responses by a reward model, reward functions or both; has three such functions."""
+"""Scores responses by a reward model, reward functions or both; has two such functions."""
 
+import copy
 import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,18 @@ from preference_recipes.data import answer_column, dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts import answers, environments, episodes, reward_calls
-from preference_recipes.rollouts.environments import OF_ENVIRONMENT
+from preference_recipes.rollouts import answers, environments, episodes
+from preference_recipes.rollouts.environments import LARGEST, OF_ENVIRONMENT, check_scores
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
 
 # The name of the reward model's part among those of the functions.
 OF_MODEL = "reward_model"
+# What a function is given by name whatever the data holds, the last two with `--environment`.
+OWN_KEYWORDS = ("response_ids", "truncated", "rendered_prompts", "step")
+OF_EPISODES = ("messages", "environments")
+# Columns of these names are not passed.
+OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS, *OF_EPISODES)
 
 
 class Scores(NamedTuple):
@@ -45,8 +51,8 @@ def check_settings(args) -> None:
 
 
 def load_prompts(accelerator, args, tokenizer) -> Data:
-    """Loads prompts to respond to, and checks that they have what the reward functions ask for."""
-    data = dataset.load_data(
+    """Loads prompts to respond to."""
+    return dataset.load_data(
         accelerator,
         args,
         tokenizer,
@@ -55,16 +61,12 @@ def load_prompts(accelerator, args, tokenizer) -> Data:
         max_new_tokens=args.max_new_tokens,
         tools=episodes.tools(args),
     )
-    check_signatures(args, data)
-    return data
 
 
 class Judge:
     """What scores responses: a reward model, reward functions or both.
 
-    Attributes:
-        weights: of each part of the score, by its name; the reward model's is `reward_model`.
-        fingerprints: of the reward model, for the identity of a checkpoint.
+    `weights` are those of the score's parts by name, `fingerprints` part of a run's identity.
     """
 
     def __init__(self, sampler: Sampler):
@@ -72,7 +74,10 @@ class Judge:
         args = sampler.args
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
-        self.columns = columns_by_set(sampler.data)["the training data"]
+        # All rows of a set have the columns of its first one, with None for what is missing.
+        starts = np.cumsum((0, *sampler.data.mixture.sizes[:-1])).tolist()
+        firsts = sampler.data.train[starts]["columns"]
+        self.columns = columns_of(list(map(json.loads, firsts)))  # of the training data
         self.fingerprints: dict[str, Any] = {}
         self.model: nn.Module | None = None  # prepared
         self.mean = 0.0  # these normalise its scores
@@ -112,7 +117,7 @@ class Judge:
         decides = is_there & (weights != 0) if weights.any() else is_there
         total = np.where(is_there, values * weights, 0.0).sum(0)
         for data_row, is_scored, reward in zip(samples.data_rows, decides.any(0), total):
-            if not is_scored or not abs(reward) <= reward_calls.LARGEST:
+            if not is_scored or not abs(reward) <= LARGEST:
                 found = f"{reward:g}, which fp32 does not hold" if is_scored else "None"
                 sys.exit(f"the reward of data row {data_row} is {found}; weights: {self.weights}")
         return Scores(
@@ -131,7 +136,7 @@ class Judge:
         of_samples = distributed.gather_rows(score_of_row)
         for data_row, score in zip(samples.data_rows, of_samples):
             # Refused here: from now on NaN means that a function returned None.
-            if not abs(score) <= reward_calls.LARGEST:
+            if not abs(score) <= LARGEST:
                 sys.exit(
                     f"the reward model's score of data row {data_row} is {score}. fp16 activations "
                     "overflow where bf16's do not"
@@ -149,11 +154,12 @@ class Judge:
         def call() -> list[list[float]]:
             if not mine:
                 return []
-            step = sampler.progress.global_step
-            given = reward_calls.collect(sampler.tokenizer, samples, mine, step, self.columns)
-            if sampler.stage is not None:
-                given.keywords["environments"] = [sampler.stage.instances[row] for row in mine]
-            return [reward_calls.call(name, f, given) for name, f in self.functions.items()]
+            given = given_to_functions(sampler, samples, mine)
+            data_rows = [samples.data_rows[row] for row in mine]
+            return [
+                check_scores(f"--reward_function {name}", called(f, given, self.columns), data_rows)
+                for name, f in self.functions.items()
+            ]
 
         # If it ends the run on one process, the others would wait for its scores forever.
         scores_of_mine = distributed.all_or_none(sampler.accelerator, True, call)
@@ -161,15 +167,71 @@ class Judge:
         return dict(zip(self.functions, map(list, zip(*of_samples))))
 
 
+# ============================================================ calls of reward functions
+
+
+def given_to_functions(sampler: Sampler, samples: Samples, rows: list[int]) -> dict[str, list]:
+    """Returns what reward functions may be given about these rows of the samples, by name."""
+    data = [json.loads(samples.row_texts[row]) for row in rows]
+    responses = samples.answers(sampler.tokenizer)
+    given: dict[str, Any] = {
+        name: [values.get(name) for values in data]
+        for name in columns_of(data)
+        if name not in OWN_NAMES
+    }
+    given["prompts"] = [values["prompt"] for values in data]  # strings or lists of messages
+    given["responses"] = [responses[row] for row in rows]  # of an episode its last answer
+    given["response_ids"] = [samples.responses[row] for row in rows]
+    given["truncated"] = [not samples.ended[row].item() for row in rows]
+    texts = sampler.tokenizer.batch_decode([samples.prompts[row] for row in rows])
+    given["rendered_prompts"] = texts
+    given["step"] = sampler.progress.global_step
+    if samples.messages:
+        given["messages"] = [samples.messages[row] for row in rows]
+        given["environments"] = [sampler.stage.instances[row] for row in rows]
+    return given
+
+
+def called(function: Callable, given: dict[str, list], columns: Sequence[str]) -> Any:
+    """Returns what a function `(prompts, responses, **columns) -> scores` returns; it may be async.
+
+    Columns that its signature does not name are not passed, unless it takes `**columns`. It gets
+    copies, so what it changes reaches neither the samples that are trained on nor other functions.
+
+    Args:
+        columns: of the training data. In a mixture, the given rows may all lack some of them.
+    """
+    # Environments may hold connections: they are not copied.
+    kept = {id(instance): instance for instance in given.get("environments", [])}
+    keywords = copy.deepcopy(given, kept)
+    prompts_and_responses = keywords.pop("prompts"), keywords.pop("responses")
+    parameters = inspect.signature(function).parameters
+    named = list(parameters.values())[2:]
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name in columns:
+            keywords.setdefault(parameter.name, [None] * len(given["responses"]))
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        keywords = {p.name: keywords[p.name] for p in named if p.name in keywords}
+    return environments.awaited_result(function(*prompts_and_responses, **keywords))
+
+
+# ============================================================ what the arguments name
+
+
 def load_functions(names: list[str] | None) -> dict[str, Callable]:
     """Returns reward functions by their own names, or by MODULE:NAME if those collide."""
     names = names or []
     own_names = [name.partition(":")[2] for name in names]
     taken = [OF_MODEL, OF_ENVIRONMENT, *own_names]
-    return {
-        own_name if taken.count(own_name) == 1 else name: arguments.load_function(name)
-        for name, own_name in zip(names, own_names)
-    }
+    functions = {}
+    for name, own_name in zip(names, own_names):
+        function = arguments.load_function(name)
+        first, second, *_ = [*inspect.signature(function).parameters, "", ""]
+        if first in ("responses", "completions") or second == "prompts":
+            # They would get prompts and responses in each other's place.
+            sys.exit(f"--reward_function {name}: prompts and responses come first, in this order")
+        functions[own_name if taken.count(own_name) == 1 else name] = function
+    return functions
 
 
 def weights_by_part(args) -> dict[str, float]:
@@ -190,58 +252,30 @@ def weights_by_part(args) -> dict[str, float]:
     return dict(zip(names, weights))
 
 
-def check_signatures(args, data: Data) -> None:
-    """Refuses functions that cannot take what the data has, before a model is loaded."""
-    of_episodes = reward_calls.OF_EPISODES if args.environment else ()
-    for name_of_data, columns in columns_by_set(data).items():
-        passed = [column for column in columns if column not in reward_calls.OWN_NAMES]
-        passed += [*reward_calls.OWN_KEYWORDS, *of_episodes]
-        for name, function in load_functions(args.reward_function).items():
-            signature = inspect.signature(function)
-            first, second, *_ = [*signature.parameters, "", ""]
-            error = ""
-            if first in ("responses", "completions") or second == "prompts":
-                # These would be called, with prompts and responses in each other's place.
-                error = "prompts and responses come first, in this order"
-            try:
-                signature.bind([], [], **reward_calls.accepted(signature, dict.fromkeys(passed)))
-            except TypeError as reason:
-                error = str(reason)
-            if error:
-                sys.exit(
-                    f"--reward_function {name} takes {signature}: {error}. It is called with "
-                    "prompts, responses and, by name, what it takes of "
-                    f"{', '.join(passed)} (of {name_of_data})"
-                )
-
-
-def columns_by_set(data: Data) -> dict[str, list[str]]:
-    """Returns the columns of each set, by the name that messages give to the data.
-
-    All rows of a set have the columns of its first one, with None for what is missing.
-    """
-    starts = np.cumsum((0, *data.mixture.sizes[:-1])).tolist()
-    texts = {"the training data": data.train[starts]["columns"]}
-    for prefix, eval_set in data.eval_sets.items():
-        texts[prefix.rstrip("/")] = eval_set[:1]["columns"]
-    return {name: reward_calls.columns_of(list(map(json.loads, t))) for name, t in texts.items()}
+def columns_of(data: list[dict]) -> list[str]:
+    """Returns the names of the columns of some rows: those of a mixture may differ."""
+    return list(dict.fromkeys(name for row in data for name in row))
 
 
 # ============================================================ reward functions
 
+# What `is_equal` does not compare as mathematics.
+WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
+LONGEST_EXPRESSION = 300
+MATH_MODE = re.compile(r"^\s*(?:\${1,2}|\\[(\[])|(?:\${1,2}|\\[)\]])?\.?\s*$")
+
 
 def answer_reward(prompts, responses, answer, rendered_prompts=None, **columns):
-    """Returns 1 if the response's final answer is the column `answer`, else 0.
+    """Returns 1 if the response's final answer is the column `answer`, else 0; None without one.
 
-    Of a column of lists it is any of their entries. Returns None if the row has no answer.
-    `answers.is_right` decides what is right.
+    Of a column of lists it is any of their entries. `answers.is_right` decides what is right.
     """
     return judged(answers.is_right, rendered_prompts or prompts, responses, answer)
 
 
 def math_reward(prompts, responses, answer, rendered_prompts=None, **columns):
-    """As `answer_reward`, by `answers.is_equal`. It needs the package math-verify."""
-    return judged(answers.is_equal, rendered_prompts or prompts, responses, answer)
+    """As `answer_reward`, by `is_equal`. It needs the package math-verify."""
+    return judged(is_equal, rendered_prompts or prompts, responses, answer)
 
 
 def judged(is_right: Callable, prompts: list, responses: list, answer: list) -> list[float | None]:
@@ -260,19 +294,25 @@ def judged(is_right: Callable, prompts: list, responses: list, answer: list) -> 
     return scores
 
 
-# As in TRL's `think_format_reward`: thinking, once, and then an answer.
-THINK_FORMAT = r"^<think>(?!.*<think>)(.*?)</think>.*$"
+def is_equal(response: str, answer: str | float | list) -> bool:
+    """As `answers.is_right`, but what math-verify finds equal is right, too: 0.5 is 1/2.
 
-
-def format_reward(prompts, responses, format_pattern=None, **columns):
-    """Returns 1 if the response matches a regular expression from its beginning, else 0.
-
-    The expression is the column `format_pattern`, if the row has one, else `THINK_FORMAT`. A dot
-    also matches line breaks.
+    Words are left to `is_right`: math-verify reads products of letters, so that no would be on. So
+    are long texts, which state no answer.
     """
-    patterns = format_pattern or [None] * len(responses)
-    flags = re.DOTALL | re.MULTILINE
-    return [
-        float(re.match(pattern or THINK_FORMAT, response, flags) is not None)
-        for pattern, response in zip(patterns, responses)
-    ]
+    if answers.is_right(response, answer):
+        return True
+    stated = answers.final_answer(response)
+    if len(stated) > LONGEST_EXPRESSION:
+        return False
+    entries = answer_column.entries(answer_column.to_text(answer))
+    right = [answers.final_answer(entry) for entry in entries]
+    return any(equal_by_math_verify(text, stated) for text in right if not WORDS.fullmatch(text))
+
+
+def equal_by_math_verify(right: str, stated: str) -> bool:
+    """Whether math-verify finds two final answers equal. In a box, it takes each as a whole."""
+    from math_verify import parse, verify  # of an extra
+
+    boxed = [rf"\boxed{{{MATH_MODE.sub('', text)}}}" for text in (right, stated)]
+    return verify(*map(parse, boxed))

@@ -1,21 +1,140 @@
-"""A rollout: samples that several updates are made of, and what these know about their tokens."""
+"""Rollouts: sampling them, what their updates need to know, where a run is in its prompts."""
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import distributed
+from common import batches, counted, distributed
 from common.checkpoint import carried
+from common.shared_args import RolloutArgs
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
+from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Samples
-from preference_recipes.rollouts.schedule import Position
+from preference_recipes.rollouts.samples import Samples, repeat_each
+
+# Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
+# these do not share numbers. (Mixed sets draw their order from [seed, pass, set, 1], which may be
+# the same for a refill: harmless.)
+SAMPLING_STREAM = 1
+ORDER_STREAM = 2
+
+
+def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
+    """Draws responses to prompts, the same on every process. All processes must call it.
+
+    All that follows knows only the `Samples` that it returns, not where they come from.
+
+    Args:
+        prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
+            (its number), each prompt once.
+        uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see `SampleByUniform`;
+            a server draws with seeds that are made from them.
+    """
+    if sampler.stage is not None:  # with --environment
+        return sampler.stage.play(sampler, prompts, uniforms, temperature)
+    _, per_prompt, max_new_tokens = uniforms.shape  # a number for each token of each response
+    prompt_of_each = repeat_each(prompts["prompt_ids"], per_prompt)
+    if sampler.servers is not None:
+        responses = sampler.servers.generate(sampler, prompts["prompt_ids"], uniforms, temperature)
+    else:
+        draws = uniforms.reshape(-1, max_new_tokens)  # a row for each response
+        responses = generate(
+            sampler, prompt_of_each, max_new_tokens, temperature=temperature, uniforms=draws
+        )
+    stops = sampler.stop_tokens()
+    return Samples(
+        prompts=prompt_of_each,
+        responses=[response.ids for response in responses],
+        row_texts=repeat_each(prompts["columns"], per_prompt),
+        data_rows=repeat_each(prompts["row"], per_prompt),
+        ended=torch.tensor([response.ids[-1] in stops for response in responses]),
+        per_prompt=per_prompt,
+        sampler_logps=[response.logps for response in responses],
+    )
+
+
+@torch.no_grad()
+def compute_logps(
+    sampler: Sampler,
+    samples: Samples,
+    packer: Packer,
+    names: tuple[str, ...],
+    reference: Reference | None,
+) -> dict[str, Any]:
+    """Returns the model's outputs of these names of response tokens, and `ref_logps`.
+
+    `[samples, longest response]`, zero past the end of each response, the same on every process.
+    They are computed in training, not taken from generation, which rounds differently. All
+    processes must call it.
+    """
+    if not names and reference is None:
+        return {}
+    temperature = sampler.args.temperature
+    of_sample = {}  # tensors [response length, names], on the CPU
+    with checks.evaluation_mode(sampler.model):
+        for rows, batch in samples.scoring_batches(sampler, packer):
+            per_token = []
+            if names:
+                output = sampler.model(batch, temperature)
+                per_token = [output[name] for name in names]
+            if reference is not None:
+                per_token.append(reference.logps(batch, temperature))
+            of_places = torch.stack(per_token, 2).cpu()
+            for row, values, is_token in zip(rows, of_places, batch["mask"].cpu()):
+                # What an environment wrote keeps its places, with values of 0. Only places after
+                # the last token of the model are left out.
+                end = int(is_token.nonzero()[-1]) + 1
+                of_sample[row] = torch.where(is_token[:end, None], values[:end], 0.0)
+    padded = pad_sequence(distributed.gather_rows(of_sample), batch_first=True)
+    all_names = names if reference is None else (*names, "ref_logps")
+    return dict(zip(all_names, padded.unbind(2)))
+
+
+# ============================================================ what a run carries
+
+
+@carried
+@dataclasses.dataclass
+class Position:
+    """Where a run is in its prompts and rollouts."""
+
+    prompts_seen: int = 0  # taken so far, over all epochs
+    prompts_done: int = 0  # those of them whose rollouts are finished
+    rollouts_seen: int = 0  # finished ones: all their updates are made
+    update: int = 0  # how many updates of the current rollout are made
+
+    def take_prompts(self, sampler: Sampler, most: int) -> dict:
+        """Returns the columns of the next prompts, at most to the end of the epoch."""
+        rows = batches.rows_from(sampler.data.mixture, sampler.args.seed, self.prompts_seen, most)
+        self.prompts_seen += len(rows)
+        return sampler.data.train[rows]
+
+    def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
+        """Returns the numbers that decide the tokens of the rollout, see `sample`.
+
+        They depend on the seed, the rollout and the round alone: not on the number of processes,
+        nor on what was drawn before. A rollout may sample in several rounds.
+        """
+        seeds = [args.seed, self.rollouts_seen, SAMPLING_STREAM, round_number]
+        shape = (n_prompts, args.n_samples_per_prompt, args.max_new_tokens)
+        return np.random.default_rng(seeds).random(shape)
+
+    def order_seed(self, args) -> tuple[int, ...]:
+        """Returns what seeds the order of the rollout's samples, see `batches.epoch_order`."""
+        return (args.seed, self.rollouts_seen, ORDER_STREAM)
+
+    def end_rollout(self) -> None:
+        """Goes on to the next rollout."""
+        self.prompts_done = self.prompts_seen
+        self.rollouts_seen += 1
+        self.update = 0
 
 
 @carried
@@ -44,14 +163,18 @@ class Rollout:
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
 
     def rows_of_update(self, position: Position, args) -> np.ndarray:
-        """Returns which samples form the next update, in a seeded order.
+        """Returns which samples form the next update.
 
-        The updates of a pass differ in size by at most one sample: a small leftover would get a
+        In each pass the groups come in a seeded order, their samples side by side, so that most can
+        share the prompt. Updates differ in size by at most one sample: a small leftover would get a
         whole optimizer step of its own.
         """
         n_updates = self.updates_per_pass(args)
         pass_number, update_of_pass = divmod(position.update, n_updates)
-        rows = position.order_of_groups(args, self.samples, pass_number)
+        per_prompt = self.samples.per_prompt
+        n_groups = len(self.samples) // per_prompt
+        groups = batches.epoch_order(n_groups, position.order_seed(args), pass_number)
+        rows = (groups[:, None] * per_prompt + np.arange(per_prompt)).flatten()
         trained = rows[self.is_trained[rows].numpy()]
         return np.array_split(trained, n_updates)[update_of_pass]
 
@@ -85,44 +208,46 @@ class State:
             self.rollout = None
 
 
-@torch.no_grad()
-def compute_logps(
-    sampler: Sampler,
-    samples: Samples,
-    packer: Packer,
-    names: tuple[str, ...],
-    reference: Reference | None,
-) -> dict[str, Any]:
-    """Returns what the model and the reference say of response tokens, before an update.
+# ============================================================ how many rollouts and updates
 
-    They are computed by the training model, not taken from generation, which rounds differently.
-    All processes must call it.
 
-    Args:
-        names: of the model's outputs, such as `logps`; a reference adds `ref_logps`.
+class RolloutSchedule:
+    """How a pass over the prompts is cut into rollouts, the last maybe short, and into updates."""
 
-    Returns:
-        `[samples, longest response]` by name, zero past the end of each response, the same on every
-        process; nothing if nothing is asked.
-    """
-    if not names and reference is None:
-        return {}
-    temperature = sampler.args.temperature
-    of_sample = {}  # tensors [response length, names], on the CPU
-    with checks.evaluation_mode(sampler.model):
-        for rows, batch in samples.scoring_batches(sampler, packer):
-            per_token = []
-            if names:
-                output = sampler.model(batch, temperature)
-                per_token = [output[name] for name in names]
-            if reference is not None:
-                per_token.append(reference.logps(batch, temperature))
-            of_places = torch.stack(per_token, 2).cpu()
-            for row, values, is_token in zip(rows, of_places, batch["mask"].cpu()):
-                # What an environment wrote keeps its places, with values of 0. Only places after
-                # the last token of the model are left out.
-                end = int(is_token.nonzero()[-1]) + 1
-                of_sample[row] = torch.where(is_token[:end, None], values[:end], 0.0)
-    padded = pad_sequence(distributed.gather_rows(of_sample), batch_first=True)
-    all_names = names if reference is None else (*names, "ref_logps")
-    return dict(zip(all_names, padded.unbind(2)))
+    def __init__(self, args: RolloutArgs, n_prompts: int):
+        self.args = args
+        self.rollouts_per_epoch = math.ceil(n_prompts / args.rollout_batch_size)
+        full_rollouts = self.rollouts_per_epoch - 1
+        prompts_of_last = n_prompts - full_rollouts * args.rollout_batch_size
+        self.updates_per_rollout = self.updates_of(args.rollout_batch_size)
+        of_full = full_rollouts * self.updates_per_rollout
+        self.updates_per_epoch = of_full + self.updates_of(prompts_of_last)
+
+    def updates_of(self, prompts: int) -> int:
+        """Returns the number of updates of a rollout of `prompts` prompts."""
+        samples = prompts * self.args.n_samples_per_prompt
+        return self.args.num_epochs_per_rollout * math.ceil(samples / self.args.train_batch_size)
+
+    def describe(self, total_steps: int) -> str:
+        """Returns the arithmetic in one line; `total_steps` are the updates of the whole run."""
+        prompts = self.args.rollout_batch_size
+        responses = self.args.n_samples_per_prompt
+        return (
+            f"a rollout: {counted(prompts, 'prompt')} x {counted(responses, 'response')} "
+            f"= {counted(prompts * responses, 'sample')}, "
+            f"{counted(self.updates_per_rollout, 'update')}; "
+            f"{counted(self.rollouts_per_epoch, 'rollout')} and "
+            f"{counted(self.updates_per_epoch, 'update')} per epoch; "
+            f"{counted(total_steps, 'update')} in all"
+        )
+
+
+def check_rollout_size(args) -> None:
+    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if samples < args.train_batch_size:
+        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
+        sys.exit(
+            f"a rollout has {samples} samples, fewer than --train_batch_size "
+            f"{args.train_batch_size}. Smallest valid size: --rollout_batch_size {least}"
+        )

@@ -1,9 +1,7 @@
 """What draws responses: the policy, and what else decides them."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from torch import nn
@@ -11,6 +9,15 @@ from torch import nn
 from common import engine
 from common.metrics import Means
 from common.progress import Progress
+from preference_recipes.data import chat
+
+
+class Response(NamedTuple):
+    """One generated response."""
+
+    ids: list[int]  # up to and including its first stop token
+    # Of each token under the distribution that it was drawn from; none if it was chosen greedily.
+    logps: list[float]
 
 
 @dataclasses.dataclass
@@ -32,6 +39,15 @@ class Sampler:
 
     def __post_init__(self):
         self.unwrapped = engine.unwrapped(self.accelerator, self.model)
+
+    def stop_tokens(self) -> set[int]:
+        """Returns the tokens that end a response."""
+        return chat.stop_tokens(self.tokenizer, self.unwrapped.model)
+
+    def tokens_without_probability(self) -> list[int]:
+        """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`."""
+        n_logits = self.unwrapped.model.get_output_embeddings().out_features
+        return list(range(self.unwrapped.vocabulary, n_logits))
 
     def state(self) -> Any:
         """Returns what a checkpoint holds: a rollout that servers sampled ahead, or None."""

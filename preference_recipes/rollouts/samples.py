@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,30 +31,19 @@ LISTS = (
 )
 
 
-class Response(NamedTuple):
-    """One generated response."""
-
-    ids: list[int]  # up to and including its first stop token
-    # Of each token under the distribution that it was drawn from; none if it was chosen greedily.
-    logps: list[float]
-
-
 @carried
 @dataclass
 class Samples:
-    """Prompts with one response each, the same on every process.
-
-    A prompt with several responses occurs once for each of them, side by side. A sample's row is
-    its place here: 0, 1, 2 ...
+    """Prompts with one response each, the same on every process. A sample's row is its place here.
 
     Attributes:
         prompts, responses: token ids.
         row_texts, data_rows: the prompt's row in the data, as a JSON text; its number, from 1.
         ended: bool `[samples]`, whether the response ends with a stop token.
-        per_prompt: how many samples, side by side, answer the same prompt.
-        sampler_logps: see `Response.logps`.
-        is_sampled: of each token of each response, whether the model drew it. Nothing is learned
-            from others: those of an environment, of other speakers in completions of the data.
+        per_prompt: how many samples, side by side, answer the same prompt, repeated for each.
+        sampler_logps: see `sampler.Response`.
+        is_sampled: of each token of each response, whether the model drew it: nothing is learned
+            from those of an environment, or of other speakers in completions of the data.
         messages: of episodes, each conversation, prompt included.
         of_episodes: of episodes, `[samples]` by tag, for the log.
     """
@@ -92,10 +81,9 @@ class Samples:
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
     def lengths_for_split(self, packer: Packer) -> np.ndarray:
-        """Returns the lengths by which `batches.split` sorts the samples, `[samples]`.
+        """Returns the lengths by which an update's samples are sorted and cut, `[samples]`.
 
-        Where prompts can be shared, most of a group shares a micro-batch. `--micro_train_tokens`
-        then counts a group's shorter samples as long as its longest one.
+        `--micro_train_tokens` then counts a group's shorter samples as long as its longest one.
         """
         return self.group_lengths if packer.share else self.lengths
 
@@ -119,10 +107,7 @@ class Samples:
     def collate(
         self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
     ) -> tuple[dict, dict]:
-        """Returns some of the samples as models read them, and the `tokens` of their responses.
-
-        Those are of all samples, by name, `[samples, longest response]` or `[samples, 1]`.
-        """
+        """Returns some of the samples as models read them, and their part of `Rollout.tokens`."""
         batch = self.make_batch(rows, packer)
         longest = batch["mask"].shape[1]
         values = {
@@ -134,8 +119,7 @@ class Samples:
     def scoring_batches(self, sampler: Sampler, packer: Packer) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the rows of their samples, and what models read.
 
-        A process that has none still gets a batch, of a padding row, because the others wait for
-        its forward pass. Then `rows` is an empty list, and nothing of that pass is kept.
+        A process without any reads a padding row, since the others wait for it: `rows` is empty.
         """
         batch_size = sampler.args.score_batch_size
         micro_batches = batches.split(
@@ -150,10 +134,9 @@ class Samples:
             yield rows, self.make_batch(micro_batch.rows, packer)
 
     def check_finite(self, sampler: Sampler, **values: torch.Tensor) -> None:
-        """Stops the run if a value of a sample is not finite, and names its data row.
+        """Stops the run if a value `[samples, length or 1]` is not finite, and names its data row.
 
         The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
-        Values are `[samples, longest response]` or `[samples, 1]`.
         """
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
         # A sum is finite only if all its parts are. The value of a whole sample is added to each of
@@ -183,16 +166,16 @@ class Samples:
 
     def answers(self, tokenizer) -> list[str]:
         """Returns the text of each response, of an episode that of its last answer."""
-        answers = list(map(last_answer, self.responses, self.is_sampled))
+        answers = []
+        for response, is_sampled in zip(self.responses, self.is_sampled):
+            start = len(response)  # of the tokens at the end that the model drew
+            while start > 0 and is_sampled[start - 1]:
+                start -= 1
+            answers.append(response[start:])
         return decode_answers(tokenizer, answers)
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
-        """Returns all prompts and responses for `samples.jsonl`.
-
-        Args:
-            scores: the `rewards.Scores` of the samples; None if nothing scores them.
-            source: `rollout`, or where held-out prompts come from, such as `eval`.
-        """
+        """Returns all prompts and responses for `samples.jsonl`; `scores` None: nothing scores."""
         prompts = tokenizer.batch_decode(self.prompts)
         responses = tokenizer.batch_decode(self.responses)
         examples = []
@@ -223,9 +206,6 @@ def share_of_groups(accelerator, n_prompts: int, per_prompt: int) -> list[int]:
     return share.flatten().tolist()
 
 
-def last_answer(response: list[int], is_sampled: list[bool]) -> list[int]:
-    """Returns the last answer of an episode: the tokens at its end that the model drew."""
-    start = len(response)
-    while start > 0 and is_sampled[start - 1]:
-        start -= 1
-    return response[start:]
+def repeat_each(values: list, times: int) -> list:
+    """Returns a list in which each value occurs `times` times, side by side."""
+    return [value for value in values for _ in range(times)]

@@ -5,8 +5,13 @@ through a folder, and a probe compares their log-probs with those of training.
 """
 
 import dataclasses
+import http.client
+import json
+import os
 import sys
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -18,18 +23,19 @@ import torch
 
 from common import actor, adapters
 from common.distributed import on_main_process
-from preference_recipes.data import chat
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Response
-from preference_recipes.rollouts.schedule import Position, RolloutSchedule
-from preference_recipes.rollouts.vllm_server import Server
+from preference_recipes.rollouts.rollout import Position, RolloutSchedule
+from preference_recipes.rollouts.sampler import Response, Sampler
 
 # Where the servers find the weights, in the run's folder.
 FOLDER = "for_vllm"
 # What servers call the adapter of a run.
 ADAPTER = "actor"
+# How long an answer may take: that of a rollout's longest response, behind all others in a queue.
+TIMEOUT_SECONDS = 3600
+# Without the proxies of the surroundings, which do not reach 127.0.0.1.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Requests that wait for a server at once. It queues those that it cannot compute yet.
 REQUESTS_AT_ONCE = 512
 # A probe: this many prompts of the training data, and tokens in response to each.
@@ -121,7 +127,7 @@ class Servers:
     def generate(
         self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> list[Response]:
-        """Returns the responses to each prompt in turn, see `generation.sample`."""
+        """Returns the responses to each prompt in turn, see `rollout.sample`."""
         requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None and self.ahead.requests == requests:
             responses = self.wait_for_ahead(sampler)
@@ -170,7 +176,7 @@ class Servers:
     def generate_locally(
         self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> Iterator[tuple[int, Response]]:
-        """Asks for a response to each prompt; see `generation.LocalGenerator`."""
+        """Asks for a response to each prompt; for this process alone; see `Stage.generate`."""
         requests = make_requests(sampler, prompts, uniforms[:, None], temperature)
         for number, (response,) in self.responses_as_they_come(requests):
             yield number, response
@@ -265,9 +271,21 @@ class Servers:
             bound = LARGEST_DIFFERENCE[dtype]
         largest = 0.0
         for server in self.servers:
-            responses = on_main_process(sampler.accelerator, server.complete_each, requests)
+            answered = on_main_process(
+                sampler.accelerator, lambda server=server: list(map(server.complete, requests))
+            )
+            responses = [response for (response,) in answered]
             ours = logps_in_training(sampler, prompts, responses)
-            self.refuse_lost_weights(server, responses, ours, VISIBLE_CHANGE[dtype])
+            last_responses, last_ours = self.probes.get(server.url, (None, None))
+            if last_responses != responses:
+                # Responses hold log-probs, so new weights make them differ, if in the last bit.
+                self.probes[server.url] = (responses, ours)
+            # Else the old probe is kept: training's small changes add up against it.
+            elif (change := (ours - last_ours).abs().max().item()) > VISIBLE_CHANGE[dtype]:
+                sys.exit(
+                    f"{server.url} does not have the weights that it was given: its log-probs are "
+                    f"the old ones to the last bit, while those of training changed by {change:.3g}"
+                )
             differences = [
                 (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
                 for response, logps in zip(responses, ours)
@@ -283,22 +301,60 @@ class Servers:
             largest = max(largest, difference)
         return largest
 
-    def refuse_lost_weights(
-        self, server: Server, responses: list[Response], ours: torch.Tensor, visible: float
-    ) -> None:
-        """Ends the run if a server's log-probs did not change though training's did."""
-        last_responses, last_ours = self.probes.get(server.url, (None, ours))
-        # Responses contain log-probs, so new weights make them differ, if only in the last bit.
-        if last_responses != responses:
-            self.probes[server.url] = (responses, ours)
-            return
-        # The old probe is kept: small changes of training's log-probs add up against it.
-        change = (ours - last_ours).abs().max().item()
-        if change > visible:
+
+# ============================================================ one server
+
+
+class Server:
+    """A vLLM server at an address. Every method raises `SystemExit` with one line if it fails."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.model: str | None = None  # the name of an adapter; None: that of the start
+
+    def call(self, method: str, **arguments: str) -> list:
+        """Returns what a method of `vllm_worker.Weights` returns in each worker process."""
+        content = {"method": method, "kwargs": arguments}
+        return self.send("/collective_rpc", content).get("results", [])
+
+    def complete(self, request: dict[str, Any]) -> list[Response]:
+        """Returns the responses to a request to `/v1/completions`."""
+        answer = self.send("/v1/completions", {"model": self.model, **request})
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != request["n"]:
+            sys.exit(f"{self.url} gave {len(choices)} responses, asked for {request['n']}")
+        return [self.response_of(choice, request) for choice in choices]
+
+    def response_of(self, choice: dict[str, Any], request: dict[str, Any]) -> Response:
+        """Returns a response, and refuses one that is not what was asked for."""
+        ids = choice["token_ids"]
+        logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if choice.get("prompt_token_ids") != request["prompt"]:
+            sys.exit(f"{self.url} read another prompt than it was sent: {choice}")
+        if not ids or len(logps) != len(ids):
+            sys.exit(f"{self.url} gave {len(ids)} tokens with {len(logps)} log-probs")
+        if ids[-1] not in request["stop_token_ids"] and len(ids) != request["max_tokens"]:
             sys.exit(
-                f"{server.url} does not have the weights that it was given: its log-probs are the "
-                f"old ones to the last bit, while those of training changed by {change:.3g}"
+                f"{self.url} cut a response after {len(ids)} of {request['max_tokens']} tokens"
             )
+        return Response(ids, logps if request["temperature"] else [])
+
+    def send(self, path: str, content: dict | None = None) -> dict[str, Any]:
+        """Posts a request, and returns the JSON of the answer; an empty dict if it has none."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(self.url + path, body, headers, method="POST")
+        try:
+            with OPENER.open(request, timeout=TIMEOUT_SECONDS) as answer:
+                text = answer.read()
+                return json.loads(text) if text.strip().startswith(b"{") else {}
+        except urllib.error.HTTPError as error:
+            said = f"answered {error.code} {error.read().decode(errors='replace')[:300]!r}"
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            said = f"gave no answer: {type(error).__name__}: {error}"
+        sys.exit(f"the vLLM server {self.url}{path} {said}; docs/vllm.md says how it is started")
 
 
 def make_requests(
@@ -309,9 +365,8 @@ def make_requests(
     All that a server could add by itself is named: top-p, top-k, penalties, its own end token.
     """
     n, n_tokens = uniforms.shape[1:]
-    head_size = sampler.unwrapped.model.get_output_embeddings().out_features
-    without_probability = range(sampler.unwrapped.vocabulary, head_size)
-    stops = sorted(chat.stop_tokens(sampler.tokenizer, sampler.unwrapped.model))
+    never_drawn = sampler.tokens_without_probability()
+    stops = sorted(sampler.stop_tokens())
     return [
         {
             "prompt": prompt,
@@ -328,7 +383,7 @@ def make_requests(
             "repetition_penalty": 1.0,
             "ignore_eos": True,
             "stop_token_ids": stops,
-            "logit_bias": {str(token): -100.0 for token in without_probability},
+            "logit_bias": {str(token): -100.0 for token in never_drawn},
             "skip_special_tokens": False,
             "return_token_ids": True,
             "logprobs": 0,  # of the drawn token, and of no other

@@ -1,21 +1,16 @@
 """Several data sets with weights: which rows an epoch takes, in what order, and that a resume goes on in it."""
 
 import collections
-import json
 import runpy
-import types
 
 import datasets
 import numpy as np
 import pytest
-import torch
 
 from common.batches import rows_of_update
 from common.mixture import Mixture
 from preference_recipes.data import dataset
 from preference_recipes.data.conversion import Converter
-from preference_recipes.rollouts import reward_calls
-from preference_recipes.rollouts.samples import Samples
 from runs import recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))
@@ -125,31 +120,3 @@ def test_a_mixture_of_files(accelerator, tokenizer, tmp_path, capsys):
             "2 numbers above 0",
             call=lambda weights=weights: load([one, two], weights),
         )
-
-
-def test_a_reward_function_gets_the_columns_of_all_sets():
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "level": 3}]
-    samples = Samples(
-        prompts=[[3], [3]],
-        row_texts=[json.dumps(row) for row in rows],
-        responses=[[1], [2]],
-        ended=torch.tensor([True, True]),
-        data_rows=[1, 2],
-    )
-
-    def function(prompts, responses, answer, level):
-        assert (prompts, answer, level) == (["a", "b"], ["1", None], [None, 3])
-        return [0.0, 1.0]
-
-    class Tokenizer:
-        added_tokens_decoder = types.MappingProxyType({})
-
-        def __len__(self):
-            return 3
-
-        @staticmethod
-        def batch_decode(ids, skip_special_tokens=False):
-            return ["x"] * len(ids)
-
-    given = reward_calls.collect(Tokenizer(), samples, [0, 1], step=0)
-    assert reward_calls.call("f", function, given) == [0.0, 1.0]

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bare_runs import bare_sampler
 from preference_recipes.data import chat
 from preference_recipes.data.chat import encode
-from preference_recipes.rollouts import environments, episodes, generation
-from preference_recipes.rollouts.samples import Response
+from preference_recipes.rollouts import environments, episodes, rollout
+from preference_recipes.rollouts.sampler import Response
 
 MAX_NEW_TOKENS = 200
 # What the model says in each turn of each episode: calls that succeed, fail, are several, are none.
@@ -80,15 +80,15 @@ def played(accelerator, tokenizer, model, respond=None):
     uniforms = np.zeros((len(rows), 1, MAX_NEW_TOKENS))
     with pytest.MonkeyPatch.context() as patch:
         if respond:
-            patch.setattr(generation, "generate_locally", respond)
-        return generation.sample(sampler, prompts, uniforms, 0.0)
+            patch.setattr(sampler.stage, "generate", respond)
+        return rollout.sample(sampler, prompts, uniforms, 0.0)
 
 
 def scripted(tokenizer):
     """Says what `SAID` has for the question that is in the prompt, turn by turn."""
     spoken = dict.fromkeys(SAID, 0)
 
-    def respond(sampler, stops, prompts, uniforms, temperature):
+    def respond(sampler, prompts, uniforms, temperature):
         for place, prompt in enumerate(prompts):
             text = tokenizer.decode(prompt)
             question = next(one for one in SAID if f"{one} Use the tool." in text)

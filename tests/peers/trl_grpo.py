@@ -42,7 +42,6 @@ LOSSES = {
 CASES = [
     (*pair, ratio, with_kl)
     for pair, ratio, with_kl in itertools.product(LOSSES, ("token", "sequence"), (False, True))
-    if pair[0] != "sapo"  # see test_sapo_is_that_of_trl
 ]
 # Which trainer, and its settings.
 ADVANTAGES = {
@@ -104,26 +103,6 @@ def correction_of_trl(mode: str) -> torch.Tensor:
     }
     exec(textwrap.dedent(source[first:last]), names)
     return names["vllm_importance_sampling_ratio"]
-
-
-def advantages_of_each(rewards: torch.Tensor, weights: list[float], group: int) -> list[float]:
-    """The advantages of `multi_objective_aggregation="normalize_then_sum"`, of `[samples, 2]`."""
-    from trl import GRPOTrainer
-    from trl.trainer.utils import nanstd
-
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    lines = source.partition('== "normalize_then_sum":\n')[2].partition("is_std_zero")[0]
-    names = {
-        "self": types.SimpleNamespace(reward_funcs=weights, reward_weights=torch.tensor(weights)),
-        "rewards_per_func": rewards,
-        "num_generations": group,
-        "unscorable_mask": torch.zeros(len(rewards), dtype=torch.bool),
-        "device": "cpu",
-        "nanstd": nanstd,
-        "torch": torch,
-    }
-    exec(textwrap.dedent(lines), names)
-    return names["advantages"].tolist()
 
 
 def loss_of_trl(

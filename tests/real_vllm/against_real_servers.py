@@ -18,20 +18,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from preference_recipes.rollouts.vllm_server import Server
+from preference_recipes.rollouts.vllm import Server
 from runs import (
     ASSETS,
-    LAUNCHERS,
     REPOSITORY,
     evaluation_lines,
-    kill,
     launch,
     recipe,
-    samples,
-    start_warm,
-    timeless,
     training_lines,
-    weights,
 )
 
 VLLM = Path(os.environ.get("VLLM", REPOSITORY / ".venv-vllm/bin/vllm")).absolute()
@@ -39,7 +33,7 @@ SEEDS = (0, 1, 2)
 FLAGS = dict(
     dataset_name=ASSETS / "prompts_train.jsonl", eval_dataset_name=ASSETS / "prompts_eval.jsonl",
     reward_function="tests.real_vllm.even_rewards:even", rollout_batch_size=16, max_new_tokens=8, max_length=64,
-    train_batch_size=64, micro_train_batch_size=64, learning_rate=3e-4, max_steps=20, eval_steps=100,
+    n_samples_per_prompt=8, train_batch_size=64, micro_train_batch_size=64, learning_rate=3e-4, max_steps=20, eval_steps=100,
 )  # fmt: skip
 
 
@@ -144,22 +138,12 @@ def bf16(models, tmp_path_factory):
     yield from started(models, tmp_path_factory, "tied", *flags, dtype="bfloat16")
 
 
-def run(model, output, *urls, name="grpo", launcher="plain", check=True, **settings):
-    return launch(
-        LAUNCHERS[launcher],
-        recipe(name),
-        *flags_of(model, output, *urls, name=name, **settings),
-        check=check,
-        timeout=1200,
-    )
-
-
-def flags_of(model, output, *urls, name="grpo", **settings) -> list:
-    of_grpo = dict(n_samples_per_prompt=8) if name == "grpo" else {}
+def run(model, output, *urls, check=True, **settings):
     flags = ["--model_name_or_path", model, "--output_dir", output]
-    for key, value in {**FLAGS, **of_grpo, **settings}.items():
-        flags += [f"--{key}", value] if value is not None else []
-    return [*flags, *(["--vllm_url", *urls] if urls else [])]
+    for key, value in {**FLAGS, **settings}.items():
+        flags += [f"--{key}", value]
+    flags += ["--vllm_url", *urls] if urls else []
+    return launch([], recipe("grpo"), *flags, check=check, timeout=1200)
 
 
 def report(capsys, words: str) -> None:
@@ -269,57 +253,6 @@ def test_grpo_learns_as_with_transformers(models, tied, tmp_path, capsys):
     difference = abs(sum(means["vllm"]) - sum(means["transformers"])) / len(SEEDS)
     report(capsys, f"difference of the means {difference:.3f}, spread of the seeds {spread:.3f}")
     assert difference < max(spread, 0.05)
-
-
-@pytest.mark.parametrize("name", ["ppo", "distill"])
-def test_ppo_and_distillation(models, untied, tmp_path, name):
-    settings = dict(max_steps=4)
-    if name == "distill":
-        settings |= dict(
-            reward_function=None,
-            teacher_model_name_or_path=ASSETS / "teacher",
-            loss_type="sampled",
-            n_samples_per_prompt=4,
-        )
-    else:
-        settings |= dict(rollout_batch_size=64)
-    run(models / "untied", tmp_path / "out", untied.url, name=name, **settings)
-    found = training_lines(tmp_path / "out")
-    assert len(found) == 4
-    assert max(line.get("sampling/sampling_logp_difference/max", 0) for line in found) < 1e-4
-
-
-@pytest.mark.parametrize("launcher", ["ddp", "zero3"])
-def test_processes_and_shards(models, untied, tmp_path, launcher):
-    """The responses are those of one process: the servers draw them from the same seeds."""
-    settings = dict(max_steps=4, train_batch_size=128)
-    run(models / "untied", tmp_path / "one", untied.url, **settings)
-    run(models / "untied", tmp_path / "two", untied.url, launcher=launcher, **settings)
-    first = [[row["response"] for row in samples(tmp_path / name)][:628] for name in ("one", "two")]
-    assert first[0] == first[1]
-    assert weights(tmp_path / "two") == pytest.approx(weights(tmp_path / "one"), abs=1e-3)
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_killed_and_resumed(models, tied, tmp_path, ahead, capsys):
-    settings = dict(rollouts_ahead=ahead, max_steps=8, save_steps=3)
-    run(models / "tied", tmp_path / "whole", tied.url, **settings)
-    flags = flags_of(models / "tied", tmp_path / "half", tied.url, **settings)
-    process = start_warm(LAUNCHERS["plain"], recipe("grpo"), *flags)
-    checkpoint = tmp_path / "half/checkpoints/global_step_000003"
-    while not checkpoint.exists():
-        assert process.poll() is None
-    kill(process)
-    for later in checkpoint.parent.glob("global_step_*"):
-        if later != checkpoint:
-            shutil.rmtree(later)
-    run(models / "tied", tmp_path / "half", tied.url, **settings, resume="auto")
-    assert samples(tmp_path / "half") == samples(tmp_path / "whole")
-    assert timeless(tmp_path / "half") == timeless(tmp_path / "whole")
-    assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
-    if ahead:
-        found = training_lines(tmp_path / "whole")
-        assert {line.get("sampling/staleness") for line in found} == {None, 2.0}
 
 
 def test_bf16_and_adapters_in_place(models, bf16, tmp_path, capsys):

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from bare_runs import bare_sampler
 from preference_recipes.rollouts import generation
+from preference_recipes.rollouts.sampler import Response
 from preference_recipes.rollouts.vllm_worker import Weights
 
 # Two servers in one process: `from_pretrained` changes modules of torch while it loads, and two at
@@ -130,7 +131,7 @@ class FakeServer:
             )
         return {"choices": choices[::-1]}
 
-    def respond(self, content: dict, seed: int) -> generation.Response:
+    def respond(self, content: dict, seed: int) -> Response:
         tokenizer = types.SimpleNamespace(pad_token_id=0)
         sampler = bare_sampler(tokenizer=tokenizer, model=self.worker.model)
         sampler.unwrapped.vocabulary -= len(content["logit_bias"])
@@ -138,8 +139,8 @@ class FakeServer:
         # A greedy one is drawn, too, so that it has log-probs: with hardly any temperature.
         draws = torch.from_numpy(np.random.default_rng(seed).random((1, n_tokens)))
         draw = generation.SampleByUniform(draws, content["temperature"] or 1e-4)
-        stops = set(content["stop_token_ids"])
+        sampler.stop_tokens = lambda: set(content["stop_token_ids"])
         prompts = [content["prompt"]]
         with torch.no_grad():
-            ((_, response),) = generation.generate_batch(sampler, prompts, n_tokens, stops, draw)
+            ((_, response),) = generation.generate_batch(sampler, prompts, n_tokens, draw)
             return response

@@ -1,7 +1,6 @@
 """Whether a response gives the right answer: a table of what people and models write."""
 
 import copy
-from pathlib import Path
 
 import datasets
 import pytest
@@ -13,8 +12,6 @@ from preference_recipes.data import answer_column
 from preference_recipes.data.chat import decode_answers
 from preference_recipes.rollouts import answers, rewards
 from runs import refuses
-
-GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"
 
 # What a response says, the column `answer`, and whether the response is right.
 TABLE = [
@@ -172,42 +169,29 @@ def test_markers_of_thoughts_that_are_special_tokens_stay_in_the_text():
 
 def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
     prompts = ["<bot><think>\n", "<bot><think>\n", "<bot><seed:think>", "<bot>", "<bot>"]
-    responses = [
-        "Hmm, the answer is 46.", "So 46.</think>46", "It is 46.", "The answer is 46.", "<think>46"
-    ]  # fmt: skip
-    expected = [0.0, 1.0, 0.0, 1.0, 0.0]
-    assert (
-        rewards.answer_reward(["data"] * 5, responses, ["46"] * 5, rendered_prompts=prompts)
-        == expected
-    )
-    whole = [answers.with_opened_thought(*pair) for pair in zip(prompts, responses)]
-    assert [answers.is_right(text, "46") for text in whole] == [bool(right) for right in expected]
+    responses = ["The answer is 46.", "So 46.</think>46", "It is 46.", "It is 46.", "<think>46"]
+    found = rewards.answer_reward(["data"] * 5, responses, ["46"] * 5, rendered_prompts=prompts)
+    assert found == [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
-def test_a_row_without_an_answer_is_not_scored():
-    assert rewards.answer_reward([""] * 3, ["4"] * 3, ["4", "", None]) == [1.0, None, None]
-
-
-@pytest.mark.parametrize("answer", [["2", "two"], ("2", None, "two", ""), ["two", 2], [2.0, "two"]])
+@pytest.mark.parametrize("answer", [["2", "two"], ("2", None, "two", ""), [2.0, "two"]])
 def test_of_a_list_any_entry_is_right(answer):
-    """As in nq_open and TriviaQA. All responses were wrong: the list was compared as one text."""
+    """As in nq_open and TriviaQA. A text that looks like a list is a text."""
     responses = ["2", "The answer is Two.", "#### 2", "3", "2 or 3"]
     expected = [1.0, 1.0, 1.0, 0.0, 0.0]
     assert rewards.answer_reward([""] * 5, responses, [answer] * 5) == expected
     kept = answer_column.to_text(answer)
     assert [float(answers.is_right(text, kept)) for text in responses] == expected
-
-
-def test_a_text_that_looks_like_a_list_is_a_text():
     assert answers.is_right("The answer is [1, 2]", answer_column.to_text("[1, 2]"))
     assert not answers.is_right("1", answer_column.to_text("[1, 2]"))
-    assert rewards.answer_reward([""] * 3, ["2"] * 3, [[], ["", None], [[]][:0]]) == [None] * 3
 
 
-OBJECTS = [{"value": "2"}, [{"value": "2"}], [["2"], "two"]]
+def test_a_row_without_an_answer_is_not_scored():
+    none = ["4", "", None, [], ["", None]]
+    assert rewards.answer_reward([""] * 5, ["4"] * 5, none) == [1.0, None, None, None, None]
 
 
-@pytest.mark.parametrize("answer", OBJECTS)
+@pytest.mark.parametrize("answer", [{"value": "2"}, [{"value": "2"}], [["2"], "two"]])
 def test_an_answer_that_is_an_object_is_refused(answer):
     with pytest.raises(ValueError, match="column answer holds an object, at the prompt 'b'"):
         rewards.answer_reward(["a", "b"], ["2", "2"], ["2", answer])
@@ -219,108 +203,31 @@ def test_an_answer_that_is_an_object_is_refused(answer):
     )
 
 
-# What a response says, the answer, whether it is right, what `answer_reward` says, and what math-verify 0.9.0 says.
-RIGHT, WRONG = True, False
+# What a response says, the answer, and whether `math_reward` finds it right.
 MATH = [
-    (r"\boxed{\tfrac34}", r"\frac{3}{4}", RIGHT, RIGHT, RIGHT),
-    (r"\fbox{42}", "42", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{(1,2)}", "(2,1)", WRONG, WRONG, WRONG),
-    (r"\boxed{(1,2)}", "(1, 2)", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{[0,1)}", "[0, 1)", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{[0,1)}", "[0, 1]", WRONG, WRONG, WRONG),
-    (r"\boxed{1,200}", "1200", RIGHT, RIGHT, RIGHT),
-    ("#### 18", "18", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{8} or rather \boxed{18}", "18", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{8} or rather \boxed{18}", "8", WRONG, WRONG, WRONG),
-    (r"<think>\boxed{4}</think> It is \boxed{5}", "5", RIGHT, RIGHT, RIGHT),
-    (r"<think>\boxed{5}", "5", WRONG, WRONG, WRONG),
-    (r"\boxed{25\%}", "25", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{90^\circ}", "90", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{18\text{ cm}^2}", "18", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{x=5}", "5", RIGHT, RIGHT, RIGHT),
-    ("The answer is (B).", "B", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{\text{Paris}}", "Paris", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{\text{Pairs}}", "Paris", WRONG, WRONG, WRONG),
-    (r"\boxed{3.1416}", r"\pi", WRONG, WRONG, WRONG),
-    (r"\boxed{\frac{\pi}{2}}", r"\pi/2", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{10:30}", "10:30", RIGHT, RIGHT, RIGHT),
-    (r"\boxed{18 or 19}", "18", WRONG, WRONG, WRONG),
-    (r"\boxed{1,2}", "12", WRONG, WRONG, WRONG),
-    (r"\boxed{3x}", "x", WRONG, WRONG, WRONG),
-    # math-verify knows what is equal.
-    (r"\boxed{\frac34}", "0.75", RIGHT, WRONG, RIGHT),
-    ("1/2", "0.5", RIGHT, WRONG, RIGHT),
-    (r"The answer is $\frac{1}{2}$.", "0.5", RIGHT, WRONG, RIGHT),
-    (r"The answer is \(\frac{2}{4}\).", "$1/2$", RIGHT, WRONG, RIGHT),
-    (r"\boxed{0.5}", r"\frac12", RIGHT, WRONG, RIGHT),
-    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", RIGHT, WRONG, RIGHT),
-    (r"\boxed{(x+1)^2}", "x^2+2x+1", RIGHT, WRONG, RIGHT),
-    (r"\boxed{x^2+1}", "1+x^2", RIGHT, WRONG, RIGHT),
-    (r"\boxed{\{1,2\}}", r"\{2,1\}", RIGHT, WRONG, RIGHT),
-    (r"\boxed{25\%}", "0.25", RIGHT, WRONG, RIGHT),
-    (r"\boxed{5}", "x=5", RIGHT, WRONG, RIGHT),
-    (r"\boxed{063}", "63", RIGHT, WRONG, RIGHT),
-    (r"\boxed{6-5i}", "-5i+6", RIGHT, WRONG, RIGHT),
-    (r"\boxed{2^{10}}", "1024", RIGHT, WRONG, RIGHT),
-    (
-        r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}",
-        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
-        RIGHT,
-        WRONG,
-        RIGHT,
-    ),
-    # To it words are products, 10:30 is a third, and e is 2.718.
-    ("The answer is 1200 dollars.", "1200", RIGHT, RIGHT, WRONG),
-    (r"\boxed{1e-3}", "0.001", RIGHT, RIGHT, WRONG),
-    (r"\boxed{no}", "on", WRONG, WRONG, RIGHT),
-    (r"\boxed{10:30}", "20:60", WRONG, WRONG, RIGHT),
-    # Neither knows them.
-    (r"\boxed{1 1/2}", "3/2", RIGHT, WRONG, WRONG),
-    (r"\boxed{x>2}", r"(2,\infty)", RIGHT, WRONG, WRONG),
+    (r"\boxed{\frac34}", "0.75", True),
+    (r"The answer is \(\frac{2}{4}\).", "$1/2$", True),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", True),
+    (r"\boxed{\{1,2\}}", r"\{2,1\}", True),
+    (r"\boxed{25\%}", "0.25", True),
+    # math-verify denies it: to it words are products. So no would be on.
+    ("The answer is 1200 dollars.", "1200", True),
+    (r"\boxed{no}", "on", False),
+    (r"\boxed{3.1416}", r"\pi", False),
+    (r"\boxed{1 1/2}", "3/2", False),
+    ("1+" * 200, "2", False),
 ]
-
-
-def test_answers_that_math_verify_may_judge_otherwise():
-    """The two columns of answers are what docs/ppo.md counts."""
-    responses, given, truth, own, others = map(list, zip(*MATH))
-    assert rewards.answer_reward([""] * len(MATH), responses, given) == own
-    wrong = lambda verdicts: sum(a != b for a, b in zip(verdicts, truth))
-    assert (len(MATH), wrong(own), wrong(others)) == (46, 17, 6)
 
 
 def test_math_reward_is_right_where_its_own_check_or_math_verify_is():
     pytest.importorskip("math_verify")
-    responses, given, _, _, others = map(list, zip(*MATH))
-    stated, right = ([answers.final_answer(text) for text in texts] for texts in (responses, given))
-    assert list(map(answers.equal_by_math_verify, right, stated)) == others
-    found = rewards.math_reward([""] * len(MATH), responses, given)
-    differs = [row for row, score in zip(MATH, found) if score != row[2]]
-    assert differs == [MATH[-3], MATH[-2], MATH[-1]]
-    assert rewards.math_reward([""] * 3, ["0.5"] * 3, [["2", r"\frac12"], None, "2"]) == [
-        1.0,
-        None,
-        0.0,
-    ]
-    assert rewards.math_reward([""], ["1+" * 200], ["2"]) == [0.0]
-
-
-THOUGHT = "<think>\nTwo and two.\n</think>\n4"
-
-
-def test_the_format_of_thinking_is_trls():
-    reward = pytest.importorskip("trl.rewards").think_format_reward
-    responses = [THOUGHT, "<think>a", "4", "a<think>b</think>c", "<think>a<think>b</think>c",
-                 "<think></think>", "<think>a</think>b</think>", "\n<think>a</think>b"]  # fmt: skip
-    expected = reward([[{"content": response}] for response in responses])
-    assert rewards.format_reward([""] * 8, responses) == expected
-    assert expected == [1, 0, 0, 0, 0, 1, 1, 0]
-
-
-def test_a_format_may_come_from_the_data():
-    patterns = [r"#### \d+$", None, r".*\\boxed\{"]
-    responses = ["#### 12", THOUGHT, "so\n\\boxed{4}"]
-    assert rewards.format_reward([""] * 3, responses, format_pattern=patterns) == [1.0, 1.0, 1.0]
-    assert rewards.format_reward([""] * 3, ["12", "4", "4"], format_pattern=patterns) == [0.0] * 3
+    responses, given, expected = map(list, zip(*MATH))
+    own = rewards.answer_reward([""] * len(MATH), responses, given)
+    assert own == [0.0] * 6 + [1.0] + [0.0] * 4
+    assert rewards.math_reward([""] * len(MATH), responses, given) == expected
+    found = rewards.math_reward([""] * 3, ["0.5"] * 3, [["2", r"\frac12"], None, "2"])
+    assert found == [1.0, None, 0.0]
 
 
 @pytest.mark.parametrize(

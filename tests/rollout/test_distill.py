@@ -9,9 +9,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plain_loop import AdamW, clip, expect_lines, schedule, vector
+import plain_rollouts
+from plain_loop import expect_lines, vector
+from plain_rollouts import PlainRun, flags_of, lengths_of, make_inputs, say
 from preference_recipes.models import load
 from runs import (
     LAUNCHERS,
@@ -24,7 +25,6 @@ from runs import (
     weights,
     write_jsonl,
 )
-from test_ppo import STOPS, alone
 
 distill = types.SimpleNamespace(**runpy.run_path(str(recipe("distill"))))
 
@@ -63,20 +63,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer):
 
 # ---------------------------------------------------------------------------------------------- whole runs
 
-SHARED = dict(
-    seed=3,
-    rollout_batch_size=5,
-    generate_batch_size=3,
-    score_batch_size=5,
-    max_new_tokens=6,
-    train_batch_size=4,
-    micro_train_batch_size=2,
-    max_length=60,
-    learning_rate=3e-3,
-    warmup_steps=2,
-    weight_decay=0.1,
-    max_grad_norm=0.5,
-)
+SHARED = dict(plain_rollouts.SHARED, rollout_batch_size=5)
 MIXED = dict(beta=0.3, temperature=0.8, on_policy_share=0.5, teacher_prompt="hint", max_epochs=2)
 SAMPLED = dict(loss_type="sampled", temperature=0.8, n_samples_per_prompt=3, train_batch_size=8)
 # 7 prompts: rollouts of 5 and 2 an epoch. By name: the settings, and who teaches.
@@ -88,43 +75,33 @@ WHOLE = {
         {"": "padded"},
     ),
 }
-say = lambda role, text: [{"role": role, "content": text}]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A student, a teacher of its shape and one of another with a head padded to 320 rows, and 7 prompts."""
     folder = tmp_path_factory.mktemp("distill")
-    tiny_llama(folder / "model", attention_dropout=0.2)
-    tiny_llama(folder / "same", initializer_range=0.3)
-    tiny_llama(folder / "padded", vocab_size=320, hidden_size=48, initializer_range=0.2)
-    # Random weights rarely end a response: more tokens do.
-    file = folder / "model/generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": STOPS}))
-    rows = [
-        {
-            "prompt": say("user", "ab3" * (1 + 5 * row % 7)),
+    rows = make_inputs(
+        folder,
+        lambda row: {
             "completion": say("assistant", "xyz"[: 1 + row % 3] * (1 + row % 2)),
             "teacher": "ab"[row % 2],
             "hint": say("system", "h") + say("user", "12" * (1 + row % 4)),
-        }
-        for row in range(7)
-    ]
-    write_jsonl(folder / "prompts.jsonl", rows)
+        },
+    )
+    tiny_llama(folder / "same", initializer_range=0.3)
+    tiny_llama(folder / "padded", vocab_size=320, hidden_size=48, initializer_range=0.2)
     write_jsonl(folder / "held_out.jsonl", [{**row, "answer": "x"} for row in rows[1:6]])
     return folder
 
 
 def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
     """Runs the recipe; the only teacher has no name."""
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "prompts.jsonl"]
-    flags += ["--output_dir", output, "--report_to", "none"]
+    flags = [*flags_of(inputs, output, settings), "--report_to", "none"]
     if "" in teachers:
         flags += ["--teacher_model_name_or_path", inputs / teachers[""]]
     elif teachers:
         flags += ["--teacher", *(f"{name}={inputs / path}" for name, path in teachers.items())]
-    for name, value in settings.items():
-        flags += [f"--{name}", value]
     launch(LAUNCHERS[launcher], recipe("distill"), *flags, *more)
 
 
@@ -140,34 +117,14 @@ class Student(torch.nn.Module):
         return types.SimpleNamespace(logits=self.model(ids).logits[..., : self.vocabulary])
 
 
-class Reference:
-    """The same run in plain torch: every row alone, in whole forward passes; the loss of an update at once."""
-
+class Reference(PlainRun):
     def __init__(self, inputs, settings, teachers: dict):
-        self.set = types.SimpleNamespace(**{**vars(settings_of()), **settings})
-        self.tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+        super().__init__(inputs, settings_of(), settings)
         vocabulary = 261 if "padded" in teachers.values() else 264
-        load_model = lambda name: AutoModelForCausalLM.from_pretrained(inputs / name).eval()
-        self.policy = load_model("model")
         self.student = Student(self.policy, vocabulary)
         self.teachers = {
-            name: Student(load_model(path), vocabulary) for name, path in teachers.items()
+            name: Student(self.load(path), vocabulary) for name, path in teachers.items()
         }
-        texts = (inputs / "prompts.jsonl").read_text().splitlines()
-        self.rows = [json.loads(text) for text in texts]
-        self.adam = AdamW(self.policy, self.set.adam_epsilon, self.set.weight_decay)
-        self.lines = []
-        self.samples_seen = self.tokens_seen = 0
-
-    def encode(self, messages) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
-
-    def read(self, model, prompt, response) -> torch.Tensor:
-        """Log-probs of all tokens before each one of the response, `[length, vocabulary]`."""
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        return (logits / self.set.temperature).log_softmax(-1)
 
     @torch.no_grad()
     def roll_out(self, number: int) -> tuple[list, dict]:
@@ -177,8 +134,7 @@ class Reference:
         place *= s.rollout_batch_size
         order = np.random.default_rng([s.seed, epoch]).permutation(7)
         rows = order[place : place + s.rollout_batch_size]
-        draws = np.random.default_rng([s.seed, number, 1])
-        uniforms = draws.random((len(rows), s.n_samples_per_prompt, s.max_new_tokens))
+        uniforms = self.uniforms(len(rows), number, 1)
         own, given = [], []
         for index, (row, of_prompt) in enumerate(zip(rows, uniforms)):
             columns = self.rows[row]
@@ -188,33 +144,28 @@ class Reference:
             draw = np.random.default_rng([s.seed, 7 * epoch + place + index, 4]).random()
             is_own = draw < s.on_policy_share
             if is_own:
-                settings = (s.temperature, STOPS, s.max_new_tokens)
-                responses = [alone(self.student, prompt, each, *settings)[0] for each in of_prompt]
+                samples = [self.respond(self.student, prompt, numbers) for numbers in of_prompt]
             else:
                 text = columns["completion"][0]["content"] + "<|end|>"
-                responses = [self.tokenizer(text).input_ids[: s.max_new_tokens]]
-            for response in responses:
-                sample = types.SimpleNamespace(prompt=prompt, response=response, teacher=name)
-                sample.ids = torch.tensor(response)[:, None]
-                sample.taught = self.read(self.teachers[name], of_teacher, response)
-                sample.old = self.read(self.student, prompt, response).gather(1, sample.ids)[:, 0]
+                response = self.tokenizer(text).input_ids[: s.max_new_tokens]
+                samples = [types.SimpleNamespace(prompt=prompt, response=response)]
+            for sample in samples:
+                sample.teacher = name
+                sample.ids = torch.tensor(sample.response)[:, None]
+                sample.taught = self.logps(self.teachers[name], of_teacher, sample.response)
+                sample.old, _ = self.of_tokens(self.student, sample)
                 (own if is_own else given).append(sample)
         if not own:
             return given, {}
-        lengths = [len(sample.response) for sample in own]
-        line = {
-            "completions/mean_length": np.mean(lengths),
-            "completions/min_length": min(lengths),
-            "completions/max_length": max(lengths),
-            "completions/clipped_ratio": np.mean([x.response[-1] not in STOPS for x in own]),
-        }
+        line = lengths_of(own, "completions")
+        line["completions/clipped_ratio"] = np.mean([not sample.ended for sample in own])
         return own + given, line
 
     def losses_of(self, sample, is_first: bool) -> dict:
         """The loss of each token, and what is logged as means over tokens."""
         s = self.set
         kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
-        student, teacher = self.read(self.student, sample.prompt, sample.response), sample.taught
+        student, teacher = self.logps(self.student, sample.prompt, sample.response), sample.taught
         if s.loss_type == "sampled":
             logps = student.gather(1, sample.ids)[:, 0]
             old = logps.detach() if is_first else sample.old
@@ -238,26 +189,11 @@ class Reference:
 
     def update(self, samples, is_first: bool) -> dict:
         """One step; returns its log line."""
-        s, step = self.set, len(self.lines)
         each = [self.losses_of(sample, is_first) for sample in samples]
         tags = {tag: None for losses in each for tag in losses}
         means = {tag: torch.cat([x[tag] for x in each if tag in x]).mean() for tag in tags}
-        self.policy.zero_grad()
-        means["loss"].backward()
-        norm = clip(self.adam.parameters, s.max_grad_norm)
-        rate = schedule("constant_with_warmup", step, s.warmup_steps, 100, s.learning_rate)
-        self.adam.step(rate)
-        self.samples_seen += len(samples)
-        self.tokens_seen += sum(len(each.prompt) + len(each.response) for each in samples)
-        return {
-            "global_step": step + 1,
-            **{tag: value.item() for tag, value in means.items()},
-            "grad_norm": norm,
-            "learning_rate": rate,
-            "samples": self.samples_seen,
-            "tokens": self.tokens_seen,
-            "skipped_steps": 0,
-        }
+        line = self.step(samples, means["loss"], learning_rate=self.set.learning_rate)
+        return line | {tag: value.item() for tag, value in means.items()}
 
     def go(self):
         """Trains, and fills `lines`."""

@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import time
 import types
 
 import numpy as np
@@ -13,22 +15,21 @@ import templates as chat_templates
 from bare_runs import SHARING, bare_sampler
 from fake_vllm import FakeServer
 from peers import trl_environments
+from plain_rollouts import flags_of, say
 from preference_recipes.data import chat
 from preference_recipes.data.chat import decode, encode
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.logprobs import LogProbModel
-from preference_recipes.rollouts import environments, episodes, generation
+from preference_recipes.rollouts import environments, episodes, rollout
 from runs import (
     ASSETS,
     LAUNCHERS,
     REPOSITORY,
     evaluation_lines,
-    kill,
     launch,
     recipe,
     refuses,
     samples,
-    start_warm,
     timeless,
     training_lines,
     weights,
@@ -37,8 +38,6 @@ from runs import (
 
 # As a user writes them; used by whole runs, and in this process.
 ENVIRONMENTS = '''
-import time
-
 class Once:
     def reset(self, **columns): pass
     def step(self, message): return None
@@ -66,30 +65,6 @@ class Adds:
             b: the other one.
         """
         return a + b
-    def close(self):
-        pass
-
-class Slow:
-    def reset(self, **columns): return None
-    async def step(self, message):
-        return None
-    async def get_reward(self):
-        return 1.5
-
-def faulty(method, fault):
-    class Faulty:
-        def reset(self, **columns):
-            return do(fault) if method == "reset" else None
-        def step(self, message):
-            return do(fault) if method == "step" else None
-        def get_reward(self):
-            return do(fault) if method == "get_reward" else 1.0
-    return Faulty
-
-def do(fault):
-    if fault == "raises": raise ValueError("no such game")
-    if fault == "blocks": time.sleep(600)
-    return {"nan": float("nan"), "text": "go on"}[fault]
 '''
 SETTINGS = dict(
     environment_timeout=5.0, max_turns=3, max_length=120, max_new_tokens=24, strings_as_messages=False, micro_train_tokens=0,
@@ -108,8 +83,7 @@ def folder(tmp_path_factory):
     model = LlamaForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32)
     model.save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder / "model")
-    ask = lambda n: [{"role": "user", "content": f"{n}+{n}="}]
-    rows = [{"prompt": ask(n), "answer": str(2 * n)} for n in range(12)]
+    rows = [{"prompt": say("user", f"{n}+{n}="), "answer": str(2 * n)} for n in range(12)]
     write_jsonl(folder / "prompts.jsonl", rows)
     write_jsonl(folder / "held_out.jsonl", rows[:3])
     return folder
@@ -128,7 +102,7 @@ def play(accelerator, tokenizer):
         tools = [] if has_step else [environments.get_json_schema(instance.add)]
         user_class = environments.UserClass("E", make, has_step, False, tools)
         sampler.stage = episodes.Stage(user_class)
-        rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1+2=", "30+4=")]
+        rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
         texts = [chat.render(tokenizer, row["prompt"], add_generation_prompt=True) for row in rows]
         prompts = {
             "prompt_ids": [encode(tokenizer, text) for text in texts],
@@ -136,7 +110,7 @@ def play(accelerator, tokenizer):
             "row": [1, 2],
         }
         uniforms = np.random.default_rng(3).random((2, per_prompt, args["max_new_tokens"]))
-        return sampler, prompts, uniforms, generation.sample(sampler, prompts, uniforms, 1.0)
+        return sampler, prompts, uniforms, rollout.sample(sampler, prompts, uniforms, 1.0)
 
     return played
 
@@ -164,7 +138,7 @@ def test_each_token_is_drawn_by_its_own_number(play):
     """So an episode is the same alone, in another order, and with fewer others."""
     sampler, prompts, uniforms, together = play(MINE.Echo)
     alone = {name: values[1:] for name, values in prompts.items()}
-    second = generation.sample(sampler, alone, uniforms[1:, 1:], 1.0)
+    second = rollout.sample(sampler, alone, uniforms[1:, 1:], 1.0)
     assert second.responses == together.responses[3:]
     assert second.messages == together.messages[3:]
 
@@ -172,7 +146,7 @@ def test_each_token_is_drawn_by_its_own_number(play):
 def test_an_environment_of_one_turn_changes_nothing(play):
     sampler, prompts, uniforms, found = play(MINE.Once)
     sampler.stage = None
-    plain = generation.sample(sampler, prompts, uniforms, 1.0)
+    plain = rollout.sample(sampler, prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
 
@@ -197,8 +171,7 @@ def test_templates_go_on_as_they_write_themselves(name):
     except BadRow as refusal:
         assert "is followed" in str(refusal)
         return
-    say = lambda role, content: {"role": role, "content": content}
-    conversation = [say("user", "One."), say("assistant", "Two"), say("user", "Three?")]
+    conversation = say("user", "One.") + say("assistant", "Two") + say("user", "Three?")
     prompt = chat.render(tokenizer, conversation[:1], add_generation_prompt=True)
     end = chat.style_of(tokenizer).end
     answer = "Two" if prompt + "Two" in chat.render(tokenizer, conversation) else " Two"
@@ -220,22 +193,15 @@ def test_control_tokens_of_an_environment_are_text(tokenizer):
 
 def test_gae_passes_over_what_an_environment_wrote():
     """The advantages are those of the sampled tokens alone, side by side."""
-    import runpy
-
     ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
     draw = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 6, generator=draw)
-    mask = torch.tensor(
-        [[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]], dtype=torch.bool
-    )
-    kl = torch.randn(3, 6, generator=draw)
+    values, kl = torch.randn(2, 3, 6, generator=draw)
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]) > 0
     scores = torch.tensor([1.0, 2.0, 3.0])
     of_tokens = ppo.token_rewards(scores, kl, mask, 0.1)
     advantages, returns = ppo.gae(of_tokens, values, mask, 0.9, 0.8)
-    for row in range(3):
-        kept = mask[row]
-        n = int(kept.sum())
-        whole = torch.ones(1, n, dtype=torch.bool)
+    for row, kept in enumerate(mask):
+        whole = torch.ones(1, int(kept.sum()), dtype=torch.bool)
         side_by_side = ppo.token_rewards(scores[row : row + 1], kl[row][kept][None], whole, 0.1)
         assert torch.equal(of_tokens[row][kept], side_by_side[0])
         expected = ppo.gae(side_by_side, values[row][kept][None], whole, 0.9, 0.8)
@@ -271,16 +237,6 @@ def test_calls_of_tools_are_answered_or_their_faults_said_to_the_model(text, res
     assert n_failed == sum(not result.isdigit() for result in results)
 
 
-def test_the_schemas_of_tools_go_into_the_prompt(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    args = types.SimpleNamespace(environment="my_environments:Adds")
-    (schema,) = episodes.tools(args)
-    assert schema["function"]["name"] == "add"
-    assert schema["function"]["parameters"]["required"] == ["a", "b"]
-    assert episodes.tools(types.SimpleNamespace(environment="my_environments:Echo")) is None
-    assert episodes.tools(types.SimpleNamespace(environment=None)) is None
-
-
 def test_what_reset_returns_is_appended_to_the_prompt(play, tokenizer):
     class Opens(MINE.Once):
         def reset(self, **columns):
@@ -295,34 +251,39 @@ def test_what_reset_returns_is_appended_to_the_prompt(play, tokenizer):
 # ============================================================ environments that misbehave
 
 
-@pytest.mark.parametrize(
-    "method, fault, error, words",
-    [
-        ("reset", "raises", ValueError, "no such game"),
-        ("step", "raises", ValueError, "no such game"),
-        ("step", "blocks", TimeoutError, "longer than --environment_timeout 0.5"),
-        ("step", "text", TypeError, "not a mapping"),
-    ],
-)
-def test_an_environment_that_fails_ends_the_run(play, method, fault, error, words):
-    timeout = 0.5 if fault == "blocks" else 30.0
-    make = MINE.faulty(method, fault)
-    with pytest.raises(error, match=words):
-        play(make, environment_timeout=timeout)
+def test_an_environment_that_fails_ends_the_run(play):
+    class Raises(MINE.Once):
+        def step(self, message):
+            raise ValueError("no such game")
+
+    class Blocks(MINE.Once):
+        def step(self, message):
+            time.sleep(600)
+
+    with pytest.raises(ValueError, match="no such game"):
+        play(Raises)
+    with pytest.raises(TimeoutError, match="longer than --environment_timeout"):
+        play(Blocks, environment_timeout=0.5)
 
 
-def test_a_reward_that_is_no_number_ends_the_run(play):
-    make = MINE.faulty("get_reward", "nan")
-    sampler, _, _, found = play(make)
+def test_methods_may_be_coroutines_and_a_reward_that_is_no_number_ends_the_run(play):
+    class Later:
+        def reset(self, **columns):
+            self.reward = 1.5
+
+        async def step(self, message):
+            return None
+
+        async def get_reward(self):
+            return self.reward
+
+    sampler, _, _, found = play(Later)
+    assert sampler.stage.rewards(sampler, found) == [1.5] * 4
+    sampler.stage.instances[0].reward = float("nan")
     refuses(
         "--environment E: `get_reward`", "got nan for data row 1",
         call=lambda: sampler.stage.rewards(sampler, found),
     )  # fmt: skip
-
-
-def test_methods_may_be_coroutines(play):
-    sampler, _, _, found = play(MINE.Slow)
-    assert sampler.stage.rewards(sampler, found) == [1.5] * 4
 
 
 # ============================================================ TRL
@@ -363,16 +324,15 @@ def test_episodes_are_those_of_trl(accelerator, tmp_path):
 # ============================================================ whole runs
 
 FLAGS = dict(
-    dataset_name="prompts.jsonl", eval_dataset_name="held_out.jsonl", environment="my_environments:Echo", max_turns=3, rollout_batch_size=4,
+    eval_dataset_name="held_out.jsonl", environment="my_environments:Echo", max_turns=3, rollout_batch_size=4,
     n_samples_per_prompt=2, max_new_tokens=20, max_length=100, train_batch_size=4, micro_train_batch_size=2, learning_rate=3e-3, max_steps=4,
 )  # fmt: skip
 GRPO = dict(FLAGS, drop_equal_groups=False)
 
 
-def run(folder, output, settings, name="grpo", launcher="plain", check=True):
-    flags = ["--model_name_or_path", folder / "model", "--output_dir", output]
-    flags += [part for name, value in settings.items() for part in (f"--{name}", value)]
-    return launch(LAUNCHERS[launcher], recipe(name), *flags, cwd=folder, check=check)
+def run(folder, output, settings, name="grpo", launcher="plain"):
+    flags = flags_of(folder, output, settings)
+    return launch(LAUNCHERS[launcher], recipe(name), *flags, cwd=folder)
 
 
 @pytest.mark.parametrize("name, launcher, more", [
@@ -413,20 +373,6 @@ def test_each_process_asks_servers_for_its_own_episodes(folder, tmp_path):
     line = training_lines(tmp_path / "one")[0]
     assert 1 < line["environment/turns"] <= 3
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
-
-
-def test_killed_within_a_rollout_and_resumed(folder, tmp_path):
-    settings = dict(GRPO, save_steps=1, max_steps=6, max_epochs=2)
-    run(folder, tmp_path / "whole", settings)
-    flags = ["--model_name_or_path", folder / "model", "--output_dir", tmp_path / "half"]
-    flags += [part for name, value in settings.items() for part in (f"--{name}", value)]
-    process = start_warm(LAUNCHERS["plain"], recipe("grpo"), *flags, cwd=folder)
-    while not (tmp_path / "half/checkpoints/global_step_000001").exists():
-        assert process.poll() is None
-    kill(process)
-    run(folder, tmp_path / "half", dict(settings, resume="auto"))
-    assert timeless(tmp_path / "half") == timeless(tmp_path / "whole")
-    assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
 
 
 def test_reward_functions_get_conversations_and_environments(folder, tmp_path):

@@ -53,7 +53,7 @@ def test_recorded_steps_draw_the_same_tokens(accelerator, tokenizer, name, here,
     model = build(name)
     sampler = bare_sampler(accelerator, tokenizer, model)
     # Of 300 tokens these end a response: rows leave the batch at several places.
-    monkeypatch.setattr(generation.chat, "stop_tokens", lambda *_: set(range(0, 300, 15)))
+    sampler.stop_tokens = lambda: set(range(0, 300, 15))
     found = [draw(sampler, temperature) for temperature in (0.0, 1.0)]
     monkeypatch.setattr(recorded, "DEVICES", ())
     for temperature, responses in zip((0.0, 1.0), found):

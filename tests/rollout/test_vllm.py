@@ -4,15 +4,18 @@ import itertools
 import json
 import shutil
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bare_runs import bare_sampler
 from fake_vllm import FakeServer
+from plain_rollouts import flags_of, say
 from preference_recipes.rollouts import vllm
-from preference_recipes.rollouts.vllm_server import Server
+from preference_recipes.rollouts.vllm import Server
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -46,8 +49,8 @@ GRPO = dict(FLAGS, n_samples_per_prompt=2, drop_equal_groups=False, advantage_st
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     tiny_llama(folder / "model")
-    say = lambda text: [{"role": "user", "content": text}]
-    rows = [{"prompt": say(f"{n}+{n}=" + "x" * (n % 3)), "answer": str(2 * n)} for n in range(14)]
+    prompts = [say("user", f"{n}+{n}=" + "x" * (n % 3)) for n in range(14)]
+    rows = [{"prompt": prompt, "answer": str(2 * n)} for n, prompt in enumerate(prompts)]
     write_jsonl(folder / "prompts.jsonl", rows[:12])
     write_jsonl(folder / "held_out.jsonl", rows[12:])
     (folder / "rewarding_of_test.py").write_text(REWARDING)
@@ -61,21 +64,19 @@ def server(inputs):
     with_model.stop()
 
 
-def flags_of(inputs, output, settings: dict, *urls: str) -> list:
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", "prompts.jsonl", "--output_dir", output]  # fmt: skip
-    for name, value in settings.items():
-        flags += [f"--{name}", value]
-    return [*flags, *(["--vllm_url", *urls] if urls else [])]
+def all_flags(inputs, output, settings: dict, *urls: str) -> list:
+    return [*flags_of(inputs, output, settings), *(["--vllm_url", *urls] if urls else [])]
 
 
 def run(inputs, output, settings, *urls, name="grpo", launcher="plain", check=True):
-    return launch(
-        LAUNCHERS[launcher],
-        recipe(name),
-        *flags_of(inputs, output, settings, *urls),
-        cwd=inputs,
-        check=check,
-    )
+    flags = all_flags(inputs, output, settings, *urls)
+    return launch(LAUNCHERS[launcher], recipe(name), *flags, cwd=inputs, check=check)
+
+
+def versions_of(server) -> list[str]:
+    """The versions of the weights that a server was given, in their order."""
+    calls = [c for _, c in server.requests if c.get("method") == "note_version"]
+    return [content["kwargs"]["version"] for content in calls]
 
 
 def said_at_the_end(done) -> str:
@@ -107,10 +108,9 @@ def test_a_rollout_is_asked_for_prompt_by_prompt_after_a_proven_synchronisation(
         *(*sync, *probe, *held_out),
     ]
     assert server.paths() == expected
-    versions = [content["kwargs"]["version"] for path, content in server.requests if content.get("method") == "note_version"]  # fmt: skip
+    versions = versions_of(server)
     assert len(set(versions)) == 3
-    of_rollouts = [version for version in server.answered]
-    assert of_rollouts == [versions[0]] * 10 + [versions[1]] * 10 + [versions[2]] * 6
+    assert server.answered == [versions[0]] * 10 + [versions[1]] * 10 + [versions[2]] * 6
 
     asked = [content for path, content in server.requests if path == "/v1/completions"]
     sampled = asked[6:10]
@@ -148,8 +148,8 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn(tokenizer):
         get_output_embeddings=lambda: types.SimpleNamespace(out_features=300),
         generation_config=types.SimpleNamespace(eos_token_id=[5, 2]),
     )
-    unwrapped = types.SimpleNamespace(vocabulary=298, model=model)
-    sampler = types.SimpleNamespace(tokenizer=tokenizer, unwrapped=unwrapped)
+    sampler = bare_sampler(tokenizer=tokenizer)
+    sampler.unwrapped = types.SimpleNamespace(vocabulary=298, model=model)
     uniforms = np.array([[[0.25] * 3] * 2, [[0.5] * 3] * 2])
     first, second = vllm.make_requests(sampler, [[7], [8, 9]], uniforms, 0.7)
     assert first["logit_bias"] == {"298": -100.0, "299": -100.0}
@@ -202,23 +202,19 @@ def test_every_process_knows_in_which_precision_the_servers_compute(inputs, tmp_
     """One that did not compared the log-probs of bf16 to the bound of fp32, and ended the run."""
     server = FakeServer(inputs / "model", dtype=torch.bfloat16)
     try:
-        run(inputs, tmp_path / "out", GRPO, server.url, launcher="ddp")
+        run(inputs, tmp_path / "out", dict(GRPO, max_steps=2), server.url, launcher="ddp")
     finally:
         server.stop()
-    lines = training_lines(tmp_path / "out")
-    assert [line["global_step"] for line in lines] == [1, 2, 3, 4]
-    probes = [line["sync/probe_difference"] for line in lines if "sync/probe_difference" in line]
-    assert probes and all(1e-4 < difference < 0.2 for difference in probes)
+    first, second = training_lines(tmp_path / "out")
+    assert 1e-4 < first["sync/probe_difference"] < 0.2 and second["global_step"] == 2
 
 
 def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp_path):
     """At a checkpoint between the two updates of a rollout, while the next one is sampled ahead."""
     settings = dict(GRPO, rollouts_ahead=1, max_steps=8, max_epochs=3, save_steps=3, eval_steps=4)  # fmt: skip
     run(inputs, tmp_path / "whole", settings, server.url)
-    half = dict(settings, output_dir=tmp_path / "half")
-    process = start_warm(
-        LAUNCHERS["plain"], recipe("grpo"), *flags_of(inputs, tmp_path / "half", half, server.url), cwd=inputs
-    )  # fmt: skip
+    flags = all_flags(inputs, tmp_path / "half", settings, server.url)
+    process = start_warm(LAUNCHERS["plain"], recipe("grpo"), *flags, cwd=inputs)
     checkpoint = tmp_path / "half/checkpoints/global_step_000003"
     while not checkpoint.exists():
         assert process.poll() is None
@@ -242,16 +238,11 @@ def test_one_rollout_ahead_is_sampled_with_the_weights_before_the_updates_of_thi
     # A rollout has two updates. The second is sampled with the weights of the first.
     staleness = [line.get("sampling/staleness") for line in training_lines(tmp_path / "out")]
     assert staleness == [None, None, 2, None, 2, None]
-    versions = [content["kwargs"]["version"] for path, content in server.requests if content.get("method") == "note_version"]  # fmt: skip
+    versions = versions_of(server)
     # Before the first update, after it for the third rollout, and for the last evaluation.
     assert len(versions) == 3
-    sampled = [
-        version
-        for version, (path, content) in zip(
-            server.answered, (r for r in server.requests if r[0] == "/v1/completions")
-        )
-        if content["n"] == 2
-    ]
+    asked = [content for path, content in server.requests if path == "/v1/completions"]
+    sampled = [version for version, c in zip(server.answered, asked) if c["n"] == 2]
     assert sampled == [versions[0]] * 8 + [versions[1]] * 4
     # The correction is at work: the samples are not those of the policy.
     later = training_lines(tmp_path / "out")[2]
@@ -264,37 +255,29 @@ def test_one_rollout_ahead_is_sampled_with_the_weights_before_the_updates_of_thi
 # ============================================================ weights that are not those of training
 
 
-def delay(server, path, content):
-    """It loads the weights of the synchronisation before."""
-    if content.get("method") == "load":
-        folder, kept = content["kwargs"]["folder"], server.folder.parent / "kept"
-        new = server.folder.parent / "newest"
-        shutil.copytree(folder, new, dirs_exist_ok=True)
-        if kept.exists():
-            content["kwargs"]["folder"] = str(kept)
-            result = server.answer(path, content)
-            shutil.rmtree(kept)
-            shutil.copytree(new, kept)
-            return 200, json.dumps(result)
-        shutil.copytree(new, kept)
+def delay(server, folder) -> None:
+    """The weights that it loads are those of the synchronisation before."""
+    server.loaded.append(load_file(folder / "model.safetensors"))
+    save_file(server.loaded[-2:][0], folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def corrupt(server, path, content):
+def corrupt(server, folder) -> None:
     """One layer is lost on the way."""
-    if content.get("method") == "load":
-        folder = server.folder.parent / "damaged"
-        shutil.copytree(content["kwargs"]["folder"], folder, dirs_exist_ok=True)
-        state = load_file(folder / "model.safetensors")
-        state["model.layers.1.mlp.down_proj.weight"] *= 0
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        return 200, json.dumps(server.answer(path, {**content, "kwargs": {"folder": str(folder)}}))
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.mlp.down_proj.weight"] *= 0
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("fault", [delay, corrupt])
 def test_wrong_weights_end_the_run_within_one_rollout(inputs, tmp_path, fault):
-    shutil.copytree(inputs / "model", tmp_path / "served")
-    server = FakeServer(tmp_path / "served")
-    server.fault = lambda path, content: fault(server, path, content)
+    server = FakeServer(inputs / "model")
+    server.loaded = []
+
+    def before_it_loads(path, content):
+        if content.get("method") == "load":
+            fault(server, Path(content["kwargs"]["folder"]))
+
+    server.fault = before_it_loads
     settings = dict(GRPO, temperature=0.7, eval_steps=100)
     try:
         done = run(inputs, tmp_path / "out", settings, server.url, check=False)
@@ -366,21 +349,6 @@ def test_answers_in_another_order_are_put_in_order(server):
     first, second = Server(server.url).complete(REQUEST)
     assert (first.ids, first.logps) == ([8, 9, 1], [-1.0, -1.5, -2.0])
     assert (second.ids, second.logps) == ([7, 1], [-1.0, -2.0])
-
-
-def test_a_key_is_sent(server, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    sent = []
-    handler = server.server.RequestHandlerClass
-    right = handler.do_POST
-    monkeypatch.setattr(
-        handler, "do_POST", lambda self: (sent.append(self.headers["Authorization"]), right(self))
-    )
-    Server(server.url).send("/resume")
-    assert sent == ["Bearer secret"]
-
-
-# ============================================================ what is refused at the start
 
 
 def test_a_negative_score_has_no_advantage_of_maxrl(inputs, server, tmp_path):

@@ -21,7 +21,6 @@ from runs import (
 GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 # Tags of settings that no demo has; another test asserts them.
 ELSEWHERE = {
-    *("eval/avg_at_<k>", "eval/pass_at_<k>"),
     *("kl/reverse/<teacher>", "eval/kl/reverse/<teacher>"),
     # test_vllm.py
     *(f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "max", "cut")),

@@ -1,0 +1,148 @@
+"""A run that samples, in plain torch, which recipes are compared with: a subclass adds the algorithm.
+
+Every row is read alone, in whole forward passes over unpadded ids; the loss of an update at once.
+"""
+
+import json
+import math
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plain_loop import AdamW, clip, schedule
+from runs import tiny_llama, write_jsonl
+
+STOPS = [1, *range(30, 60)]  # so many that most responses end early
+SHARED = dict(
+    seed=3, generate_batch_size=3, score_batch_size=5, max_new_tokens=6, train_batch_size=4, micro_train_batch_size=2,
+    max_length=60, learning_rate=3e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5,
+)  # fmt: skip
+
+
+@torch.no_grad()
+def alone(model, prompt, numbers, temperature, stops, room):
+    """A response from whole forward passes over one unpadded row, and the logits of each step."""
+    ids, seen = list(prompt), []
+    while len(ids) < len(prompt) + room and (len(ids) == len(prompt) or ids[-1] not in stops):
+        logits = model(torch.tensor([ids])).logits[0, -1].double().numpy()
+        seen.append(logits)
+        chances = np.exp((logits - logits.max()) / (temperature or 1.0))
+        below = np.cumsum(chances / chances.sum())
+        ids.append(
+            int((below <= numbers[len(seen) - 1]).sum()) if temperature else int(logits.argmax())
+        )
+    return ids[len(prompt) :], seen
+
+
+def say(role: str, text: str) -> list[dict]:
+    return [{"role": role, "content": text}]
+
+
+def make_inputs(folder: Path, of_row=lambda row: {}, **changes) -> list[dict]:
+    """A policy with dropout, which must be off, and 7 prompts with what `of_row` adds to them."""
+    tiny_llama(folder / "model", attention_dropout=0.2, **changes)
+    # Random weights rarely end a response: more tokens do.
+    file = folder / "model/generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": STOPS}))
+    prompts = [say("user", "ab3" * (1 + 5 * row % 7)) for row in range(7)]
+    rows = [{"prompt": prompt, **of_row(row)} for row, prompt in enumerate(prompts)]
+    write_jsonl(folder / "prompts.jsonl", rows)
+    return rows
+
+
+def flags_of(inputs: Path, output: Path, settings: dict) -> list:
+    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "prompts.jsonl"]
+    flags += ["--output_dir", output]
+    return flags + [part for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+class PlainRun:
+    """What such runs have alike.
+
+    Attributes:
+        set: the settings, those of the recipe's defaults where a test gives none.
+        lines: what should be logged of each update.
+        adams: the optimizers of the models that are trained, the policy's first.
+    """
+
+    def __init__(self, inputs: Path, defaults, settings: dict):
+        self.set = types.SimpleNamespace(**{**vars(defaults), **settings})
+        self.inputs = inputs
+        self.tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+        self.policy = self.load("model")
+        texts = (inputs / "prompts.jsonl").read_text().splitlines()
+        self.rows = [json.loads(text) for text in texts]
+        self.lines: list[dict] = []
+        self.samples_seen = self.tokens_seen = 0
+        self.adams = [self.adam(self.policy)]
+
+    def load(self, name: str):
+        return AutoModelForCausalLM.from_pretrained(self.inputs / name).eval()
+
+    def adam(self, model) -> AdamW:
+        return AdamW(model, self.set.adam_epsilon, self.set.weight_decay)
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+
+    def uniforms(self, prompts: int, *seeds: int) -> np.ndarray:
+        shape = (prompts, self.set.n_samples_per_prompt, self.set.max_new_tokens)
+        return np.random.default_rng([self.set.seed, *seeds]).random(shape)
+
+    def respond(self, model, prompt: list[int], numbers) -> types.SimpleNamespace:
+        """A sample: `prompt`, `response`, whether it `ended`."""
+        s = self.set
+        response, _ = alone(model, prompt, numbers, s.temperature, STOPS, s.max_new_tokens)
+        return types.SimpleNamespace(prompt=prompt, response=response, ended=response[-1] in STOPS)
+
+    def logps(self, model, prompt: list[int], response: list[int]) -> torch.Tensor:
+        """Log-probs of all tokens before each one of the response, `[length, vocabulary]`."""
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        return (logits / self.set.temperature).log_softmax(-1)
+
+    def of_tokens(self, model, sample) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of the response's own tokens, and the entropy before each."""
+        logps = self.logps(model, sample.prompt, sample.response)
+        own = logps.gather(1, torch.tensor(sample.response)[:, None])[:, 0]
+        return own, -(logps.exp() * logps).sum(-1)
+
+    def step(
+        self, samples: list, loss: torch.Tensor, *, total: int = 100, held=(), **peaks
+    ) -> dict:
+        """One step of each model; returns what its line has of it.
+
+        Args:
+            total: updates of the whole run, for the schedule.
+            held: tags of the models that learn nothing yet.
+            peaks: the peak learning rate of each model, by the tag of its rate.
+        """
+        s, step = self.set, len(self.lines)
+        for adam in self.adams:
+            for parameter in adam.parameters:
+                parameter.grad = None
+        loss.backward()
+        parameters = [parameter for adam in self.adams for parameter in adam.parameters]
+        norm = clip(parameters, s.max_grad_norm or math.inf)
+        rates = {}
+        for adam, (tag, peak) in zip(self.adams, peaks.items(), strict=True):
+            rates[tag] = schedule(s.lr_scheduler_type, step, s.warmup_steps, total, peak)
+            if tag in held:
+                rates[tag] = 0.0
+            else:
+                adam.step(rates[tag])
+        self.samples_seen += len(samples)
+        self.tokens_seen += sum(len(each.prompt) + len(each.response) for each in samples)
+        counts = {"samples": self.samples_seen, "tokens": self.tokens_seen, "skipped_steps": 0}
+        return {"global_step": step + 1, "grad_norm": norm, **rates, **counts}
+
+
+def lengths_of(samples: list, prefix: str, mean: str = "mean_length") -> dict[str, float]:
+    """The tags of the responses' lengths."""
+    lengths = [len(sample.response) for sample in samples]
+    tags = {mean: np.mean(lengths), "min_length": min(lengths), "max_length": max(lengths)}
+    return {f"{prefix}/{tag}": value for tag, value in tags.items()}
