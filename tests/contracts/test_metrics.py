@@ -12,7 +12,6 @@ from common.metrics import Means
 from common.mixture import mixture_of
 from common.run import Run, Update
 from common.speed import PEAK_FLOPS
-from preference_recipes.models.packing import Packer
 from runs import lines, recipe, training_lines
 
 
@@ -112,11 +111,6 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
         line.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4))
         and line["perf/peak_memory_gib"] == 1.5
     )
-
-
-def test_a_shared_prompt_is_computed_once():
-    batch = Packer(torch.device("cpu"), share=True).make_batch([[1, 2]] * 2, [[3], [4, 5]])
-    assert (batch["tokens"], len(batch["targets"])) == (5, 3)
 
 
 def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
