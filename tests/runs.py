@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,9 +27,8 @@ PYTHON = ["-m", "accelerate.commands.launch"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", **warm.ENVIRONMENT}
 os.environ.update(OFFLINE)  # before the first launch: warm.py's process inherits it
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
-ABORTED: list[
-    str
-] = []  # launches that `launch` forgave, see there; conftest.py shows them at the end
+# Launches that `launch` forgave, see there; conftest.py shows them at the end.
+ABORTED: list[str] = []
 
 
 def deepspeed_launcher(path: Path, processes: int) -> list[str]:
@@ -51,23 +51,14 @@ LAUNCHERS = {
 
 def config_launcher(name: str, processes: int = 1) -> list[str]:
     """The launcher of one of the project's own YAMLs."""
-    return [
-        *PYTHON,
-        "--config_file",
-        str(REPOSITORY / f"accelerate_configs/{name}.yaml"),
-        "--num_processes",
-        str(processes),
-    ]
+    file = str(REPOSITORY / f"accelerate_configs/{name}.yaml")
+    return [*PYTHON, "--config_file", file, "--num_processes", str(processes)]
 
 
 def command_of(launcher: list[str], script: Path, *flags) -> list[str]:
     """What follows `python`, to start a script under a launcher."""
-    return [
-        *launcher,
-        *(["--main_process_port", "0"] if launcher else []),
-        str(script),
-        *map(str, flags),
-    ]
+    port = ["--main_process_port", "0"] if launcher else []
+    return [*launcher, *port, str(script), *map(str, flags)]
 
 
 def start(
@@ -79,14 +70,10 @@ def start(
     stdout=subprocess.PIPE,
 ):
     """Starts a script under a launcher as a user does, offline, its stdout and stderr together."""
-    command, environment = (
-        [sys.executable, *command_of(launcher, script, *flags)],
-        os.environ | OFFLINE | (env or {}),
-    )
     return subprocess.Popen(
-        command,
+        [sys.executable, *command_of(launcher, script, *flags)],
         cwd=cwd,
-        env=environment,
+        env=os.environ | OFFLINE | (env or {}),
         stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
@@ -166,6 +153,17 @@ def launch(
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
+def copy_repository(to: Path) -> set[str]:
+    """Copies the files that git does not ignore; returns their names."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    names = {name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()}
+    for name in names:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, to / name)
+    return names
+
+
 def recipe(name: str) -> Path:
     return REPOSITORY / "recipes" / f"{name}.py"
 
@@ -178,16 +176,13 @@ def refuses(*parts, call) -> None:
         said = refusal.code
     else:
         raise AssertionError(f"not refused: {parts}")
-    assert (
-        isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts)
-    ), said
+    assert isinstance(said, str) and "\n" not in said, said
+    assert all(str(part) in said for part in parts), said
 
 
 def lines(output_dir: Path) -> list[dict]:
     """All lines of a run's metrics.jsonl."""
-    return [
-        json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").open()]
 
 
 def without_timings(line: dict) -> dict:

@@ -1,6 +1,7 @@
 """The recipes of this repository for benchmarks/audit.py: their defaults, run by their own commands."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,11 +9,6 @@ import adapting
 from adapting import Description, Request, Row, Sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# Also where another `common` is installed.
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
-
-from contracts.proof import warm  # noqa: E402
-
 HANG_SECONDS = 1800
 OF_ALL = {"loss": "loss", "grad_norm": "grad_norm", "tokens": "tokens"}
 OF_ANSWERS = {
@@ -124,7 +120,7 @@ def train(request: Request) -> None:
     config = REPOSITORY / "accelerate_configs/cpu.yaml"
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
     launcher += ["--num_processes", str(request.processes), "--main_process_port", "0"]
-    ended = warm.run(
+    ended = subprocess.run(
         [sys.executable, *launcher, str(REPOSITORY / f"recipes/{recipe}.py"), *words],
         cwd=output,
         env={
@@ -133,6 +129,9 @@ def train(request: Request) -> None:
             "AUDIT_REQUEST": str(output / "request.json"),
         },
         timeout=HANG_SECONDS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if ended.returncode:
         raise RuntimeError(ended.stdout[-2000:])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from recipes import NAMES
-from runs import OFFLINE, REPOSITORY, recipe, training_lines
+from runs import OFFLINE, REPOSITORY, copy_repository, recipe, training_lines
 
 pytest.importorskip("pip")  # it installs the wheel
 pytest.importorskip("setuptools", "77")  # it builds the wheel
@@ -60,13 +60,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Built:
     folder = tmp_path_factory.mktemp("built")
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    files = {name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()}
-    for name in files:
-        (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "clone" / name).write_bytes((REPOSITORY / name).read_bytes())
-
+    files = copy_repository(folder / "clone")
     source = build("sdist", folder / "clone", folder)
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")

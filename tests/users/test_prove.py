@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runs import OFFLINE, REPOSITORY, recipe
+from runs import OFFLINE, REPOSITORY, copy_repository, recipe
 
 FORKS = REPOSITORY / "docs/forks"
 PROOF = (REPOSITORY / "tests/contracts/test_recipe.py").read_text()
@@ -179,17 +178,6 @@ def with_fault(fault: Fault) -> str:
     return text
 
 
-def copy_repository(to: Path) -> Path:
-    """Copies the files that git does not ignore."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
-        if (REPOSITORY / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, to / name)
-    return to
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_fits_the_code(name):
     compile(with_fault(FAULTS[name]), name, "exec")
@@ -202,7 +190,8 @@ def test_a_fault_is_red_under_its_name(tmp_path, name):
     repository = REPOSITORY
     file = tmp_path / "my_recipe.py"  # anywhere on the disk
     if fault.file.startswith("common/"):
-        repository = copy_repository(tmp_path / "repository")
+        repository = tmp_path / "repository"
+        copy_repository(repository)
         (repository / fault.file).write_text(with_fault(fault))
         file = repository / "recipes/sft.py"
     else:

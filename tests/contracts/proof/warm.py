@@ -6,8 +6,7 @@ hashes.
 
 Under `accelerate launch` accelerate itself reads the YAML and the flags and sets the environment.
 Only torchrun, which would start new interpreters, is replaced: `run_ranks` forks the processes of
-the world. So some runs start everything as a user does: `fresh` in `Bench.run`, and in `launch` of
-the tests.
+the world. So some runs start everything as a user does: `fresh` in `Bench.run` and in `launch`.
 """
 
 import atexit
@@ -107,16 +106,6 @@ class Process:
         """Waits for its end and returns what it wrote, as `Popen.communicate` does."""
         self.wait(timeout)
         return Path(self.output).read_text(errors="replace"), None
-
-
-def run(
-    command: list[str], cwd: str | os.PathLike, env: dict[str, str], timeout: float, **_
-) -> subprocess.CompletedProcess:
-    """Does what `subprocess.run` does with `[sys.executable, ...]`, stdout and stderr together."""
-    with tempfile.NamedTemporaryFile() as console:
-        process = Process(command[1:], cwd, env, console.name)
-        output, _ = process.communicate(timeout)
-    return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
 def import_libraries() -> None:
