@@ -8,6 +8,7 @@ Without an argument it writes trl_distill.json beside this file. tests/rollout/t
 """
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -104,7 +105,5 @@ def name_of(beta: float, temperature: float, formula: str) -> str:
 
 
 if __name__ == "__main__":
-    from trl_values import as_text
-
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else STORED
-    output.write_text(as_text(values()))
+    output.write_text(json.dumps(values(), indent=1) + "\n")

@@ -12,6 +12,7 @@ that correct for a vLLM server come from the part of a method that computes them
 import collections
 import inspect
 import itertools
+import json
 import math
 import os
 import sys
@@ -227,8 +228,6 @@ def name_of(case: tuple) -> str:
 
 
 if __name__ == "__main__":
-    from trl_values import as_text
-
     os.environ["HF_HUB_OFFLINE"] = "1"
     output = Path(sys.argv[1]) if len(sys.argv) > 1 else STORED
-    output.write_text(as_text(values()))
+    output.write_text(json.dumps(values(), indent=1) + "\n")

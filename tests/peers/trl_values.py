@@ -215,16 +215,7 @@ def main(output: Path) -> None:
     for case, (recipe, settings) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             values[case] = train(recipe, settings, Path(folder))
-    output.write_text(as_text(values))
-
-
-def as_text(values: dict[str, dict[str, list[float]]]) -> str:
-    """JSON with one line for each list of numbers."""
-    cases = []
-    for case, lists in values.items():
-        lines = [f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in lists.items()]
-        cases.append(f" {json.dumps(case)}: {{\n" + ",\n".join(lines) + "\n }")
-    return "{\n" + ",\n".join(cases) + "\n}\n"
+    output.write_text(json.dumps(values, indent=1) + "\n")
 
 
 if __name__ == "__main__":

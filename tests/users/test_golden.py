@@ -1,10 +1,10 @@
-"""The first losses of each recipe, as they were when tests/golden.json was written.
+"""The first losses of each recipe, as they were when golden.json was written.
 
 An upgrade of a dependency that moves a number is seen here. When a number should move, because a
 recipe, its demo or the embedded model was changed with intent, write the file again and look at it:
 
     python tests/users/test_golden.py
-    git diff tests/golden.json
+    git diff tests/users/golden.json
 
 The settings are those of the demos, in fp32. There is no evaluation, and only the first rows of the
 data are read: to tokenise all pairs takes half a minute. Those that sample have an eighth of the demo's batches:
@@ -62,15 +62,7 @@ def test_the_first_updates_are_as_they_were(name, tmp_path):
         assert found[tag] == pytest.approx(stored[tag], rel=1e-4, abs=1e-6), tag
 
 
-def as_text(values: dict[str, dict[str, list[float]]]) -> str:
-    """JSON with one line for each list of numbers."""
-    parts = []
-    for name, lists in values.items():
-        lines = [f"  {json.dumps(tag)}: {json.dumps(numbers)}" for tag, numbers in lists.items()]
-        parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        STORED.write_text(as_text({name: first_updates(name, Path(folder)) for name in RECIPES}))
+        found = {name: first_updates(name, Path(folder)) for name in RECIPES}
+        STORED.write_text(json.dumps(found, indent=1) + "\n")

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from functools import cache
 from multiprocessing.connection import Client, Connection
@@ -260,23 +259,11 @@ def run_ranks(args) -> None:
             failed = True
             status = os.waitstatus_to_exitcode(status)
             print(f"{FAILED} {pid}, status {status}", file=sys.stderr)
-            end(running)
+            for other in running:
+                os.kill(other, signal.SIGTERM)
     del store
     if failed:
         sys.exit(1)
-
-
-def end(running: set[int]) -> None:
-    """Asks processes to end, and kills them after half a minute, as torchrun does."""
-    for pid in running:
-        os.kill(pid, signal.SIGTERM)
-
-    def kill():
-        time.sleep(30)
-        for pid in [*running]:
-            os.kill(pid, signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
 
 
 if __name__ == "__main__":
