@@ -173,7 +173,7 @@ def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None
 
     from common import optim
     from common.engine import describe
-    from common.zero import stage
+    from common.engine import zero_stage as stage
     from preference_recipes.models import lora, packing, prepare
     from preference_recipes.models.logprobs import LogProbModel
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, best, engine, folders, record, zero
+from common import adapters, best, engine, folders, record
 from common.best import Best
 from common.run import Run
 
@@ -182,9 +182,11 @@ def gather_weights(
     """
     engine.reshard(prepared)
     if adapters.has_adapter(unwrapped):
+        from common import zero
+
         trained = adapters.trained_parameters(unwrapped)
         return {name: zero.whole(p).to("cpu", copy=True) for name, p in trained.items()}
-    if zero.stage(accelerator) == 3 or accelerator.is_fsdp2:
+    if engine.zero_stage(accelerator) == 3 or accelerator.is_fsdp2:
         return accelerator.get_state_dict(prepared)  # each process holds a part
     # Here every process has all weights. accelerate would copy them to the host on each process,
     # under the names that DDP and torch.compile give them.

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from common import zero
+if not torch.cuda.is_available():
+    # DeepSpeed would warn about the missing GPU wherever it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def zero_stage(accelerator: Accelerator) -> int:
+    """Returns DeepSpeed's ZeRO stage; 0 without DeepSpeed."""
+    plugin = accelerator.state.deepspeed_plugin
+    return 0 if plugin is None else plugin.deepspeed_config["zero_optimization"]["stage"]
 
 
 def describe(accelerator: Accelerator) -> str:
     """Returns in words how the run computes, such as `DeepSpeed ZeRO-2 fp16 on cpu`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        engine = f"DeepSpeed ZeRO-{zero.stage(accelerator)}"
+        engine = f"DeepSpeed ZeRO-{zero_stage(accelerator)}"
     elif accelerator.distributed_type == DistributedType.FSDP:
         engine = "FSDP2"
     elif accelerator.num_processes > 1:
@@ -65,7 +75,7 @@ def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
 
 def loss_scale(accelerator: Accelerator) -> float | None:
     """Returns the current scale of the loss under fp16; None where there is none."""
-    if zero.stage(accelerator) and accelerator.mixed_precision == "fp16":
+    if zero_stage(accelerator) and accelerator.mixed_precision == "fp16":
         scaler = deepspeed_engine(accelerator).optimizer.loss_scaler
         return getattr(scaler, "grown", scaler.cur_scale)  # see `zero.delay_scale_growth`
     if accelerator.scaler is not None:

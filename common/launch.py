@@ -13,7 +13,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, engine, run_folder, zero
+from common import arguments, cpu, engine, run_folder
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
@@ -50,6 +50,11 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
     """Builds the Accelerator itself, with the plugins of its engine."""
     use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    deepspeed_plugin = None
+    if use_deepspeed:
+        from common import zero
+
+        deepspeed_plugin = zero.make_plugin(accumulation, args)
     process_group = None
     if "LOCAL_RANK" in os.environ:  # of a launcher
         backend = "gloo" if on_cpu else "nccl"
@@ -63,7 +68,7 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation, sync_with_dataloader=False
         ),
-        deepspeed_plugin=zero.make_plugin(accumulation, args) if use_deepspeed else None,
+        deepspeed_plugin=deepspeed_plugin,
         kwargs_handlers=process_group,
         # If accelerate is told to use the CPU it ignores DeepSpeed and silently uses DDP.
         cpu=on_cpu and not use_deepspeed,

@@ -13,18 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from common import FILES
 
-if not torch.cuda.is_available():
-    # DeepSpeed would warn about the missing GPU wherever it is imported.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def stage(accelerator) -> int:
-    """Returns the ZeRO stage; 0 without DeepSpeed."""
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is None:
-        return 0
-    return plugin.deepspeed_config["zero_optimization"]["stage"]
-
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     """Returns the launcher's DeepSpeed settings, with the run's own sizes and clipping written in.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common import engine, optim, zero
+from common import engine, optim
 from common.adapters import has_adapter
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbModel
@@ -88,7 +88,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
         model, optimizer = accelerator.prepare(model, optimizer)
     innermost = engine.innermost_optimizer(optimizer)
     innermost.register_step_post_hook(optim.hold_step_counts)
-    if not zero.stage(accelerator):
+    if not engine.zero_stage(accelerator):
         innermost.register_step_pre_hook(fill_in_gradients)
     model.train()
     return model, optimizer
@@ -116,12 +116,14 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
         # accelerate would look for the trained model's kinds of layers in this one.
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = model._no_split_modules
         return fsdp2_prepare_model(accelerator, model)
-    stage = zero.stage(accelerator)
+    stage = engine.zero_stage(accelerator)
     if not stage:
         # Under autocast, like the trained model.
         return accelerator.prepare_model(model, evaluation_mode=True)
     with exact_buffers(accelerator, model):
         if stage == 3:
+            from common import zero
+
             return zero.shard_frozen(accelerator, model)
         half = engine.half_precision(accelerator)
         return model.to(accelerator.device, half)  # None: it stays in fp32, as it was loaded
@@ -130,7 +132,7 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
 def round_frozen(accelerator, wrapper: nn.Module) -> None:
     """Holds frozen weights in half precision where that changes no output by a single bit."""
     # DeepSpeed rounds a model once, in `prepare`, and fp32 rounds nothing.
-    if engine.half_precision(accelerator) and not zero.stage(accelerator):
+    if engine.half_precision(accelerator) and not engine.zero_stage(accelerator):
         from preference_recipes.models import half
 
         half.round_frozen(accelerator, wrapper)

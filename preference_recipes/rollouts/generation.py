@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from common import batches, distributed, engine, zero
+from common import batches, distributed, engine
 from preference_recipes.models import checks
 from preference_recipes.rollouts.sampler import Response, Sampler
 
@@ -335,7 +335,9 @@ def ready_to_generate(sampler: Sampler):
             # cuDNN's attention plans for each new shape, and here every token makes one.
             torch.backends.cuda.enable_cudnn_sdp(False)
             undo.callback(torch.backends.cuda.enable_cudnn_sdp, True)
-        if zero.stage(sampler.accelerator) == 3:
+        if engine.zero_stage(sampler.accelerator) == 3:
+            from common import zero
+
             undo.enter_context(zero.gathered_for_generation(sampler.model, model))
         elif sampler.accelerator.is_fsdp2:
             undo.enter_context(unsharded(sampler.model, model))
