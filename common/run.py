@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 
 from common import batches, engine, guards
+from common.batches import Mixture
 from common.log import Logger
-from common.mixture import Mixture
+from common.metrics import Speed
 from common.progress import Progress
-from common.speed import Speed
 
 
 @dataclasses.dataclass

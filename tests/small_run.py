@@ -7,9 +7,9 @@ import torch
 from accelerate import Accelerator
 
 from common.actor import Actor
+from common.batches import mixture_of
 from common.checkpoint import Checkpoint
 from common.metrics import Means
-from common.mixture import mixture_of
 from common.run import Run
 
 

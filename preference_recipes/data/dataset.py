@@ -11,7 +11,7 @@ import datasets
 from accelerate.utils import gather_object
 
 from common import as_list, distributed
-from common.mixture import Mixture
+from common.batches import Mixture
 from preference_recipes.data import answer_column, files, formats
 from preference_recipes.data.conversion import Converter, column, read_usable, tokenise
 

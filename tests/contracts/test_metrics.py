@@ -8,10 +8,9 @@ import types
 import pytest
 import torch
 
-from common.metrics import Means
-from common.mixture import mixture_of
+from common.batches import mixture_of
+from common.metrics import PEAK_FLOPS, Means
 from common.run import Run, Update
-from common.speed import PEAK_FLOPS
 from runs import lines, recipe, training_lines
 
 

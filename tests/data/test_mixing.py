@@ -7,8 +7,7 @@ import datasets
 import numpy as np
 import pytest
 
-from common.batches import rows_of_update
-from common.mixture import Mixture
+from common.batches import Mixture, rows_of_update
 from preference_recipes.data import dataset
 from preference_recipes.data.conversion import Converter
 from runs import recipe, refuses, write_jsonl

@@ -6,8 +6,8 @@ import datasets
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
+from common.batches import Mixture
 from common.metrics import Means
-from common.mixture import Mixture
 from common.progress import Progress
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
