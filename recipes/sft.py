@@ -94,9 +94,7 @@ def sft_row(
     `input_ids` and `learned` hold the sequences of the row one after the other, whose lengths are
     `sequence_lengths`. The others are `prompt_ids length n_targets truncated reason notes`.
     """
-    prompt, completion = formats.conversation(row)
-    if strings_as_messages:
-        prompt, completion = formats.as_turns(prompt, completion)
+    prompt, completion = formats.as_chat(row, strings_as_messages, *formats.conversation(row))
     whole, prompt_ids, notes = encode_conversation(
         tokenizer, prompt, completion, loss_on, row.get("tools")
     )

@@ -4,18 +4,18 @@ One rule: an answer is what the chat template writes after the generation prompt
 the token that ends the turn. All cutting is done on texts, which are tokenised at the very end,
 prompt and answer apart, as at inference.
 
-Most templates need no more. `encode_turn` renders the prompt, and then the prompt with its answer.
-The second text begins with the first (case 1 of `split_answer`). What follows, up to the token that
-ends the turn, is the answer. Other templates need more:
+`encode_turn` is the usual path: it renders the prompt, and then the prompt with its answer. The
+second text begins with the first; what follows, up to the token that ends the turn, is the answer.
+The exceptions have sections of their own below:
 
     the template ...                                      so ...
-    wants contents or arguments in another form           a trial finds the form, see `Style`
     writes more in the prompt than before an answer       the answer follows what both begin with,
                                                           or the prompt, see `split_answer`
     rewrites the history once an answer follows           the prompt's history is put back
     drops the thinking of the answer                      it is put back, see `with_thinking`
     drops a content or a call of the answer               the row is left out, and named
     drops a part of the history                           so it does at inference: a note says it
+    wants contents or arguments in another form           a trial finds the form, see `Style`
 
 Of an answer of several messages only what the model writes is learned, by the mask of `targets`.
 """
@@ -24,11 +24,11 @@ import copy
 import datetime
 import functools
 import json
+import os
 import re
 import sys
 from typing import Any, NamedTuple
 
-import jinja2
 import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
@@ -45,11 +45,11 @@ from preference_recipes.data.messages import (
 # Why an answer is left out.
 DROPS_CALLS = "tool calls are not learned, because the chat template does not write them"
 DROPS_ANSWER = "answers are not learned, because the chat template does not write them"
+REWRITES_TURNS = "the chat template writes the earlier turns of an answer differently later on"
 # What the run says about data whose template does something that a user should know about.
 DROPS_ROLE = "messages that the chat template does not write"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
-REWRITES_TURNS = "the chat template writes the earlier turns of an answer differently later on"
 FOLLOWS_LESS = "answers do not continue the prompt: they are learned after what they share with it"
 
 # Messages for trials. No template and no data write these words by themselves.
@@ -63,10 +63,186 @@ CALL: dict[str, Any] = {
     "function": {"name": CALLED, "arguments": {}},
 }
 
-# What every template is given anyway.
-GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-# Splits the text of a control token, and is invisible.
-ZERO_WIDTH_SPACE = "\u200b"
+
+# ============================================================ prompts and answers
+class Prompt(NamedTuple):
+    """What a model reads before it answers, and what the user should know about it."""
+
+    text: str
+    ids: list[int]
+    notes: list[str]
+
+
+class Answer(NamedTuple):
+    """The token ids of an answer as a model should write it, and of what precedes it.
+
+    Attributes:
+        context: the prompt, or only its beginning if the template writes this answer after that.
+        ids: the answer with the token that ends it; none if the template does not write it.
+        targets: which of `ids` the model writes itself, and should learn to.
+        notes: what the user should know. The run prints each, with its number of rows.
+    """
+
+    context: list[int]
+    ids: list[int]
+    targets: list[bool]
+    notes: list[str]
+
+
+class Sequence(NamedTuple):
+    """What the model reads at once: token ids, and which of them are targets."""
+
+    ids: list[int]
+    targets: list[bool]
+
+
+def encode_answers(
+    tokenizer, prompt, answers: list, tools=None
+) -> tuple[list[int], list[Sequence], list[str]]:
+    """Returns the token ids of a prompt and of one or two answers to it, and notes.
+
+    All are strings, or message lists. If one answer continues only a beginning of the generation
+    prompt, that is the prompt of both, and the rest begins the other answer: after `<bot><think>`
+    the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
+    """
+    if isinstance(prompt, str):
+        prompt_ids, *ids_of_answers = encode_plain(tokenizer, prompt, *answers)
+        return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in ids_of_answers], []
+    read = encode_prompt(tokenizer, prompt, tools)
+    encoded = [encode_answer(tokenizer, prompt, answer, tools, read) for answer in answers]
+    n = n_common(encoded[0].context, encoded[-1].context)
+    sequences = []
+    for answer in encoded:
+        rest = answer.context[n:] if answer.ids else []
+        sequences.append(Sequence(rest + answer.ids, [True] * len(rest) + answer.targets))
+    notes = [note for answer in encoded for note in answer.notes]
+    return encoded[0].context[:n], sequences, notes + read.notes
+
+
+def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
+    """Returns what a model reads before it answers these messages; nothing if there are none."""
+    text = ""
+    if messages:
+        text = render(tokenizer, messages, tools, add_generation_prompt=True)
+    return Prompt(text, encode(tokenizer, text), unwritten_roles(tokenizer, messages, tools, text))
+
+
+def encode_answer(
+    tokenizer, history: list[dict], answer: list[dict], tools=None, prompt: Prompt | None = None
+) -> Answer:
+    """Returns the token ids of an answer of one or several messages, see `Answer`.
+
+    Results of tools, messages of a user and what says that it is not learned are no targets. There
+    are no ids if the template rewrites one message of the answer once others follow.
+    """
+    prompt = prompt or encode_prompt(tokenizer, history, tools)
+    if len(answer) == 1 and is_learned(answer[0]):
+        return encode_turn(tokenizer, history, answer[0], tools, prompt)
+    messages = history + answer
+    turns = learned_turns(messages, len(history))
+    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools)
+    if len(sequences) > 1:
+        notes = [REWRITES_TURNS]
+    if not sequences or why_left_out(notes):
+        return Answer(prompt.ids, ids=[], targets=[], notes=notes)
+    [(ids, targets)] = sequences
+    n = min(n_common(prompt.ids, ids), targets.index(True))
+    return Answer(ids[:n], ids[n:], targets[n:], notes)
+
+
+def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
+    """Returns the token ids of an answer of one message, all to learn, and of what precedes it."""
+    whole = render(tokenizer, [*history, answer], tools)
+    context, text = prompt.text, whole.removeprefix(prompt.text)
+    context_ids = prompt.ids
+    notes = []
+    if not whole.startswith(prompt.text):
+        written = as_read(tokenizer, prompt.text, whole, history, tools)
+        context, text = split_answer(prompt.text, written)
+    reason = why_unwritten(tokenizer, history, answer, text, tools)
+    if reason:
+        return Answer(prompt.ids, ids=[], targets=[], notes=[reason])
+    if drops_thought(tokenizer, history, answer, whole, tools):
+        context, text = with_thinking(tokenizer, prompt.text, history, answer, tools)
+        notes.append(DROPS_THOUGHT)
+    if context != prompt.text:
+        if len(context) < len(render(tokenizer, history, tools)):
+            raise BadRow("the chat template writes the history differently before the answer")
+        context_ids = encode(tokenizer, context)
+        notes = notes or [FOLLOWS_LESS]
+    text, is_ended = up_to_end(tokenizer, text)
+    ids = encode_after(tokenizer, context, context_ids, text)
+    if not is_ended:
+        ids = [*ids, tokenizer.eos_token_id]
+        notes.append(APPENDS_EOS)
+    return Answer(context_ids, ids, [True] * len(ids), notes)
+
+
+def encode_conversation(
+    tokenizer, messages: list[dict], turns: list[int], tools=None, learn_all: bool = False
+) -> tuple[list[Sequence], list[int], list[str]]:
+    """Returns the sequences of a conversation, the ids before its last answer, and notes.
+
+    There is one sequence, unless the template writes earlier turns differently once later ones
+    follow. Then each answer has its own, with the history as the model reads it before that answer.
+
+    Args:
+        turns: which messages are answers to learn.
+        learn_all: learn what precedes the answers, too, each token once.
+    """
+    sequences: list[Sequence] = []
+    prompt = Prompt("", [], [])
+    notes: list[str] = []
+    previous = None  # the last answer that was learned
+    for turn in turns:
+        history = messages[:turn]
+        read = encode_prompt(tokenizer, history, tools)
+        answer = encode_turn(tokenizer, history, messages[turn], tools, read)
+        notes += answer.notes + (read.notes if turn == turns[-1] else [])
+        if not answer.ids:  # the template does not write it
+            continue
+        ids, targets = sequences[-1] if sequences else ([], [])
+        if answer.context[: len(ids)] == ids:  # the same history: one sequence
+            del sequences[-1:]
+            n_new = len(answer.context) - len(ids)
+        else:
+            targets = []
+            n_new = 0
+            if learn_all:
+                n_new = len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
+        targets = targets or [False] * (len(answer.context) - n_new)
+        targets = targets + [learn_all] * n_new + [True] * len(answer.ids)
+        # Nothing predicts a sequence's first token.
+        sequences.append(Sequence(answer.context + answer.ids, [False, *targets[1:]]))
+        prompt = read
+        previous = turn
+    return sequences, prompt.ids, notes
+
+
+def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
+    """Returns what a prompt has after the end of one of its answers."""
+    changed = [*history[:place], MARKED, *history[place + 1 :]]
+    text = render(tokenizer, changed, tools, add_generation_prompt=True).partition(MARK)[2]
+    end = style_of(tokenizer).end
+    if not text.startswith(end):  # it ends an earlier answer in another way (gpt-oss)
+        found = added_tokens(tokenizer).match(text)
+        end = found.group() if found else ""
+    return text.removeprefix(end)
+
+
+def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
+    """Returns the ids of a prompt and of each answer, for strings without a chat template.
+
+    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
+    """
+    prompt_ids = encode(tokenizer, prompt)
+    answer_ids = [encode_after(tokenizer, prompt, prompt_ids, answer) for answer in answers]
+    eos = tokenizer.eos_token_id
+    # The text may begin with a BOS already. If the prompt is empty, an answer begins it.
+    first = next((ids[:1] for ids in (prompt_ids, *answer_ids) if ids), None)
+    if first != bos_of(tokenizer):
+        prompt_ids = bos_of(tokenizer) + prompt_ids
+    return prompt_ids, *(ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids)
 
 
 # ============================================================ texts and ids
@@ -96,16 +272,10 @@ def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> li
     markers = [found.start() for found in added_tokens(tokenizer).finditer(before[-200:])]
     if markers:
         before = before[-200:][markers[-1] :]
-        before_ids = encode_marker(tokenizer, len(tokenizer), before)
+        before_ids = encode(tokenizer, before)
     both = encode(tokenizer, before + text)
     if both[: len(before_ids)] == before_ids:
         return both[len(before_ids) :]
-    return encode(tokenizer, text)
-
-
-@functools.lru_cache(maxsize=1024)
-def encode_marker(tokenizer, _size: int, text: str) -> list[int]:
-    """Does what `encode` does, once for each text: what follows the last marker is mostly alike."""
     return encode(tokenizer, text)
 
 
@@ -119,133 +289,36 @@ def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
 
     Of some tokenizers these are special, too, and a thought would run into what follows it.
     """
-    left_out = tokens_left_out(tokenizer, len(tokenizer))
+    markers = [marker for pair in thoughts.MARKERS for marker in pair]
+    left_out = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special and not any(marker.startswith(token.content) for marker in markers)
+    }
     kept = [[token for token in ids if token not in left_out] for ids in answers]
     return tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 
 @functools.lru_cache(maxsize=16)
-def tokens_left_out(tokenizer, _size: int) -> set[int]:
-    """Returns the special tokens that are no marker of a thought."""
-    markers = [marker for pair in thoughts.MARKERS for marker in pair]
-    return {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and not any(marker.startswith(token.content) for marker in markers)
-    }
-
-
-def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
-    """Returns the ids of a prompt and of each answer, for strings without a chat template.
-
-    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
-    """
-    prompt_ids = encode(tokenizer, prompt)
-    answer_ids = [encode_after(tokenizer, prompt, prompt_ids, answer) for answer in answers]
-
-    bos = tokenizer.bos_token_id
-    eos = tokenizer.eos_token_id
-    # The text may begin with a BOS already. If the prompt is empty, an answer begins it.
-    first_id = next((ids[0] for ids in (prompt_ids, *answer_ids) if ids), None)
-    if adds_bos(tokenizer, bos) and first_id != bos:
-        prompt_ids = [bos, *prompt_ids]
-    ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
-    return prompt_ids, *ended
-
-
-@functools.lru_cache(maxsize=16)
-def adds_bos(tokenizer, bos: int | None) -> bool:
-    """Whether the tokenizer puts a BOS before a text."""
+def bos_of(tokenizer) -> list[int]:
+    """Returns the BOS that the tokenizer puts before a text, or nothing."""
     # "" would not do: a tokenizer that appends an EOS returns that alone, and BOS and EOS may be
     # the same token.
-    return tokenizer("a").input_ids[:1] == [bos]
-
-
-def n_common(first, second) -> int:
-    """Returns how many elements, or characters, both begin with."""
-    differ = (place for place, (one, other) in enumerate(zip(first, second)) if one != other)
-    return next(differ, min(len(first), len(second)))
-
-
-def common_end(first: str, second: str) -> str:
-    """Returns what both texts end with."""
-    n = n_common(first[::-1], second[::-1])
-    return first[len(first) - n :]
-
-
-def added_tokens(tokenizer) -> re.Pattern:
-    """Returns what matches any token that was added to the vocabulary to mark something."""
-    return find_added_tokens(tokenizer, len(tokenizer))
+    first = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 @functools.lru_cache(maxsize=16)
-def find_added_tokens(tokenizer, _size: int) -> re.Pattern:
+def added_tokens(tokenizer) -> re.Pattern:
+    """Returns what matches any token that was added to the vocabulary to mark something."""
     texts = [token.content for token in tokenizer.added_tokens_decoder.values()]
     texts = sorted((text for text in texts if text.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
-# ============================================================ the template itself
-def set_defaults(tokenizer, text: str) -> None:
-    """Gives variables of a tokenizer's chat template default values, which are saved with it.
-
-    Raises:
-        SystemExit: a variable that the template does not have, and so would ignore.
-    """
-    values = json.loads(text)
-    known = variables(tokenizer)
-    for name in values:
-        if name not in known:
-            sys.exit(
-                f"--chat_template_kwargs {text}: the chat template has no variable {name!r} to "
-                f"set; it has: {', '.join(sorted(known)) or 'none'}"
-            )
-    defaults = {name: f"{name} | default({value!r})" for name, value in values.items()}
-    tokenizer.chat_template = beginning_with(tokenizer, defaults)
-
-
-def beginning_with(tokenizer, expressions: dict[str, str]) -> str | dict[str, str]:
-    """Returns a tokenizer's chat template with values for its variables, which Jinja writes."""
-    beginning = "".join(f"{{% set {name} = {text} %}}\n" for name, text in expressions.items())
-    if isinstance(tokenizer.chat_template, dict):  # several, by their names
-        return {name: beginning + text for name, text in tokenizer.chat_template.items()}
-    return beginning + tokenizer.chat_template
-
-
-def with_variables(tokenizer, values: dict | str | None):
-    """Returns a tokenizer whose template has the values of a row's column for its variables.
-
-    They are an object or its JSON. Names that the template does not have do nothing.
-    """
-    if not values or tokenizer.chat_template is None:
-        return tokenizer
-    given = from_json(values)
-    if not isinstance(given, dict):
-        raise BadRow(f"column 'chat_template_kwargs': expected an object, found {values!r:.80}")
-    return tokenizer_with(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
-
-
-@functools.lru_cache(maxsize=16)
-def tokenizer_with(tokenizer, text: str):
-    known = variables(tokenizer)
-    # Jinja reads constants as Python writes them.
-    constants = {name: repr(value) for name, value in json.loads(text).items() if name in known}
-    changed = copy.copy(tokenizer)
-    changed.chat_template = beginning_with(tokenizer, constants)
-    return changed
-
-
-def variables(tokenizer) -> set[str]:
-    """Returns the variables that a tokenizer's chat template reads and a user may set."""
-    templates = [tokenizer.chat_template]
-    if isinstance(tokenizer.chat_template, dict):  # several, by their names
-        templates = list(tokenizer.chat_template.values())
-    found: set[str] = set()
-    for template in templates:
-        environment = template_utils._compile_jinja_template(template).environment
-        names = jinja2.meta.find_undeclared_variables(environment.parse(template))
-        found |= names - environment.globals.keys()
-    return found - {*GIVEN_TO_TEMPLATES, *tokenizer.special_tokens_map}
+def n_common(first, second) -> int:
+    """Returns how many elements, or characters, both begin with."""
+    return len(os.path.commonprefix([first, second]))
 
 
 # ============================================================ rendering
@@ -303,24 +376,11 @@ def render(
         )
     except Exception as error:  # a template raises what it likes, such as that roles must alternate
         given = "messages or tools" if tools else "messages"
-        reason = in_one_line(error)
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise BadRow(
-            f"the tokenizer's chat template refuses the {given}: {reason} (roles: {roles})"
+            f"the tokenizer's chat template refuses the {given}: {in_one_line(error)} "
+            f"(roles: {roles})"
         ) from None
-
-
-def prints_date(tokenizer) -> bool:
-    """Whether the chat template writes the date of the day."""
-    return "strftime_now" in str(tokenizer.chat_template)
-
-
-@functools.lru_cache(maxsize=16)
-def dated(template: str, date: str) -> str:
-    """Returns a template that writes a date, given as in 2026-01-31, in place of today's."""
-    day = datetime.date.fromisoformat(date)
-    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-    return call.sub(lambda found: repr(day.strftime(found[2])), template)
 
 
 def in_style(tokenizer, message: dict, style: Style) -> dict:
@@ -385,12 +445,15 @@ def find_style(tokenizer, _template: str, _eos: int) -> Style:
         if not style.field and MARK in write(style, QUESTION, thinks):
             style = style._replace(field=field)
 
-    first, second = ({"role": "assistant", "content": content} for content in "ab")
-    ending = common_end(write(style, QUESTION, first), write(style, QUESTION, second))
-    followed = common_end(
-        write(style, QUESTION, first, QUESTION), write(style, QUESTION, second, QUESTION)
-    )
-    return style._replace(ending=ending, end=end_in(tokenizer, ending, followed))
+    def end_of(*following: dict) -> str:
+        texts = [
+            write(style, QUESTION, {"role": "assistant", "content": content}, *following)[::-1]
+            for content in "ab"
+        ]
+        return os.path.commonprefix(texts)[::-1]
+
+    ending = end_of()
+    return style._replace(ending=ending, end=end_in(tokenizer, ending, end_of(QUESTION)))
 
 
 def end_in(tokenizer, ending: str, followed: str) -> str:
@@ -402,100 +465,13 @@ def end_in(tokenizer, ending: str, followed: str) -> str:
     """
     found = [match.span() for match in added_tokens(tokenizer).finditer(ending)]
     shared = [span for span in found if followed.startswith(ending[: span[1]])]
-    for spans in (shared, found[:1] if not shared else []):
-        eos = [end for start, end in spans if ending[start:end] == tokenizer.eos_token]
-        ends = eos[:1] or [end for _, end in spans[-1:]]
-        if ends:
-            return ending[: ends[0]]
-    return ""
+    spans = shared or found[:1]
+    eos = [span for span in spans if ending[slice(*span)] == tokenizer.eos_token]
+    ends = [end for _, end in eos[:1] or spans[-1:]]
+    return ending[: ends[0]] if ends else ""
 
 
-# ============================================================ one answer
-class Prompt(NamedTuple):
-    """What a model reads before it answers."""
-
-    text: str
-    ids: list[int]
-
-
-class Answer(NamedTuple):
-    """The token ids of an answer as a model should write it, and of what precedes it.
-
-    Attributes:
-        context: the prompt, or only its beginning if the template writes this answer after that.
-        ids: the answer with the token that ends it; none if the template does not write it.
-        targets: which of `ids` the model writes itself, and should learn to.
-        notes: what the user should know. The run prints each, with its number of rows.
-    """
-
-    context: list[int]
-    ids: list[int]
-    targets: list[bool]
-    notes: list[str]
-
-
-def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
-    """Returns what a model reads before it answers these messages; nothing if there are none."""
-    text = ""
-    if messages:
-        text = render(tokenizer, messages, tools, add_generation_prompt=True)
-    return Prompt(text, encode(tokenizer, text))
-
-
-def encode_answer(
-    tokenizer,
-    history: list[dict],
-    answer: list[dict],
-    tools=None,
-    prompt: Prompt | None = None,
-) -> Answer:
-    """Returns the token ids of an answer of one or several messages, see `Answer`.
-
-    Results of tools, messages of a user and what says that it is not learned are no targets. There
-    are no ids if the template rewrites one message of the answer once others follow.
-    """
-    prompt = prompt or encode_prompt(tokenizer, history, tools)
-    if len(answer) == 1 and is_learned(answer[0]):
-        return encode_turn(tokenizer, history, answer[0], tools, prompt)
-    messages = history + answer
-    turns = learned_turns(messages, len(history))
-    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools)
-    if len(sequences) > 1:
-        notes = [REWRITES_TURNS]
-    if not sequences or why_left_out(notes):
-        return Answer(prompt.ids, ids=[], targets=[], notes=notes)
-    [(ids, targets)] = sequences
-    n = min(n_common(prompt.ids, ids), targets.index(True))
-    return Answer(ids[:n], ids[n:], targets[n:], notes)
-
-
-def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
-    """Returns the token ids of an answer of one message, all to learn, and of what precedes it."""
-    whole = render(tokenizer, [*history, answer], tools)
-    written = as_read(tokenizer, prompt.text, whole, history, tools)
-    context, text = split_answer(prompt.text, written)
-    reason = why_unwritten(tokenizer, history, answer, text, tools)
-    if reason:
-        return Answer(prompt.ids, ids=[], targets=[], notes=[reason])
-
-    notes = []
-    if drops_thought(tokenizer, history, answer, whole, tools):
-        context, text = with_thinking(tokenizer, prompt.text, history, answer, tools)
-        notes.append(DROPS_THOUGHT)
-    context_ids = prompt.ids
-    if context != prompt.text:
-        if len(context) < len(render(tokenizer, history, tools)):
-            raise BadRow("the chat template writes the history differently before the answer")
-        context_ids = encode(tokenizer, context)
-        notes = notes or [FOLLOWS_LESS]
-    text, is_ended = up_to_end(tokenizer, text)
-    ids = encode_after(tokenizer, context, context_ids, text)
-    if not is_ended:
-        ids = [*ids, tokenizer.eos_token_id]
-        notes.append(APPENDS_EOS)
-    return Answer(context_ids, ids, [True] * len(ids), notes)
-
-
+# ============================================================ where an answer begins and ends
 def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, str]:
     r"""Returns the context of an answer, and the answer with all that follows it.
 
@@ -531,10 +507,8 @@ def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
     begins after the last generation prompt before the place of its content, which the rendering of
     another answer shows. If there is none, what ends the prompt takes its place.
     """
-    if whole.startswith(prompt):
-        return whole
     history_text = render(tokenizer, history, tools)
-    if whole.startswith(history_text) or not prompt.startswith(history_text):
+    if whole.startswith((prompt, history_text)) or not prompt.startswith(history_text):
         return whole
     markers = [found.start() for found in thoughts.ANY_MARKER.finditer(prompt)]
     last_marker = markers[-1] if markers else len(prompt)
@@ -542,8 +516,7 @@ def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
     generation_prompt = re.sub(rf"\s*({thoughts.OPENERS})\s*$", "", generation_prompt)
     if not generation_prompt:
         return whole
-    other = render(tokenizer, [*history, MARKED], tools)
-    content_at = n_common(whole, other)
+    content_at = n_common(whole, render(tokenizer, [*history, MARKED], tools))
     start = whole.rfind(generation_prompt, 0, content_at)
     last = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
     is_merged = bool(last) and last in whole[start:content_at]  # two messages in one turn (Gemma 4)
@@ -593,10 +566,8 @@ def with_thinking(tokenizer, prompt: str, history: list, answer: dict, tools) ->
     context = thoughts.AT_END.sub("", context)
     empty = thoughts.EMPTY.match(text)
     text = text[empty.end() :] if empty else text
-    rest = text.lstrip()
-    space = text[: len(text) - len(rest)]
-    thought = thoughts.written(answer, str(tokenizer.chat_template))
-    text = space + thought + rest
+    space = text[: len(text) - len(text.lstrip())]
+    text = space + thoughts.written(answer, str(tokenizer.chat_template)) + text.lstrip()
     only_in_prompt = prompt[len(context) :]
     if thoughts.is_closed(only_in_prompt) or thoughts.EMPTY.fullmatch(only_in_prompt):
         return context, text
@@ -609,11 +580,13 @@ def why_unwritten(tokenizer, history: list, answer: dict, text: str, tools) -> s
 
     What is found in `text`, the template's own, needs no trial.
     """
-    is_left_out = functools.partial(leaves_out, tokenizer, [*history, answer], len(history), tools)
-    if answer.get("tool_calls") and is_left_out("tool_calls"):
+    messages = [*history, answer]
+    if answer.get("tool_calls") and leaves_out(tokenizer, messages, -1, tools, "tool_calls"):
         return DROPS_CALLS
-    content = thoughts.split(answer["content"])[2].strip()
-    return DROPS_ANSWER if content not in text and is_left_out("content") else ""
+    is_written = thoughts.split(answer["content"])[2].strip() in text
+    if not is_written and leaves_out(tokenizer, messages, -1, tools, "content"):
+        return DROPS_ANSWER
+    return ""
 
 
 def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -> bool:
@@ -623,14 +596,16 @@ def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -
     """
 
     def write(message: dict) -> str:
-        changed = [*messages[:place], message, *messages[place + 1 :]]
+        changed = list(messages)
+        changed[place] = message
         return render(tokenizer, changed, tools)
 
-    without = {key: value for key, value in messages[place].items() if key != field}
+    message = messages[place]
+    without = {key: value for key, value in message.items() if key != field}
     try:
-        if write({"content": "", **without}) == write(messages[place]):
+        if write({"content": "", **without}) == write(message):
             return True
-        longer = {**messages[place], "content": messages[place]["content"] + MARK}
+        longer = {**message, "content": message["content"] + MARK}
         return field == "content" and MARK not in write(longer)
     except BadRow:  # it wants the field
         return False
@@ -654,96 +629,6 @@ def why_left_out(notes: list[str]) -> str:
     """Returns the note that says an answer is not written; "" if there is none."""
     reasons = (DROPS_CALLS, DROPS_ANSWER, REWRITES_TURNS)
     return next((text for text in notes if text in reasons), "")
-
-
-# ============================================================ rows
-class Sequence(NamedTuple):
-    """What the model reads at once: token ids, and which of them are targets."""
-
-    ids: list[int]
-    targets: list[bool]
-
-
-def encode_conversation(
-    tokenizer,
-    messages: list[dict],
-    turns: list[int],
-    tools=None,
-    learn_all: bool = False,
-) -> tuple[list[Sequence], list[int], list[str]]:
-    """Returns the sequences of a conversation, the ids before its last answer, and notes.
-
-    There is one sequence, unless the template writes earlier turns differently once later ones
-    follow. Then each answer has its own, with the history as the model reads it before that answer.
-
-    Args:
-        turns: which messages are answers to learn.
-        learn_all: learn what precedes the answers, too, each token once.
-    """
-    sequences: list[Sequence] = []
-    prompt_ids: list[int] = []
-    notes: list[str] = []
-    previous = None  # the last answer that was learned
-    for turn in turns:
-        history = messages[:turn]
-        prompt = encode_prompt(tokenizer, history, tools)
-        if turn == turns[-1]:
-            notes += unwritten_roles(tokenizer, history, tools, prompt.text)
-        answer = encode_turn(tokenizer, history, messages[turn], tools, prompt)
-        notes += answer.notes
-        if not answer.ids:  # the template does not write it
-            continue
-        ids, targets = sequences[-1] if sequences else ([], [])
-        if answer.context[: len(ids)] == ids:  # the same history: one sequence
-            del sequences[-1:]
-            n_new = len(answer.context) - len(ids)
-        else:
-            targets = []
-            n_new = 0
-            if learn_all:
-                n_new = len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
-        targets = targets or [False] * (len(answer.context) - n_new)
-        targets = targets + [learn_all] * n_new + [True] * len(answer.ids)
-        # Nothing predicts a sequence's first token.
-        sequences.append(Sequence(answer.context + answer.ids, [False, *targets[1:]]))
-        prompt_ids = prompt.ids
-        previous = turn
-    return sequences, prompt_ids, notes
-
-
-def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
-    """Returns what a prompt has after the end of one of its answers."""
-    changed = [*history[:place], MARKED, *history[place + 1 :]]
-    text = render(tokenizer, changed, tools, add_generation_prompt=True).partition(MARK)[2]
-    end = style_of(tokenizer).end
-    if not text.startswith(end):  # it ends an earlier answer in another way (gpt-oss)
-        found = added_tokens(tokenizer).match(text)
-        end = found.group() if found else ""
-    return text.removeprefix(end)
-
-
-def encode_answers(
-    tokenizer, prompt, answers: list, tools=None
-) -> tuple[list[int], list[Sequence], list[str]]:
-    """Returns the token ids of a prompt and of one or two answers to it, and notes.
-
-    All are strings, or message lists. If one answer continues only a beginning of the generation
-    prompt, that is the prompt of both, and the rest begins the other answer: after `<bot><think>`
-    the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
-    """
-    if isinstance(prompt, str):
-        prompt_ids, *ids_of_answers = encode_plain(tokenizer, prompt, *answers)
-        return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in ids_of_answers], []
-    read = encode_prompt(tokenizer, prompt, tools)
-    encoded = [encode_answer(tokenizer, prompt, answer, tools, read) for answer in answers]
-    n = n_common(encoded[0].context, encoded[-1].context)
-    sequences = []
-    for answer in encoded:
-        rest = answer.context[n:] if answer.ids else []
-        sequences.append(Sequence(rest + answer.ids, [True] * len(rest) + answer.targets))
-    notes = [note for answer in encoded for note in answer.notes]
-    notes += unwritten_roles(tokenizer, prompt, tools, read.text)
-    return encoded[0].context[:n], sequences, notes
 
 
 # ============================================================ between two answers
@@ -780,14 +665,9 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
     Of ChatML `\n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n`. What comes back
     may be anything, so control tokens spelled out in it are split by an invisible space.
     """
-
-    def split_token(found: re.Match) -> str:
-        return found[0][:1] + ZERO_WIDTH_SPACE + found[0][1:]
-
-    harmless = [
-        {**message, "content": added_tokens(tokenizer).sub(split_token, message["content"])}
-        for message in messages
-    ]
+    control = added_tokens(tokenizer)
+    split = lambda found: found[0][:1] + "\u200b" + found[0][1:]
+    harmless = [{**part, "content": control.sub(split, part["content"])} for part in messages]
     answer = {**MARKED, "tool_calls": [CALL]} if messages[0]["role"] == "tool" else MARKED
     text, place = render_beyond_answer(tokenizer, answer, harmless, tools)
     before = text[:place]
@@ -808,6 +688,80 @@ def render_beyond_answer(
             "is followed"
         )
     return text, place + len(end)
+
+
+# ============================================================ variables and date of a template
+def set_defaults(tokenizer, text: str) -> None:
+    """Gives variables of a tokenizer's chat template default values, which are saved with it.
+
+    Raises:
+        SystemExit: a variable that the template does not have, and so would ignore.
+    """
+    values = json.loads(text)
+    known = variables(tokenizer)
+    for name in values:
+        if name not in known:
+            sys.exit(
+                f"--chat_template_kwargs {text}: the chat template has no variable {name!r} to "
+                f"set; it has: {', '.join(sorted(known)) or 'none'}"
+            )
+    defaults = {name: f"{name} | default({value!r})" for name, value in values.items()}
+    tokenizer.chat_template = beginning_with(tokenizer, defaults)
+
+
+def with_variables(tokenizer, values: dict | str | None):
+    """Returns a tokenizer whose template has the values of a row's column for its variables.
+
+    They are an object or its JSON. Names that the template does not have do nothing.
+    """
+    if not values or tokenizer.chat_template is None:
+        return tokenizer
+    given = from_json(values)
+    if not isinstance(given, dict):
+        raise BadRow(f"column 'chat_template_kwargs': expected an object, found {values!r:.80}")
+    return tokenizer_with(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=16)
+def tokenizer_with(tokenizer, text: str):
+    known = variables(tokenizer)
+    # Jinja reads constants as Python writes them.
+    constants = {name: repr(value) for name, value in json.loads(text).items() if name in known}
+    changed = copy.copy(tokenizer)
+    changed.chat_template = beginning_with(tokenizer, constants)
+    return changed
+
+
+def beginning_with(tokenizer, expressions: dict[str, str]) -> str | dict[str, str]:
+    """Returns a tokenizer's chat template with values for its variables, which Jinja writes."""
+    beginning = "".join(f"{{% set {name} = {text} %}}\n" for name, text in expressions.items())
+    if isinstance(tokenizer.chat_template, dict):  # several, by their names
+        return {name: beginning + text for name, text in tokenizer.chat_template.items()}
+    return beginning + tokenizer.chat_template
+
+
+def variables(tokenizer) -> set[str]:
+    """Returns the variables that a tokenizer's chat template reads and a user may set."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by their names
+        template = "".join(template.values())
+    environment = template_utils._compile_jinja_template(template).environment
+    names = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    given = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
+    return names - environment.globals.keys() - given - tokenizer.special_tokens_map.keys()
+
+
+def prints_date(tokenizer) -> bool:
+    """Whether the chat template writes the date of the day."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+@functools.lru_cache(maxsize=16)
+def dated(template: str, date: str) -> str:
+    """Returns a template that writes a date, given as in 2026-01-31, in place of today's."""
+    day = datetime.date.fromisoformat(date)
+    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+    return call.sub(lambda found: repr(day.strftime(found[2])), template)
 
 
 # ============================================================ the tokenizer

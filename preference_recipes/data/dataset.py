@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from functools import partial
 from typing import Any, NamedTuple
 
 import datasets
@@ -85,18 +84,18 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
             something was cut off, and maybe `notes` for the user. It raises `BadRow`.
 
     Returns:
-        The usable rows, also with `row`, the number in the file (from 1), `roles`, and `answer` as
-        text where the data has one.
+        The usable rows, also with `row`, the number in the file (from 1), and `answer` as text,
+        where the data has one.
     """
     accelerator.print(f"reading {name} ...", flush=True)
     # The first process of each machine fills the cache, and the others read what it wrote.
     is_first = accelerator.is_local_main_process
-    fill_cache = partial(tokenise, name, split, converter)
-    kept = distributed.all_or_none(accelerator, is_first, fill_cache)
+    folder = distributed.all_or_none(accelerator, is_first, tokenise, name, split, converter)
     first = accelerator.process_index - accelerator.local_process_index
-    kept = gather_object([kept])[first]
-    read_cache = partial(read_usable, name, kept, converter.settings)
-    usable, notes = distributed.all_or_none(accelerator, True, read_cache)
+    folder = gather_object([folder])[first]
+    usable, notes = distributed.all_or_none(
+        accelerator, True, read_usable, name, folder, converter.settings
+    )
     accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
     return usable
 

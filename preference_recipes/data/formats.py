@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from preference_recipes.data import chat
 from preference_recipes.data.messages import (
@@ -26,263 +27,14 @@ Text = str | list[dict]
 LEADING = ("messages", "prompt", "conversations", "instruction", "text")
 # Others that belong to a format of these.
 LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction"}
-FORMAT_COLUMNS = (
-    *LEADING,
-    *LED_BY,
-    "chosen",
-    "rejected",
-    "answer",
-    "margin",
-    "label",
-    "tools",
-    "system",
-)
-# Columns that hold a text, or messages.
-TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+OTHERS = ("chosen", "rejected", "answer", "margin", "label", "tools", "system")
+FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
 MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
-
-NO_ASSISTANT = "no message of role assistant"
-
-
-# ============================================================ columns
-def column_names(pairs: list[str] | None) -> dict[str, str]:
-    """Maps each format column to the user's: `["prompt=question"]` -> `{"prompt": "question"}`."""
-    columns = {}
-    for pair in pairs or []:
-        column, _, users_name = pair.partition("=")
-        if column not in FORMAT_COLUMNS or column in columns or not users_name:
-            sys.exit(
-                f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
-                "each once, such as prompt=question"
-            )
-        columns[column] = users_name
-    return columns
-
-
-def rename_columns(row: dict, columns: dict[str, str]) -> dict:
-    """Returns a row under a format's names. The user's columns take precedence over the data's own.
-
-    Example: with `{"prompt": "question"}`, the row `{"question": "Why?", "messages": []}` becomes
-    `{"question": "Why?", "prompt": "Why?"}`: `messages` would be looked for before `prompt`.
-    """
-    named = {LED_BY.get(column, column) for column in columns}
-    first = next((place for place, column in enumerate(LEADING) if column in named), 0)
-    hidden = LEADING[:first]
-    renamed = {name: value for name, value in row.items() if name not in hidden}
-    return renamed | {name: row[users] for name, users in columns.items() if users in row}
-
-
-def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
-    """Raises `BadRow` with the value that was found, unless it fits."""
-    if not fits:
-        raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
-
-
-def require(row: dict, *columns: str, expected: str) -> None:
-    """Raises `BadRow` unless every column is there and holds a string, a message or several.
-
-    Args:
-        expected: the columns that the format needs, which the error names.
-    """
-    for column in columns:
-        value = row.get(column)
-        if value is None:
-            found = sorted(name for name in row if row[name] is not None)
-            raise BadRow(
-                f"no {column!r}: expected columns {expected}; found {found} "
-                f"(--columns {column}=YOURS names another)"
-            )
-        fits = isinstance(value, str) or is_messages(value) or is_message(value)
-        refuse_unless(fits, row, column, "a string or a list of messages with role and content")
-
-
-def is_pair(row: dict) -> bool:
-    """Whether a row has a chosen and a rejected answer, of any kind."""
-    return row.get("chosen") is not None and row.get("rejected") is not None
-
-
-def leading_column(row: dict) -> str | None:
-    """Returns the column that decides about a row's format."""
-    return next((name for name in LEADING if row.get(name) is not None), None)
-
-
-# ============================================================ ShareGPT, Alpaca, a column `system`
-def standard(row: dict, strings_as_messages: bool = False) -> dict:
-    """Returns a row with the columns of DPO, SFT and the others, whichever format it has.
-
-    Its own columns stay: a reward function may ask for them. ShareGPT's `conversations` are
-    messages; Alpaca's `instruction` and `input` are the user's, and `output` is the completion.
-    """
-    for column in MEDIA_COLUMNS:
-        # A text or a number may be something else, such as the name of a container's image.
-        if row.get(column) and not isinstance(row[column], (str, int, float)):
-            raise BadRow(f"column {column!r} is not empty: only text is supported")
-    leading = leading_column(row)
-    if leading == "conversations":
-        row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
-    if leading == "instruction":
-        row = from_alpaca(row)
-    if row.get("tools"):
-        row = {**row, "tools": standard_tools(row["tools"])}
-    if row.get("system"):
-        row = begin_with_system(row, strings_as_messages)
-    return row
-
-
-def from_alpaca(row: dict) -> dict:
-    """Returns a row of `instruction`, `input` and `output` as one of `prompt` and `completion`."""
-    prompt = []
-    for question, answer in row.get("history") or []:
-        prompt.append({"role": "user", "content": question})
-        prompt.append({"role": "assistant", "content": answer})
-    for column in ("instruction", "input", "output"):
-        fits = isinstance(row.get(column), (str, type(None)))
-        refuse_unless(fits, row, column, "a string")
-    question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    row = {**row, "prompt": [*prompt, {"role": "user", "content": question}]}
-    if row.get("output") is None:
-        return row
-    return {**row, "completion": [{"role": "assistant", "content": row["output"]}]}
-
-
-def standard_tools(tools):
-    """Returns tools, which may be JSON, as templates read them; None for an empty list."""
-    given = from_json(tools)
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
-        raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
-    nested = [
-        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
-        for tool in given
-    ]
-    return without_nulls(nested) or None
-
-
-def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
-    """Returns a row whose messages begin with its column `system`, unless one begins them already.
-
-    That is its `messages` or its `prompt`, or else both answers of a pair. Strings become turns.
-    """
-    refuse_unless(isinstance(row["system"], str), row, "system", "a string")
-    if is_plain_text(row):
-        if not strings_as_messages:
-            raise BadRow(
-                "column 'system' is next to strings, and plain text has no system message: "
-                "--strings_as_messages makes them turns of a chat that begins with it"
-            )
-        if is_pair(row):  # transcripts may state the prompt twice
-            row = row | dict(zip(("prompt", "chosen", "rejected"), preference(row)))
-        names = [name for name in TEXT_COLUMNS if row.get(name) is not None]
-        prompt, *answers = (row[name] for name in names)
-        row = row | dict(zip(names, as_turns(prompt, *answers)))
-    name = leading_column(row)
-    names = [name] if name in ("messages", "prompt") else []
-    if is_pair(row) and not row.get("prompt"):
-        names = [name for name in ("chosen", "rejected") if not isinstance(row[name], str)]
-    for name in names:
-        messages = as_messages(row[name], "user") if row[name] else []
-        if not messages or messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": row["system"]}, *messages]
-        row = {**row, name: messages}
-    return row
-
-
-# ============================================================ conversations, completions, text
-def conversation(row: dict) -> tuple[Text, Text]:
-    """Returns an SFT row as (prompt, completion), both strings or both message lists.
-
-    The prompt of `messages` and of `text` is empty.
-    """
-    refuse_label(row)
-    if row.get("messages") is not None:
-        fits = is_messages(row["messages"])
-        refuse_unless(fits, row, "messages", "a list of messages with role and content")
-        return [], as_messages(row["messages"], "user")
-    if is_whole_text(row):
-        refuse_unless(isinstance(row["text"], str), row, "text", "a string")
-        return "", row["text"]
-    expected = "'messages', or 'prompt' and 'completion', or 'text'"
-    require(row, "prompt", "completion", expected=expected)
-    prompt = row["prompt"]
-    completion = row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt, completion
-    answer = as_messages(completion, "assistant")
-    return question_of(prompt, answer), answer
-
-
-def refuse_label(row: dict) -> None:
-    """Raises `BadRow` if a row is KTO's: a recipe that reads no label would learn bad answers."""
-    has_label = str(row.get("label")).lower() in ("true", "false")
-    if has_label and not (is_pair(row) or is_whole_text(row)):
-        raise BadRow(
-            "column 'label': one answer and whether it is good is KTO's format, which "
-            "recipes/kto.py alone reads"
-        )
-
-
-def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) -> list[dict]:
-    """Returns the messages of a prompt; none if it is empty, because then nothing is asked.
-
-    Raises:
-        BadRow: it ends with the assistant, and so does the answer begin, in a second turn.
-    """
-    messages = as_messages(prompt, "user") if prompt else []
-    next_role = answer[0]["role"] if answer else "assistant"
-    if messages and messages[-1]["role"] == next_role == "assistant":
-        raise BadRow("the prompt ends with a message of the assistant, which cannot be continued")
-    return messages
-
-
-def is_whole_text(row: dict) -> bool:
-    """Whether a row is read as its column `text` alone, whatever beside it is no format."""
-    return leading_column(row) == "text" and not is_pair(row)
-
-
-def missing_answer(answer: Text) -> str:
-    """Returns why a row without anything to learn must be left out."""
-    if isinstance(answer, list):
-        roles = sorted({message["role"] for message in answer})
-        if "assistant" not in roles:
-            return f"{NO_ASSISTANT}, found {', '.join(roles) or 'none'}"
-        if not all(map(is_learned, answer)):
-            return "no answer that is to be learned"
-    return "empty answer"
-
-
-def without_loss_keys(value):
-    """Returns messages without `LOSS_KEYS`, any other value as it is."""
-    if not is_messages(value):
-        return value
-    return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
-
-
-# ============================================================ one answer, good or bad
 # How `label` may be written; the cells of a CSV file are text.
 LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
-def labelled(row: dict) -> tuple[Text, Text, bool]:
-    """Returns a row of KTO as (prompt, answer, whether it is good).
-
-    Prompt and answer are strings, or both are message lists. Of `messages`, the answer is what the
-    assistant says last, in one message or several.
-    """
-    label = str(row.get("label")).lower()
-    if label not in LABELS:
-        raise BadRow(
-            "column 'label': expected true or false, whether the answer is good, found "
-            f"{row.get('label')!r:.80}; or 'chosen' and 'rejected'"
-        )
-    prompt, answer = conversation({**row, "label": None})
-    if isinstance(answer, list) and not prompt:  # of `messages`
-        start = len(answer) - 1
-        while start > 0 and answer[start]["role"] == answer[start - 1]["role"] == "assistant":
-            start -= 1  # no prompt ends with the assistant
-        return answer[:start], answer[start:], LABELS[label]
-    return prompt, answer, LABELS[label]
-
-
-# ============================================================ preferences
+# ============================================================ prompts and answers
 def preference(row: dict) -> tuple[Text, Text, Text]:
     """Returns a preference row as (prompt, chosen, rejected), the prompt stated once.
 
@@ -364,34 +116,167 @@ def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:
     return [(part["role"] == "assistant", part["content"].strip()) for part in messages]
 
 
-# ============================================================ strings
-def is_plain_text(row: dict) -> bool:
-    """Whether `as_turns` could make turns of a row: its prompt and its answers are strings.
+def conversation(row: dict) -> tuple[Text, Text]:
+    """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
-    A row with `messages` has turns already, and a whole text is no conversation.
+    The prompt of `messages` and of `text` is empty.
     """
-    if row.get("messages") is not None or is_whole_text(row):
-        return False
-    values = [row[name] for name in TEXT_COLUMNS if row.get(name) is not None]
-    return bool(values) and all(isinstance(value, str) for value in values)
+    refuse_label(row)
+    if row.get("messages") is not None:
+        fits = is_messages(row["messages"])
+        refuse_unless(fits, row, "messages", "a list of messages with role and content")
+        return [], as_messages(row["messages"], "user")
+    if is_whole_text(row):
+        refuse_unless(isinstance(row["text"], str), row, "text", "a string")
+        return "", row["text"]
+    expected = "'messages', or 'prompt' and 'completion', or 'text'"
+    require(row, "prompt", "completion", expected=expected)
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, completion
+    answer = as_messages(completion, "assistant")
+    return question_of(prompt, answer), answer
 
 
-def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
-    """Returns a prompt and its answers as message lists: strings become turns.
+def labelled(row: dict) -> tuple[Text, Text, bool]:
+    """Returns a row of KTO as (prompt, answer, whether it is good).
 
-    Either all are strings, or all are message lists. If the prompt is empty and there is an answer,
-    nothing is asked, so both stay strings. A transcript of hh-rlhf has several turns.
+    Prompt and answer are strings, or both are message lists. Of `messages`, the answer is what the
+    assistant says last, in one message or several.
     """
-    if not isinstance(prompt, str) or (answers and not prompt):
+    label = str(row.get("label")).lower()
+    if label not in LABELS:
+        raise BadRow(
+            "column 'label': expected true or false, whether the answer is good, found "
+            f"{row.get('label')!r:.80}; or 'chosen' and 'rejected'"
+        )
+    prompt, answer = conversation({**row, "label": None})
+    if isinstance(answer, list) and not prompt:  # of `messages`
+        start = len(answer) - 1
+        while start > 0 and answer[start]["role"] == answer[start - 1]["role"] == "assistant":
+            start -= 1  # no prompt ends with the assistant
+        return answer[:start], answer[start:], LABELS[label]
+    return prompt, answer, LABELS[label]
+
+
+def refuse_label(row: dict) -> None:
+    """Raises `BadRow` if a row is KTO's: a recipe that reads no label would learn bad answers."""
+    has_label = str(row.get("label")).lower() in ("true", "false")
+    if has_label and not (is_pair(row) or is_whole_text(row)):
+        raise BadRow(
+            "column 'label': one answer and whether it is good is KTO's format, which "
+            "recipes/kto.py alone reads"
+        )
+
+
+def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) -> list[dict]:
+    """Returns the messages of a prompt; none if it is empty, because then nothing is asked.
+
+    Raises:
+        BadRow: it ends with the assistant, and so does the answer begin, in a second turn.
+    """
+    messages = as_messages(prompt, "user") if prompt else []
+    next_role = answer[0]["role"] if answer else "assistant"
+    if messages and messages[-1]["role"] == next_role == "assistant":
+        raise BadRow("the prompt ends with a message of the assistant, which cannot be continued")
+    return messages
+
+
+def is_pair(row: dict) -> bool:
+    """Whether a row has a chosen and a rejected answer, of any kind."""
+    return row.get("chosen") is not None and row.get("rejected") is not None
+
+
+def is_whole_text(row: dict) -> bool:
+    """Whether a row is read as its column `text` alone, whatever beside it is no format."""
+    return leading_column(row) == "text" and not is_pair(row)
+
+
+def leading_column(row: dict) -> str | None:
+    """Returns the column that decides about a row's format."""
+    return next((name for name in LEADING if row.get(name) is not None), None)
+
+
+def missing_answer(answer: Text) -> str:
+    """Returns why a row without anything to learn must be left out."""
+    if isinstance(answer, list):
+        roles = sorted({message["role"] for message in answer})
+        if "assistant" not in roles:
+            return f"no message of role assistant, found {', '.join(roles) or 'none'}"
+        if not all(map(is_learned, answer)):
+            return "no answer that is to be learned"
+    return "empty answer"
+
+
+def without_loss_keys(value):
+    """Returns messages without `LOSS_KEYS`, any other value as it is."""
+    if not is_messages(value):
+        return value
+    return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
+
+
+def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
+    """Raises `BadRow` with the value that was found, unless it fits."""
+    if not fits:
+        raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
+
+
+def require(row: dict, *columns: str, expected: str) -> None:
+    """Raises `BadRow` unless every column is there and holds a string, a message or several.
+
+    Args:
+        expected: the columns that the format needs, which the error names.
+    """
+    for column in columns:
+        value = row.get(column)
+        if value is None:
+            found = sorted(name for name in row if row[name] is not None)
+            raise BadRow(
+                f"no {column!r}: expected columns {expected}; found {found} "
+                f"(--columns {column}=YOURS names another)"
+            )
+        fits = isinstance(value, str) or is_messages(value) or is_message(value)
+        refuse_unless(fits, row, column, "a string or a list of messages with role and content")
+
+
+# ============================================================ strings, and a column `system`
+def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ...]:
+    """Returns a row's prompt and answers: strings as turns, if asked for, after column `system`.
+
+    Args:
+        texts: the prompt and the answers, all strings or all message lists.
+    """
+    if strings_as_messages and isinstance(texts[0], str):
+        texts = as_turns(*texts)
+    if not row.get("system") or is_whole_text(row):
+        return texts
+    prompt, *answers = texts
+    if isinstance(prompt, str):
+        raise BadRow(
+            "column 'system' is next to strings, and plain text has no system message: "
+            "--strings_as_messages makes them turns of a chat that begins with it"
+        )
+    refuse_unless(isinstance(row["system"], str), row, "system", "a string")
+    first: Any = next((messages[0] for messages in texts if messages), {})
+    if first.get("role") != "system":
+        prompt = [{"role": "system", "content": row["system"]}, *prompt]
+    return prompt, *answers
+
+
+def as_turns(prompt, *answers) -> tuple[Text, ...]:
+    """Returns the strings of a prompt and its answers as message lists.
+
+    If the prompt is empty and there is an answer, nothing is asked, so both stay strings. A
+    transcript of hh-rlhf has several turns, and so may its answers.
+    """
+    if answers and not prompt:
         return prompt, *answers
     turns = transcript_turns(prompt)
     if turns is None:
-        answer_turns = [[{"role": "assistant", "content": str(answer)}] for answer in answers]
+        answer_turns = [[{"role": "assistant", "content": answer}] for answer in answers]
         return [{"role": "user", "content": prompt}], *answer_turns
-    # Answers may have several turns, too.
-    return question_of(turns), *(
-        transcript_turns(HH_MARKER + str(answer)) or [] for answer in answers
-    )
+    return question_of(turns), *(transcript_turns(HH_MARKER + answer) or [] for answer in answers)
 
 
 def transcript_turns(text: str) -> list[dict] | None:
@@ -409,11 +294,74 @@ def transcript_turns(text: str) -> list[dict] | None:
     return turns
 
 
-def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles of a row's messages, each once, whichever become turns; none of strings."""
-    if strings_as_messages and is_plain_text(row):
-        return ["user", "assistant"]
-    values = [row.get(name) for name in ("messages", *TEXT_COLUMNS)]
-    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-    roles = [part.get("role") or part.get("from") for part in parts if isinstance(part, dict)]
-    return list(dict.fromkeys(map(str, roles)))
+def is_plain_text(row: dict) -> bool:
+    """Whether `as_turns` could make turns of a row: its prompt and its answers are strings."""
+    if row.get("messages") is not None or is_whole_text(row):
+        return False
+    values = [row.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
+    kinds = {type(value) for value in values if value is not None}
+    return kinds == {str}
+
+
+# ============================================================ other names, other formats
+def column_names(pairs: list[str] | None) -> dict[str, str]:
+    """Maps each format column to the user's: `["prompt=question"]` -> `{"prompt": "question"}`."""
+    columns = {}
+    for pair in pairs or []:
+        column, _, users_name = pair.partition("=")
+        if column not in FORMAT_COLUMNS or column in columns or not users_name:
+            sys.exit(
+                f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
+                "each once, such as prompt=question"
+            )
+        columns[column] = users_name
+    return columns
+
+
+def rename_columns(row: dict, columns: dict[str, str]) -> dict:
+    """Returns a row under a format's names. The user's columns take precedence over the data's own.
+
+    Example: with `{"prompt": "question"}`, the row `{"question": "Why?", "messages": []}` becomes
+    `{"question": "Why?", "prompt": "Why?"}`: `messages` would be looked for before `prompt`.
+    """
+    named = {LED_BY.get(column, column) for column in columns}
+    first = next((place for place, column in enumerate(LEADING) if column in named), 0)
+    renamed = {name: value for name, value in row.items() if name not in LEADING[:first]}
+    return renamed | {name: row[users] for name, users in columns.items() if users in row}
+
+
+def standard(row: dict) -> dict:
+    """Returns a row with the columns of DPO, SFT and the others, whichever format it has.
+
+    Its own columns stay: a reward function may ask for them. ShareGPT's `conversations` are
+    messages; Alpaca's `instruction` and `input` are the user's, and `output` is the completion.
+    """
+    for column in MEDIA_COLUMNS:
+        # A text or a number may be something else, such as the name of a container's image.
+        if row.get(column) and not isinstance(row[column], (str, int, float)):
+            raise BadRow(f"column {column!r} is not empty: only text is supported")
+    leading = leading_column(row)
+    if leading == "conversations":
+        row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
+    if leading == "instruction":
+        if row.get("history"):
+            raise BadRow("column 'history' is not read: give earlier turns as messages")
+        question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
+        row = {**row, "prompt": [{"role": "user", "content": question}]}
+        if row.get("output") is not None:
+            row["completion"] = [{"role": "assistant", "content": row["output"]}]
+    if row.get("tools"):
+        row = {**row, "tools": standard_tools(row["tools"])}
+    return row
+
+
+def standard_tools(tools) -> list[dict] | None:
+    """Returns tools, which may be JSON, as templates read them; None for an empty list."""
+    given = from_json(tools)
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
+    nested = [
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
+        for tool in given
+    ]
+    return without_nulls(nested) or None

@@ -10,13 +10,8 @@ SENDERS = {
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
     "function_call": "assistant",  # its value is a call
     "observation": "tool",
-    "function_response": "tool",
     "tool": "tool",
 }
 # Where the parts of a content go, by their type.
@@ -29,9 +24,10 @@ class BadRow(Exception):
     """A row that fits no format; its text says which column, and what was expected."""
 
 
+# ============================================================ what a message is
 def is_messages(value) -> bool:
     """Whether a value is a list of messages, see `is_message`."""
-    return isinstance(value, list) and all(is_message(part) for part in value)
+    return isinstance(value, list) and all(map(is_message, value))
 
 
 def is_message(value) -> bool:
@@ -45,8 +41,9 @@ def is_message(value) -> bool:
     role = value.get("from" if is_sharegpt else "role")
     content = value.get("value" if is_sharegpt else "content")
     if isinstance(content, list):
-        return isinstance(role, str) and all(isinstance(part, dict) for part in content)
-    has_content = isinstance(content, str) or (content is None and bool(calls_of(value)))
+        has_content = all(isinstance(part, dict) for part in content)
+    else:
+        has_content = isinstance(content, str) or (content is None and bool(calls_of(value)))
     return isinstance(role, str) and has_content
 
 
@@ -72,6 +69,7 @@ def has_text(value: str | list[dict]) -> bool:
     return bool(value)
 
 
+# ============================================================ one form
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """Returns messages, each with a role and a text; a string becomes one message of `role`.
 
@@ -80,10 +78,9 @@ def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
-    messages = [value] if isinstance(value, dict) else value
     return [
         as_message(without_nulls(part), f"message {number}")
-        for number, part in enumerate(messages, 1)
+        for number, part in enumerate(as_list(value), 1)
     ]
 
 
@@ -95,16 +92,16 @@ def as_message(message: dict, where: str) -> dict:
     """
     if "role" not in message:
         message = from_sharegpt(message, where)
-    others = {key: message[key] for key in message if key not in ("tool_calls", "function_call")}
     calls = as_list(calls_of(message) or [])
+    message = {key: value for key, value in message.items() if key != "tool_calls"}
     if isinstance(message.get("content"), list):
-        others, calls_in_content = from_parts(others, where)
+        message, calls_in_content = from_parts(message, where)
         calls += calls_in_content
     if calls:
-        others["tool_calls"] = [nested(call, where) for call in calls]
+        message["tool_calls"] = [nested(call, where) for call in calls]
     if message["role"] == "assistant":
         check_loss_keys(message, where)
-    return {"content": "", **others}
+    return {"content": "", **message}
 
 
 def check_loss_keys(message: dict, where: str) -> None:
@@ -137,7 +134,7 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
     A part's value is under its own type, as in `{"type": "thinking", "thinking": ...}`, or under
     `value` or `text`. Thinking takes the place of the message's `reasoning_content`.
     """
-    texts: dict[str, list[str]] = {"content": []}
+    texts = {"content": ""}
     calls = []
     for part in message["content"]:
         kind = str(part.get("type", "text"))
@@ -145,19 +142,16 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
         if kind == "tool_call":
             calls += as_list(from_json(value))
         elif kind in PARTS and isinstance(value, str):
-            texts.setdefault(PARTS[kind], []).append(value)
+            if value:
+                texts[PARTS[kind]] = texts.get(PARTS[kind], "") + value
         else:
             raise BadRow(f"{where}: expected text, reasoning or a call, found {part!r:.80}")
-    joined = {key: "".join(found) for key, found in texts.items()}
-    written = {key: text for key, text in joined.items() if text or key == "content"}
-    return {**message, **written}, calls
+    return {**message, **texts}, calls
 
 
-# ============================================================ tool calls
 def calls_of(message: dict) -> Any:
     """Returns a message's call or calls, which may be JSON; "[]" and the like are none."""
-    # OpenAI's first form is `function_call`.
-    return from_json(message.get("tool_calls")) or from_json(message.get("function_call"))
+    return from_json(message.get("tool_calls"))
 
 
 def nested(call: Any, where: str) -> dict:
@@ -170,11 +164,9 @@ def nested(call: Any, where: str) -> dict:
     function = call["function"] if isinstance(call, dict) and not is_flat else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(f"{where}: expected a call, JSON of name and arguments, found {call!r:.80}")
-    key = "parameters" if "arguments" not in function and "parameters" in function else "arguments"
-    arguments = function.get(key)
-    while isinstance(arguments, str) and from_json(arguments) != arguments:
-        arguments = from_json(arguments)
-    if arguments is not None and not isinstance(arguments, dict):
+    key = "parameters" if "arguments" not in function else "arguments"
+    arguments = from_json(from_json(function.get(key)))  # some files quote them twice
+    if not isinstance(arguments, (dict, type(None))):
         raise BadRow(
             f"{where}: the arguments of a call of {function['name']!r}: expected an object or its "
             f"JSON, found {arguments!r:.80}"

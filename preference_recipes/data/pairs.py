@@ -1,4 +1,4 @@
-"""Turns a row with a preference into token ids, for every recipe that learns from pairs."""
+"""Turns a row with a preference or a label into token ids, for every recipe that learns from it."""
 
 from preference_recipes.data import chat, formats
 from preference_recipes.data.messages import has_text, learned_turns
@@ -8,18 +8,29 @@ def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
     """Returns the token ids of one pair, see `row_of_answers`."""
-    prompt, chosen, rejected = formats.preference(row)
-    answers = {"chosen": chosen, "rejected": rejected}
-    return row_of_answers(row, prompt, answers, tokenizer, max_length, strings_as_messages)
+    prompt, *texts = formats.as_chat(row, strings_as_messages, *formats.preference(row))
+    return row_of_answers(
+        row, prompt, dict(zip(("chosen", "rejected"), texts)), tokenizer, max_length
+    )
+
+
+def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
+    """Returns what `row_of_answers` returns, and `n_answers`.
+
+    A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
+    answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
+    """
+    if formats.is_pair(row):
+        values = preference_row(row, tokenizer, max_length, strings_as_messages)
+        return {**values, "n_answers": 2}
+    *texts, is_good = formats.labelled(row)
+    prompt, answer = formats.as_chat(row, strings_as_messages, *texts)
+    answers = {"chosen" if is_good else "rejected": answer}
+    return {**row_of_answers(row, prompt, answers, tokenizer, max_length), "n_answers": 1}
 
 
 def row_of_answers(
-    row: dict,
-    prompt: formats.Text,
-    answers: dict[str, formats.Text],
-    tokenizer,
-    max_length: int,
-    strings_as_messages: bool,
+    row: dict, prompt: formats.Text, answers: dict[str, formats.Text], tokenizer, max_length: int
 ) -> dict:
     """Returns the token ids of a prompt and of its answers: `chosen`, `rejected` or both.
 
@@ -31,8 +42,6 @@ def row_of_answers(
         prompt in each; `truncated reason notes`, see `dataset.load`.
     """
     texts = list(answers.values())
-    if strings_as_messages:
-        prompt, *texts = formats.as_turns(prompt, *texts)
     reason = missing_text(prompt, *texts)
     prompt_ids: list[int] = []
     sequences = [chat.Sequence([], []) for _ in texts]
@@ -47,7 +56,6 @@ def row_of_answers(
     room = max(max_length - n_prompt, 0)
     prompt_ids = prompt_ids[:max_length]
     cut = [chat.Sequence(ids[:room], targets[:room]) for ids, targets in sequences]
-    reason = reason or why_too_long(cut, room)
     of_answers = dict.fromkeys(("chosen", "rejected"), chat.Sequence([], []))
     of_answers |= dict(zip(answers, cut))
     return {
@@ -58,19 +66,9 @@ def row_of_answers(
         "rejected_learned": of_answers["rejected"].targets,
         "length": sum(len(prompt_ids) + len(ids) for ids, _ in cut),
         "truncated": len(prompt_ids) < n_prompt or cut != sequences,
-        "reason": reason,
+        "reason": reason or why_too_long(cut, room),
         "notes": notes,
     }
-
-
-def why_too_long(cut: list[chat.Sequence], room: int) -> str:
-    """Returns why answers cut to their room cannot be used; "" if they can."""
-    if not room:
-        return "prompt fills max_length"
-    # Only what is left can tell them apart.
-    if len(cut) == 2 and cut[0].ids == cut[1].ids:
-        return "chosen equal to rejected"
-    return "" if all(any(targets) for _, targets in cut) else "nothing to learn within max_length"
 
 
 def missing_text(prompt: formats.Text, *answers: formats.Text) -> str:
@@ -88,3 +86,22 @@ def missing_text(prompt: formats.Text, *answers: formats.Text) -> str:
         if is_transcript and "\n\nHuman:" in answer:
             return "transcripts that differ before the last answer, without --strings_as_messages"
     return ""
+
+
+def why_too_long(cut: list[chat.Sequence], room: int) -> str:
+    """Returns why answers cut to their room cannot be used; "" if they can."""
+    if not room:
+        return "prompt fills max_length"
+    # Only what is left can tell them apart.
+    if len(cut) == 2 and cut[0].ids == cut[1].ids:
+        return "chosen equal to rejected"
+    return "" if all(any(targets) for _, targets in cut) else "nothing to learn within max_length"
+
+
+def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:
+    """Returns the columns of rows with other prompts, and their answers cut to `max_length`."""
+    cut = {
+        name: [ids[: max_length - len(prompt)] for prompt, ids in zip(prompts, columns[name])]
+        for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
+    }
+    return {**columns, **cut, "prompt_ids": prompts}

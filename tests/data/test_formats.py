@@ -394,14 +394,6 @@ def test_columns_of_other_data_are_no_format():
     assert formats.standard({"prompt": "a", "image": "python:3.12"})["image"] == "python:3.12"
 
 
-def test_a_set_has_the_roles_of_its_rows(accelerator, tokenizer, tmp_path):
-    chat = [message("user", "a"), message("assistant", "b")]
-    rows = [{"messages": [message("user", "a")]}, {"messages": chat}, {"text": "c"}]
-    data = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
-    assert data["row"][:] == [2, 3] and data["roles"][:] == ["user assistant", ""]
-    assert formats.roles_of({"prompt": "a", "completion": "b"}, True) == ["user", "assistant"]
-
-
 def test_a_pair_that_ends_with_the_users_turn_is_left_out(tokenizer):
     """The turn was learned as the end of the answer."""
     row = {"prompt": [QUESTION], "chosen": [YES, message("user", "And?")], "rejected": [NO]}
