@@ -153,7 +153,8 @@ def encode_answer(
 def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
     """Returns the token ids of an answer of one message, all to learn, and of what precedes it."""
     whole = render(tokenizer, [*history, answer], tools)
-    context, text = prompt.text, whole.removeprefix(prompt.text)
+    context = prompt.text
+    text = whole.removeprefix(prompt.text)
     context_ids = prompt.ids
     notes = []
     if not whole.startswith(prompt.text):
@@ -318,7 +319,8 @@ def added_tokens(tokenizer) -> re.Pattern:
 
 def n_common(first, second) -> int:
     """Returns how many elements, or characters, both begin with."""
-    return len(os.path.commonprefix([first, second]))
+    differ = (place for place, (one, other) in enumerate(zip(first, second)) if one != other)
+    return next(differ, min(len(first), len(second)))
 
 
 # ============================================================ rendering
@@ -666,12 +668,15 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
     may be anything, so control tokens spelled out in it are split by an invisible space.
     """
     control = added_tokens(tokenizer)
-    split = lambda found: found[0][:1] + "\u200b" + found[0][1:]
-    harmless = [{**part, "content": control.sub(split, part["content"])} for part in messages]
+    harmless = [{**part, "content": control.sub(split_token, part["content"])} for part in messages]
     answer = {**MARKED, "tool_calls": [CALL]} if messages[0]["role"] == "tool" else MARKED
     text, place = render_beyond_answer(tokenizer, answer, harmless, tools)
     before = text[:place]
     return encode_after(tokenizer, before, encode(tokenizer, before), text[place:])
+
+
+def split_token(found: re.Match) -> str:
+    return found[0][:1] + "\u200b" + found[0][1:]
 
 
 def render_beyond_answer(

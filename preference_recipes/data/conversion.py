@@ -8,7 +8,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import sys
 import zlib
@@ -205,9 +204,7 @@ def read_usable(name: str, folder: Path, settings: dict) -> tuple[datasets.Datas
     """Returns the usable rows of what `tokenise` wrote, and notes on what was left out or cut."""
     parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
     converted = datasets.concatenate_datasets(parts)
-    # Limits are named as one would give them: `--max_length 1024`.
-    with_value = lambda found: f"--{found[0]} {settings[found[0]]}"
-    notes = [re.sub("max_[a-z_]+", with_value, note) for note in notes_on(converted, settings)]
+    notes = notes_on(converted, settings)
     notes += filter(None, [(folder / UNREAD).read_text(encoding="utf-8")])
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
@@ -225,6 +222,7 @@ def notes_on(converted: datasets.Dataset, settings: dict) -> list[str]:
 
     Example: `["2 of 9 left out (empty answer): rows 3, 4", "1 truncated (max_length): row 2"]`
     """
+    limits = [name for name in settings if name.startswith("max_")]
     rows = column(converted, "row")
     reasons = column(converted, "reason")
     notes = []
@@ -233,11 +231,12 @@ def notes_on(converted: datasets.Dataset, settings: dict) -> list[str]:
         notes.append(f"{len(found)} of {len(rows)} left out ({reason}): {row_numbers(found)}")
     cut = rows[column(converted, "truncated") & (reasons == "")]
     if len(cut):
-        limits = ", ".join(name for name in settings if name.startswith("max_"))
-        notes.append(f"{len(cut)} truncated ({limits}): {row_numbers(cut)}")
+        notes.append(f"{len(cut)} truncated ({', '.join(limits)}): {row_numbers(cut)}")
     counts: collections.Counter[str] = collections.Counter()
     for text in column(converted, "notes")[reasons == ""]:
         counts.update(dict.fromkeys(filter(None, text.split("\n"))).keys())
+    for name in limits:  # named as one would give it: `--max_length 1024`
+        notes = [note.replace(name, f"--{name} {settings[name]}") for note in notes]
     return notes + [f"{kind}: {count} rows" for kind, count in counts.items()]
 
 

@@ -113,7 +113,8 @@ def add_completion(
             tokenizer, prompts[0], [completion], tools
         )
         values["notes"] += notes
-    ids, targets = answer.ids[:room], answer.targets[:room]
+    ids = answer.ids[:room]
+    targets = answer.targets[:room]
     if completion is not None and not answer.ids:
         left_out = chat.why_left_out(values["notes"]) or formats.missing_answer(completion)
         values["reason"] = values["reason"] or left_out

@@ -231,27 +231,32 @@ def test_pairs_that_contradict_themselves_are_refused(prompt, chosen, rejected, 
     ({"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}, False),
     ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
     ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
+    ({"prompt": "Why?", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
     ({"conversations": [{"from": "human", "value": "Why?"}], "chosen": YES, "rejected": NO}, False),
 ])  # fmt: skip
 def test_a_column_system_begins_the_chat(row, as_messages):
     """Beside strings, too, where they are turns; with an empty one the row is as without."""
-    found = formats.standard({**row, "system": SYSTEM["content"]}, as_messages)
-    assert formats.preference(found) == ([SYSTEM, QUESTION], [YES], [NO])
-    plain = formats.standard(row, as_messages)
-    assert formats.standard({**row, "system": ""}, as_messages) == {**plain, "system": ""}
+
+    def chat(**system):
+        given = formats.standard(row | system)
+        return formats.as_chat(given, as_messages, *formats.preference(given))
+
+    assert chat(system=SYSTEM["content"]) == ([SYSTEM, QUESTION], [YES], [NO])
+    assert chat(system="") == chat() == ([QUESTION], [YES], [NO])
 
 
 def test_a_column_system_beside_other_columns():
+    def chat(row, as_messages=False):
+        return formats.as_chat(row, as_messages, *formats.conversation(row))
+
     begun = {"messages": [SYSTEM, QUESTION, YES], "system": "Be long."}
-    assert formats.standard(begun)["messages"] == [SYSTEM, QUESTION, YES]
-    row = {"prompt": "", "completion": [YES], "system": "Be brief."}
-    assert formats.conversation(formats.standard(row)) == ([SYSTEM], [YES])
-    text = {"text": "Be brief. Why? Because.", "system": "Be brief."}
-    assert formats.standard(text) == text
+    assert chat(begun) == ([], [SYSTEM, QUESTION, YES])
+    assert chat({"prompt": "", "completion": [YES], "system": "Be brief."}) == ([SYSTEM], [YES])
+    assert chat({"text": "Because.", "system": "Be brief."}, True) == ("", "Because.")
     strings = {"prompt": "Why?", "completion": "Because.", "system": "Be brief."}
-    assert formats.conversation(formats.standard(strings, True)) == ([SYSTEM, QUESTION], [YES])
+    assert chat(strings, True) == ([SYSTEM, QUESTION], [YES])
     with pytest.raises(BadRow, match=r"column 'system' is next to strings.*strings_as_messages"):
-        formats.standard(strings)
+        chat(strings)
 
 
 def test_columns_name_the_users_own():
@@ -298,11 +303,9 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 @pytest.mark.parametrize("row, expected", [
     (ALPACA, ([ASKED], [ANSWERED])),
     ({**ALPACA, "input": None, "instruction": ASKED["content"]}, ([ASKED], [ANSWERED])),
-    ({**ALPACA, "system": "Be brief.", "history": [["One?", "One."]]}, ([SYSTEM, *BEFORE, ASKED], [ANSWERED])),
     # As in the original file: everything once more, as a text.
     ({**ALPACA, "text": "Below is an instruction ... ### Response:\n细胞理论是"}, ([ASKED], [ANSWERED])),
     ({"conversations": [said("human", "Why?"), said("gpt", "Because.")], "text": "a"}, ([], [QUESTION, YES])),
-    ({"conversations": [said("human", "Why?"), said("gpt", "Because.")], "system": "Be brief."}, ([], [SYSTEM, QUESTION, YES])),
     ({"prompt": "Why?", "completion": "Because.", "text": "a"}, ("Why?", "Because.")),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
@@ -378,8 +381,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": "[]"}]}, ["column 'messages'", "a list of messages"]),
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
     ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
-    ({"instruction": "a", "output": 5}, ["column 'output'", "a string", "found 5"]),
-    ({"instruction": "a", "output": "b", "history": [["One?"]]}, ["ValueError"]),
+    ({"instruction": "a", "output": 5}, ["found [{'role': 'assistant', 'content': 5}]"]),
+    ({"instruction": "a", "output": "b", "history": [["One?", "One."]]}, ["column 'history'"]),
 ])  # fmt: skip
 def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
@@ -459,9 +462,3 @@ def test_no_calls_may_be_written_as_json(none):
 def test_the_value_of_sharegpt_is_the_content_whatever_else_the_message_has():
     found = messages.as_messages([{"from": "gpt", "value": "So.", "content": ""}], "user")
     assert found == [{"role": "assistant", "content": "So."}]
-
-
-def test_openais_first_form_of_a_call():
-    given = {"role": "assistant", "content": None, "function_call": {"name": "a", "arguments": ""}}
-    found = messages.as_messages([given], "user")
-    assert found == [{"role": "assistant", "content": "", "tool_calls": [call("a")]}]
