@@ -1,6 +1,8 @@
 """The trained model as an ordinary Hugging Face folder, or its adapter as a folder of peft."""
 
+import dataclasses
 import json
+import math
 import shutil
 import sys
 from collections.abc import Mapping
@@ -11,9 +13,32 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, best, engine, folders, record
-from common.best import Best
+from common import adapters, engine, folders, record
 from common.run import Run
+
+BEST_FOLDER = "actor_best"
+BEST_FILE = "best.json"
+
+
+@dataclasses.dataclass
+class Best:
+    """The best evaluation so far, see `--keep_best`. A checkpoint holds it.
+
+    Attributes:
+        global_step: when it was; None as long as there is none.
+        value: of the metric.
+        since: how many evaluations came after it.
+    """
+
+    global_step: int | None = None
+    value: float | None = None
+    since: int = 0
+
+    def is_beaten_by(self, value: float, lower: bool) -> bool:
+        """Whether a value is better. Equal is not, and NaN never is."""
+        if self.value is None:
+            return not math.isnan(value)
+        return value < self.value if lower else value > self.value
 
 
 class Actor:
@@ -26,7 +51,7 @@ class Actor:
 
     Attributes:
         unwrapped: the module inside the prepared one.
-        best: the best evaluation so far, see `--keep_best`.
+        best: the best evaluation so far.
     """
 
     def __init__(
@@ -42,10 +67,9 @@ class Actor:
     def save(
         self, directory: Path | None = None, weights: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """Saves the actor in the dtype of `--save_dtype`.
+        """Saves the actor, or with adapters these alone. All processes must call it.
 
-        Without it its weights are those that the forward pass used, bit for bit. Of a
-        model with adapters they are those of the adapters alone. All processes must call it.
+        The weights are those that the forward pass used, bit for bit, or in `--save_dtype`.
 
         Args:
             directory: replaced as a whole if it is there; by default the run's `actor`.
@@ -88,7 +112,7 @@ class Actor:
         run = self.run
         if not run.args.keep_best:
             return
-        metric, lower = best.metric_of(run.args.keep_best)
+        metric, lower = metric_of(run.args.keep_best)
         if metric not in line:
             sys.exit(
                 f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "
@@ -100,14 +124,20 @@ class Actor:
             # The file first: a run that is killed in between sees that they do not agree.
             if run.accelerator.is_main_process:
                 values = {"metric": metric, "global_step": run.global_step, "value": line[metric]}
-                folders.replace_file(run.output_dir / best.FILE, json.dumps(values) + "\n")
-            self.save(run.output_dir / best.FOLDER)
+                folders.replace_file(run.output_dir / BEST_FILE, json.dumps(values) + "\n")
+            self.save(run.output_dir / BEST_FOLDER)
         self.count_patience()
 
     def count_patience(self) -> None:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
         if 0 < self.run.args.stop_after <= self.best.since:
             self.run.stopped_early = True
+
+
+def metric_of(keep_best: str) -> tuple[str, bool]:
+    """Returns the metric that `--keep_best` names, and whether less of it is better."""
+    metric = keep_best.removesuffix(":min").removesuffix(":max")
+    return metric, keep_best.endswith((":min", "loss", "kl"))
 
 
 def save(
@@ -131,8 +161,7 @@ def save(
     if accelerator.is_main_process:
         for folder, model in models.items():
             state_dict = weights_of(model, {**gathered, **(weights or {})}, unwrapped)
-            if dtype is not None:
-                state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
+            state_dict = {name: converted(value, dtype) for name, value in state_dict.items()}
             write(args, model, state_dict, tokenizer, folder)
     accelerator.wait_for_everyone()
 
@@ -162,14 +191,9 @@ def write_dtype(folder: Path, dtype: str) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     """Returns a tensor in another floating-point dtype; one of integers stays as it is."""
-    if not tensor.is_floating_point():
-        return tensor
-    result = tensor.to(getattr(torch, dtype))
-    if tensor.isfinite().all() and not result.isfinite().all():
-        tqdm.write(f"NOTE: values of {name} are too large for {dtype}: they are saved as inf")
-    return result
+    return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
 
 
 def gather_weights(

@@ -14,8 +14,7 @@ from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 from common import arguments, distributed, engine, engine_state, folders, log, record, stopping
-from common.actor import Actor
-from common.best import FILE, FOLDER, Best
+from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
 from common.metrics import Means
 from common.run import Run
 
@@ -170,7 +169,7 @@ class Checkpoint:
             self.load(path)
         has_best = distributed.on_main_process(accelerator, self.restore_folder, path)
         if self.actor.best.global_step is not None and not has_best:
-            accelerator.print(f"NOTE: {FOLDER} is of another update: --keep_best begins anew")
+            accelerator.print(f"NOTE: {BEST_FOLDER} is of another update: --keep_best begins anew")
             self.actor.best = Best()
         self.actor.count_patience()  # a run that had stopped early stops again
         distributed.on_main_process(accelerator, record.write, accelerator, run.args)
@@ -316,11 +315,11 @@ class Checkpoint:
         # had ended here, and the actor stays.
         if beyond or replaced:
             beyond.append(output_dir / "actor")
-        best_file = output_dir / FILE
+        best_file = output_dir / BEST_FILE
         best_there = folders.read_json(best_file)["global_step"] if best_file.is_file() else None
         has_best = best_there is not None and best_there == self.actor.best.global_step
         if not has_best:
-            beyond += [output_dir / FOLDER, best_file]
+            beyond += [output_dir / BEST_FOLDER, best_file]
         if path is None:  # a run that continues adds to it, and hides later values
             beyond.append(output_dir / "tensorboard")
         aside = [folders.set_aside(each) for each in [*beyond, *replaced] if each.exists()]

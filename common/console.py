@@ -5,8 +5,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from common import best, counted, engine, optim
-from common.actor import Actor
+from common import counted, engine, optim
+from common.actor import BEST_FOLDER, Actor, metric_of
 from common.checkpoint import Checkpoint
 
 
@@ -62,8 +62,8 @@ def end(actor: Actor) -> None:
     print(f"done: {updates}, {run.skipped_steps} skipped, took {took}; actor in {folder}")
     kept = actor.best
     if kept.value is not None:
-        folder = run.output_dir / best.FOLDER
-        metric, _ = best.metric_of(run.args.keep_best)
+        folder = run.output_dir / BEST_FOLDER
+        metric, _ = metric_of(run.args.keep_best)
         print(f"best: {metric} {kept.value:.4g} at update {kept.global_step}, saved in {folder}")
         if 0 < run.args.stop_after <= kept.since:
             evaluations = counted(kept.since, "evaluation")

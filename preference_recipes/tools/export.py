@@ -150,7 +150,7 @@ def convert(folder: Path, dtype: str) -> None:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             names = file.keys()
-            tensors = {name: actor.converted(name, file.get_tensor(name), dtype) for name in names}
+            tensors = {name: actor.converted(file.get_tensor(name), dtype) for name in names}
         save_file(tensors, path, metadata=metadata)
     if (folder / "config.json").is_file():  # an adapter has none
         actor.write_dtype(folder, dtype)

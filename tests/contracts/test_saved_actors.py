@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import actor, best, console, folders
+from common import actor, console, folders
 from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data, load_evaluation_sets
 from preference_recipes.data.prompts import prompt_row
@@ -63,15 +63,6 @@ def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, na
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-def test_what_a_dtype_cannot_hold_is_said(capsys):
-    large = torch.tensor([1.0, 1e5])
-    assert actor.converted("head", large, "float16").tolist() == [1.0, torch.inf]
-    assert "NOTE: values of head are too large for float16" in capsys.readouterr().out
-    assert actor.converted("head", large, "bfloat16").dtype == torch.bfloat16
-    assert actor.converted("ids", torch.tensor([70000]), "float16").tolist() == [70000]
-    assert capsys.readouterr().out == ""
-
-
 def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(tmp_path):
     checkpoint = tmp_path / "global_step_000001"
     texts = {"actor/config.json": "{}", "actor/sub/model.safetensors": "w", "state.json": "{}"}
@@ -108,13 +99,13 @@ def test_the_direction_of_a_metric():
         ("eval/rewards/accuracies", "eval/rewards/accuracies", False), ("eval/loss:max", "eval/loss", False),
         ("eval/length:min", "eval/length", True),
     ]:  # fmt: skip
-        assert best.metric_of(given) == (metric, lower), given
+        assert actor.metric_of(given) == (metric, lower), given
     nan = float("nan")
     for value, before, lower, expected in [
         (1.0, None, True, True), (nan, None, True, False), (1.0, 2.0, True, True), (1.0, 2.0, False, False),
         (2.0, 2.0, True, False), (2.0, 2.0, False, False), (3.0, 2.0, False, True), (nan, 2.0, False, False),
     ]:  # fmt: skip
-        found = best.Best(value=before).is_beaten_by(value, lower)
+        found = actor.Best(value=before).is_beaten_by(value, lower)
         assert found == expected, (value, before, lower)
 
 
