@@ -101,6 +101,10 @@ class Ahead:
     weights_of: int  # `global_step` of the weights that sample it
     answer: Future | None  # its responses, when they are there; on the main process alone
 
+    def wait(self, sampler: Sampler) -> list[Response]:
+        """Returns the responses on all processes, once they are there."""
+        return on_main_process(sampler.accelerator, lambda: self.answer.result())
+
 
 class Servers:
     """vLLM servers that share the prompts of a rollout.
@@ -129,24 +133,17 @@ class Servers:
     ) -> list[Response]:
         """Returns the responses to each prompt in turn, see `rollout.sample`."""
         requests = make_requests(sampler, prompts, uniforms, temperature)
-        if self.ahead is not None and self.ahead.requests == requests:
-            responses = self.wait_for_ahead(sampler)
-            staleness = sampler.progress.global_step - self.ahead.weights_of
-            sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
-            self.ahead = None
-            return responses
-        # It stays in `ahead`. Servers sample with one version of the weights at a time.
-        self.wait_for_ahead(sampler)
+        ahead = self.ahead
+        if ahead is not None:
+            # Also for other requests: servers sample with one version of the weights at a time.
+            responses = ahead.wait(sampler)
+            if ahead.requests == requests:
+                staleness = sampler.progress.global_step - ahead.weights_of
+                sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
+                self.ahead = None
+                return responses
         self.synchronise(sampler)
         return on_main_process(sampler.accelerator, self.ask, requests)
-
-    def wait_for_ahead(self, sampler: Sampler) -> list[Response]:
-        """Waits for the responses that were asked for ahead, and returns them; [] if none were."""
-        ahead = self.ahead
-        if ahead is None:
-            return []
-        # Only the main process calls the lambda, and has an `answer`.
-        return on_main_process(sampler.accelerator, lambda: ahead.answer.result())
 
     def state(self, sampler: Sampler) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
@@ -159,7 +156,7 @@ class Servers:
         return {
             "requests": self.ahead.requests,
             "weights_of": self.ahead.weights_of,
-            "responses": [tuple(response) for response in self.wait_for_ahead(sampler)],
+            "responses": [tuple(response) for response in self.ahead.wait(sampler)],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:

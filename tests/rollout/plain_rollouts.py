@@ -6,6 +6,7 @@ Every row is read alone, in whole forward passes over unpadded ids; the loss of 
 import json
 import math
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,20 @@ from plain_loop import AdamW, clip, schedule
 from runs import tiny_llama, write_jsonl
 
 STOPS = [1, *range(30, 60)]  # so many that most responses end early
+# A small Llama.
+SMALL = dict(
+    vocab_size=264,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=1,
+)
 SHARED = dict(
     seed=3, generate_batch_size=3, score_batch_size=5, max_new_tokens=6, train_batch_size=4, micro_train_batch_size=2,
     max_length=60, learning_rate=3e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5,
@@ -110,6 +125,23 @@ class PlainRun:
         logps = self.logps(model, sample.prompt, sample.response)
         own = logps.gather(1, torch.tensor(sample.response)[:, None])[:, 0]
         return own, -(logps.exp() * logps).sum(-1)
+
+    def updates_of(self, number: int, samples: list) -> Iterator[list]:
+        """The samples of each update of a rollout: in each pass the groups in a seeded order.
+
+        As many updates as are needed, the first of them larger by one where it does not divide.
+        """
+        s, n = self.set, self.set.n_samples_per_prompt
+        for passed in range(s.num_epochs_per_rollout):
+            groups = np.random.default_rng([s.seed, number, 2, passed]).permutation(
+                len(samples) // n
+            )
+            ordered = [samples[group * n + place] for group in groups for place in range(n)]
+            if getattr(s, "mask_truncated", False):
+                ordered = [sample for sample in ordered if sample.ended]
+            count = -(-len(ordered) // s.train_batch_size)
+            for places in np.array_split(np.arange(len(ordered)), count):
+                yield [ordered[place] for place in places]
 
     def step(
         self, samples: list, loss: torch.Tensor, *, total: int = 100, held=(), **peaks

@@ -197,20 +197,16 @@ class Reference(PlainRun):
 
     def go(self):
         """Trains, and fills `lines`."""
-        s, n = self.set, self.set.n_samples_per_prompt
+        s = self.set
         for number in range(2 * s.max_epochs if not s.max_steps else 100):
             rollout, line = self.roll_out(number)
             is_first = True
-            for passed in range(s.num_epochs_per_rollout):
-                draws = np.random.default_rng([s.seed, number, 2, passed])
-                groups = draws.permutation(len(rollout) // n)
-                places = (groups[:, None] * n + np.arange(n)).flatten()
-                for part in np.array_split(places, -(-len(places) // s.train_batch_size)):
-                    if s.max_steps and len(self.lines) == s.max_steps:
-                        return self
-                    found = self.update([rollout[place] for place in part], is_first)
-                    self.lines.append(found | (line if is_first else {}))
-                    is_first = False
+            for samples in self.updates_of(number, rollout):
+                if s.max_steps and len(self.lines) == s.max_steps:
+                    return self
+                found = self.update(samples, is_first)
+                self.lines.append(found | (line if is_first else {}))
+                is_first = False
         return self
 
 

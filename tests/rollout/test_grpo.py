@@ -1,18 +1,14 @@
 """Whole runs of recipes/grpo.py against a plain reference; what a rollout leaves out; what is refused."""
 
 import itertools
-import math
 import runpy
-import shutil
 import types
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import plain_rollouts
-from common import batches
 from plain_loop import expect_lines, vector
 from plain_rollouts import PlainRun, flags_of, lengths_of, make_inputs
 from preference_recipes.rollouts.rollout import Position, Rollout
@@ -199,24 +195,12 @@ class Reference(PlainRun):
             groups, line = self.roll_out()
             assert groups, "every rollout of these settings has an update"
             self.advantages(groups)
-            updates = []
-            for epoch in range(s.num_epochs_per_rollout):
-                seeds = (s.seed, self.rollouts_seen, 2)
-                order = batches.rows_of_update(len(groups), len(groups), seeds, epoch)
-                flat = itertools.chain(*(groups[number] for number in order))
-                of_epoch = [x for x in flat if x.ended or not s.mask_truncated]
-                # As many updates as are needed, the first of them larger by one where it does not divide.
-                count = -(-len(of_epoch) // s.train_batch_size)
-                small, larger = divmod(len(of_epoch), count)
-                for i in range(count):
-                    size = small + (i < larger)
-                    updates.append(of_epoch[:size])
-                    of_epoch = of_epoch[size:]
-            for index, samples in enumerate(updates):
+            for samples in self.updates_of(self.rollouts_seen, list(itertools.chain(*groups))):
                 if s.max_steps and len(self.lines) == s.max_steps:
                     break
-                self.update(samples, index == 0)
-                self.lines[-1] |= {"epoch": self.prompts_seen / n, **(line if index == 0 else {})}
+                self.update(samples, is_first=bool(line))
+                self.lines[-1] |= {"epoch": self.prompts_seen / n, **line}
+                line = {}
             self.rollouts_seen += 1
         return self
 
@@ -277,12 +261,8 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
     Responses of different lengths get different penalties: groups that differ only by them are left out.
     """
     output = inputs / "nothing"
-    more = [
-        "--reward_function",
-        "rewarding_of_test:same",
-        "--eval_dataset_name",
-        inputs / "prompts.jsonl",
-    ]
+    more = ["--reward_function", "rewarding_of_test:same"]
+    more += ["--eval_dataset_name", inputs / "prompts.jsonl"]
     more += ["--max_epochs", 1, "--overlong_buffer", 6, "--save_steps", 1, "--report_to", "none"]
     result = run(inputs, output, SHARED, *more, check=False)
     said = result.stdout
@@ -295,30 +275,6 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
     assert before["global_step"] == of_rollouts["global_step"] == 0 and "eval/scores" in before
     assert of_rollouts["epoch"] == of_rollouts["frac_groups_dropped"] == 1
     assert of_rollouts["rewards/same/mean"] == 1
-
-
-def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scored(inputs):
-    row = int(batches.rows_of_update(7, 4, 3, 0)[1])
-    assert row != 0  # the first row is read before training
-    prompts = [{"prompt": "ab3z" if number == row else "ab3"} for number in range(7)]
-    write_jsonl(inputs / "poisoned.jsonl", prompts)
-    broken = shutil.copytree(inputs / "model", inputs / "broken")
-    model = AutoModelForCausalLM.from_pretrained(broken)
-    (token,) = AutoTokenizer.from_pretrained(broken)("z").input_ids
-    model.model.embed_tokens.weight.data[token] = math.inf
-    model.save_pretrained(broken)
-    (inputs / "rewarding_never.py").write_text(
-        "def never(prompts, responses, **columns):\n    raise RuntimeError('it was called')\n"
-    )
-    output = inputs / "nan"
-    more = ["--reward_function", "rewarding_never:never", "--model_name_or_path", broken]
-    more += ["--dataset_name", inputs / "poisoned.jsonl"]
-    result = run(inputs, output, SHARED, *more, check=False)
-    assert result.returncode and "it was called" not in result.stdout
-    rows = ", ".join([str(row + 1)] * 3)
-    named = f"update 1 (updates_seen 0) is not finite, because of data rows {rows}. Nothing was"
-    assert named in result.stdout
-    assert "Not finite: sampler_logps. " in result.stdout
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
@@ -382,25 +338,25 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     asked = [{"prompt": f"{row}+1", "held_out": True} for row in range(3)]
     held_out = write_jsonl(tmp_path / "held_out.jsonl", asked)
-    settings = [part for name, value in SHARED.items() for part in (f"--{name}", value)]
+    more = ["--dataset_name", data, "--eval_dataset_name", held_out, "--max_epochs", 2]
+    more += [
+        "--reward_function",
+        "rewarding_later:later",
+        "--resume",
+        "auto",
+        "--report_to",
+        "none",
+    ]
     outputs = []
     for name, ways in {"whole": [{}], "stopped": [{"STOP": "1"}, {}]}.items():
         folder = tmp_path / name
         folder.mkdir()
         (folder / "rewarding_later.py").write_text(LATER)
         outputs.append(folder / "out")
+        flags = [*flags_of(inputs, outputs[-1], SHARED), *more]
         for env in ways:
-            result = launch(
-                LAUNCHERS[launcher],
-                recipe("grpo"),
-                *["--model_name_or_path", inputs / "model", "--dataset_name", data],
-                *["--eval_dataset_name", held_out, "--output_dir", outputs[-1]],
-                *["--reward_function", "rewarding_later:later", "--max_epochs", 2],
-                *["--resume", "auto", "--report_to", "none", *settings],
-                cwd=folder,
-                env=env,
-                check="STOP" not in env,
-            )
+            how = dict(cwd=folder, env=env, check="STOP" not in env)
+            result = launch(LAUNCHERS[launcher], recipe("grpo"), *flags, **how)
         assert ("resumed from" in result.stdout) == (name == "stopped")
     whole, stopped = outputs
     assert (stopped / "checkpoints/global_step_000000").exists()

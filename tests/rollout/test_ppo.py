@@ -15,17 +15,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    JambaConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
 )
 
-from architectures import build
-from bare_runs import bare_sampler
 from common import arguments, batches
 from plain_loop import expect_lines, vector
 from plain_rollouts import (
     SHARED,
+    SMALL,
     STOPS,
     PlainRun,
     alone,
@@ -34,8 +32,6 @@ from plain_rollouts import (
     make_inputs,
     say,
 )
-from preference_recipes.rollouts import generation, rollout
-from preference_recipes.rollouts.samples import Samples
 from preference_recipes.tools import export
 from runs import (
     ASSETS,
@@ -48,166 +44,6 @@ from runs import (
 )
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo")), run_name="ppo"))
-
-# ---------------------------------------------------------------------------------------------- generation
-
-SMALL = dict(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=64,
-    initializer_range=0.3,
-    pad_token_id=0,
-    bos_token_id=None,
-    eos_token_id=1,
-)
-ARCHITECTURES = {
-    "llama": LlamaConfig(**SMALL),
-    "jamba": JambaConfig(
-        **SMALL,
-        use_mamba_kernels=False,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=1,
-    ),
-}
-PROMPTS = [
-    [10 + (7 * row + place * place) % 200 for place in range(length)]
-    for row, length in enumerate((3, 9, 1, 6, 9, 2, 12))
-]
-ROOM, TEMPERATURE = 24, 0.7
-
-
-def made(architecture: str):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]).eval()
-    model.generation_config.eos_token_id = STOPS[1:]  # EOS itself is the tokenizer's
-    return model
-
-
-def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: float) -> list[float]:
-    """The log-prob of each token of a response, from the logits of each step."""
-    scaled = [torch.tensor(step) / temperature for step in logits]
-    return [step.log_softmax(-1)[token].item() for step, token in zip(scaled, response)]
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")  # what transformers is about to take away
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("batch_size", [3, 4, 100])
-def test_responses_of_a_prompt_share_its_prefill(
-    accelerator, tokenizer, monkeypatch, architecture, batch_size
-):
-    """They are those of the prompt alone, and so are the log-probs that the sampler returns.
-
-    A batch of 3 holds prompts of unequal length, with one response each.
-    """
-    model = made(architecture)
-    read = []  # tokens of each forward pass
-    forward = type(model).forward
-
-    def watched(self, input_ids=None, **inputs):
-        read.append(input_ids.numel())
-        return forward(self, input_ids, **inputs)
-
-    n = 1 if batch_size == 3 else 3
-    columns = {"prompt_ids": PROMPTS, "columns": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
-    uniforms = np.random.default_rng(2).random((n * len(PROMPTS), ROOM))
-    for temperature in (0.0, TEMPERATURE):
-        expected = [
-            alone(model, PROMPTS[sample // n], uniforms[sample], temperature, STOPS, ROOM)
-            for sample in range(n * len(PROMPTS))
-        ]
-        monkeypatch.setattr(type(model), "forward", watched)
-        read.clear()
-        sampler = bare_sampler(accelerator, tokenizer, model, generate_batch_size=batch_size)
-        samples = rollout.sample(
-            sampler, columns, uniforms.reshape(len(PROMPTS), n, ROOM), temperature
-        )
-        monkeypatch.undo()
-        assert samples.responses == [response for response, _ in expected]
-        assert samples.data_rows == [row for row in range(1, 8) for _ in range(n)]
-        assert samples.ended.tolist() == [response[-1] in STOPS for response, _ in expected]
-        if temperature:
-            for found, (response, logits) in zip(samples.sampler_logps, expected, strict=True):
-                closed = log_probs_of(response, logits, temperature)
-                np.testing.assert_allclose(found, closed, rtol=1e-3, atol=1e-4)
-        else:
-            assert samples.sampler_logps == [[]] * len(expected)
-    if batch_size == 100:
-        longest = max(map(len, PROMPTS))
-        shares = architecture != "jamba"  # its cache cannot be repeated
-        assert read[0] == (len(PROMPTS) * (longest - 1) if shares else n * len(PROMPTS) * longest)
-
-
-def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
-    """Log-probs are of the whole distribution: a generation config that cuts it would make them wrong."""
-    model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
-    sampler = bare_sampler(accelerator, tokenizer, model)
-    draw = lambda: generation.generate(
-        sampler, PROMPTS, ROOM, batch_size=4, temperature=1.0, uniforms=uniforms
-    )
-    before = draw()
-    others = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, num_beams=2)
-    others |= dict(no_repeat_ngram_size=1, min_new_tokens=20, forced_eos_token_id=2)
-    others |= dict(do_sample=True, use_cache=False, cache_implementation="static")
-    model.generation_config.update(**others)
-    model.train()
-    model.lm_head.eval()
-    assert draw() == before
-    # Modes and settings are left as they were: the latter are saved with the actor.
-    assert model.training and model.model.training and not model.lm_head.training
-    assert {name: getattr(model.generation_config, name) for name in others} == others
-
-
-@pytest.mark.parametrize("name", ["mixtral", "llama4"])
-def test_a_router_that_is_asked_for_its_logits_generates_too(accelerator, tokenizer, name):
-    """Prompts of unequal length have a mask, which fits only the tokens of the first step."""
-    model = build(name)
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    prompts = [PROMPTS[0], PROMPTS[0][:2], PROMPTS[1]]
-    sampler = bare_sampler(accelerator, tokenizer, model)
-    found = {}
-    for wanted in (False, True):
-        for config in configs:
-            config.output_router_logits = wanted
-        found[wanted] = generation.generate(sampler, prompts, 6, batch_size=4)
-    assert found[True] == found[False]
-    assert all(config.output_router_logits is True for config in configs)
-
-
-def test_sampling_is_the_inverse_of_the_cumulative_probability():
-    scores = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.2, -0.8, 2.0, -torch.inf]])
-    chances = np.exp(scores[0].numpy() / TEMPERATURE)
-    chances = chances / chances.sum()
-
-    def drawn(numbers):
-        uniforms = torch.tensor(numbers, dtype=torch.float64)[:, None]
-        sample = generation.SampleByUniform(uniforms, TEMPERATURE)
-        each = scores.expand(len(numbers), -1)
-        return sample(torch.zeros(len(numbers), 1), each).argmax(-1).numpy()
-
-    n = 4000
-    even = drawn((np.arange(n) + 0.5) / n)  # evenly spaced: every count is exact to one draw
-    assert np.abs(np.bincount(even, minlength=7) - n * chances).max() <= 1
-    assert (np.diff(even) >= 0).all()
-    # The ends, beside tokens of probability zero.
-    assert drawn([0.0, 1 - 2**-53]).tolist() == [1, 5]
-
-
-def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(tmp_path):
-    """As where only the cache of generation overflows: the last token of the vocabulary was drawn then."""
-    samples = Samples(
-        [[5], [9]], [[40, 1], [50, 51]], ["{}"] * 2, [1, 2], torch.tensor([True, False])
-    )
-    samples.sampler_logps = [[-0.5, -0.5], [-0.5, math.nan]]
-    old = {"logps": torch.full((2, 2), -1.0), "values": torch.zeros(2, 2)}
-    sampler = bare_sampler(output_dir=tmp_path)
-    with pytest.raises(FloatingPointError, match=r"rows 2\. .*Not finite: sampler_logps\. "):
-        samples.check_finite(sampler, scores=torch.ones(2, 1), **old)
-
 
 # ---------------------------------------------------------------------------------------------- refusals
 

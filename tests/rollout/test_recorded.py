@@ -14,7 +14,7 @@ from bare_runs import bare_sampler
 from preference_recipes.rollouts import generation, recorded
 
 FAST = {"llama", "qwen3", "gpt_neox", "phi3"}
-# xlstm cannot be generated from at all, see test_left_padding.py.
+# xlstm cannot be generated from at all, see test_generation.py.
 NAMES = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST))
     for name in ARCHITECTURES
