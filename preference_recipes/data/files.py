@@ -162,7 +162,7 @@ def data_files(name: str) -> list[Path]:
     """Returns the data files that a local name stands for; none for a data set on the hub."""
     path = Path(name)
     if path.is_dir():
-        return [file for file in path.rglob("*") if is_data_file(file)]
+        return [file for file in path.rglob("*") if is_data_file(file) and file.is_file()]
     if path.is_file() and not is_data_file(path):
         sys.exit(f"data file {name!r} must end in {' '.join(SUFFIXES)}, or one of them and .gz")
     if not path.is_file() and (is_data_file(path) or name.startswith(("/", ".", "~"))):
@@ -205,8 +205,7 @@ def note_unread(folder: Path, files: list[Path], splits: DataFilesDict) -> None:
     unread = sorted(
         str(file.relative_to(folder))
         for file in files
-        if file.is_file()
-        and os.path.realpath(file) not in read
+        if os.path.realpath(file) not in read
         # `datasets` ignores these.
         and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
     )

@@ -1,5 +1,6 @@
 """Recognises the formats of rows: conversations, prompts with completions, preferences, text."""
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tup
     hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
     prompt, unless column `prompt` states another.
     """
-    shared = chosen[: chat.n_common(chosen, rejected)]
+    shared = os.path.commonprefix([chosen, rejected])
     if HH_MARKER in shared and shared.startswith(prompt or ""):
         end = shared.rindex(HH_MARKER) + len(HH_MARKER)
         return shared[:end], chosen[end:], rejected[end:]
