@@ -52,15 +52,13 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         copy = Path(folder, "copy")
-        written = Path(folder, "written")
-        if merge_adapter and not (checkpoint / "manifest.json").is_file():
-            merge(str(checkpoint), written)
-        else:
+        written = copy
+        is_checkpoint = (checkpoint / "manifest.json").is_file()
+        if is_checkpoint or not merge_adapter:
             copy_model(checkpoint, model, copy)
-            if merge_adapter:
-                merge(str(copy), written)
-            else:
-                written = copy
+        if merge_adapter:
+            written = Path(folder, "merged")
+            merge(str(copy if is_checkpoint else checkpoint), written)
         if dtype:
             convert(written, dtype)
         folders.replace(written, out)
@@ -71,11 +69,8 @@ def copy_model(checkpoint: Path, model: str, out: Path) -> None:
     fault = folders.fault_of(checkpoint)
     if fault:
         sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
-    names = [
-        name
-        for name in folders.read_json(checkpoint / "manifest.json")
-        if name.startswith(f"{model}/")
-    ]
+    manifest = folders.read_json(checkpoint / "manifest.json")
+    names = [name for name in manifest if name.startswith(f"{model}/")]
     if not names:
         sys.exit(f"{checkpoint} holds no {model}: its manifest names none")
     for name in names:
