@@ -70,8 +70,10 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
 
         lora.add_adapters(accelerator, model, args)
         return
-    for name in ("lora_alpha", "lora_dropout", "load_in_4bit"):
-        if getattr(args, name):
+    unused = dict(lora_alpha=None, lora_dropout=0.0, lora_target_modules=["all-linear"])
+    unused["load_in_4bit"] = False
+    for name, default in unused.items():
+        if getattr(args, name) != default:
             sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
 
 

@@ -33,6 +33,7 @@ TABLE = [
     ("dpo", ["--train_batch_size", 200, "--micro_train_batch_size", 6], ["198 or 204", "1 process"]),
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha has no meaning", "give --lora_r"]),
     ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit", "give --lora_r"]),
+    ("dpo", [*OWN, "--lora_target_modules", "q_proj"], ["--lora_target_modules has no meaning", "give --lora_r"]),
     ("dpo", [*OWN, "--lora_r", 4, "--lora_target_modules", "no"], ["no linear layer of LlamaForCausalLM", "q_proj"]),
     # Models.
     ("dpo", ["--model_name_or_path", "/no/such", *OWN[2:]], ["'/no/such' cannot be loaded by Auto"]),
