@@ -193,7 +193,12 @@ def write_dtype(folder: Path, dtype: str) -> None:
 
 def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     """Returns a tensor in another floating-point dtype; one of integers stays as it is."""
-    return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    result = tensor.to(getattr(torch, dtype))
+    if tensor.isfinite().all() and not result.isfinite().all():
+        tqdm.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
+    return result
 
 
 def gather_weights(

@@ -84,6 +84,10 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         limits = {} if value is None else field.metadata["limits"]
         if not all(LIMITS[name](value, limit) for name, limit in limits.items()):
             parser.error(f"--{field.name} {value}: expected {range_in_words(limits)}")
+        if field.name.endswith("_steps") and value > 1 and value % 1 != 0:
+            parser.error(
+                f"--{field.name} {value}: expected a whole number of updates, or a share below 1"
+            )
     if args.keep_best and not args.eval_dataset_name:
         parser.error(f"--keep_best {args.keep_best} needs --eval_dataset_name")
     if args.stop_after and not (args.keep_best and args.eval_steps):

@@ -198,3 +198,11 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(monkeypatch, c
         {"repo_id": "me/mine", "folder_path": Path("out/actor")},
     ]
     assert "uploaded out/actor to" in capsys.readouterr().out
+
+
+def test_weights_that_a_dtype_cannot_hold_are_said(capsys):
+    assert actor.converted(torch.tensor([1e5]), "float16").tolist() == [torch.inf]
+    assert "WARNING: weights are too large for float16" in capsys.readouterr().out
+    assert actor.converted(torch.tensor([1.0, torch.nan]), "float16")[0] == 1
+    assert actor.converted(torch.tensor([10**6]), "float16").tolist() == [10**6]  # no weight
+    assert capsys.readouterr().out == ""

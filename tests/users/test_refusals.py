@@ -27,6 +27,7 @@ TABLE = [
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
     ("dpo", ["unknown.yaml"], ["unrecognized arguments: --betta 0.2"]),
     # Numbers and settings.
+    ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
     ("dpo", [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1], ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
     ("dpo", [*OWN, "--max_epochs", 0], ["--max_epochs 0 and --max_steps 0", "at least one"]),
