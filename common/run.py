@@ -135,7 +135,7 @@ class Run(Progress):
     def check_finite(
         self,
         update: Update,
-        rows: Sequence[int],
+        data_rows: Sequence[int],
         losses: torch.Tensor,
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
@@ -144,7 +144,7 @@ class Run(Progress):
 
         It looks once, at its last micro-batch. Call it before `backward`, where DeepSpeed steps.
         """
-        update.losses.append((rows, losses.detach(), weights))
+        update.losses.append((data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
             guards.check_finite(self, update.losses, tensors)
 

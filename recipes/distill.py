@@ -322,7 +322,7 @@ def lessons_of(
         batch,
         prompts=[rollout.teacher_prompts[row] for row in rows],
         answers=[rollout.samples.responses[row] for row in rows],
-        is_target=[rollout.samples.is_sampled[row] for row in rows],
+        learned=[rollout.samples.is_sampled[row] for row in rows],
         names=[rollout.teachers[row] for row in rows],
         packer=packer,
     )

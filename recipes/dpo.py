@@ -139,7 +139,7 @@ def collate(columns: dict, packer: Packer) -> dict:
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
     ids = columns["chosen_ids"] + columns["rejected_ids"]
     learned = columns["chosen_learned"] + columns["rejected_learned"]
-    batch = packer.make_batch(prompts, ids, is_target=learned)
+    batch = packer.make_batch(prompts, ids, learned=learned)
     if "ref_logps" in columns:  # with --precompute_ref_log_probs, `[pairs, 2]`
         batch["ref_logps"] = batches.send(columns["ref_logps"].T.reshape(-1), packer.device)
     return batch
@@ -170,8 +170,8 @@ def pair_losses(
     else:
         ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
         chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
-        pairs_of = (chosen_log_ratios, rejected_log_ratios, *tokens.chunk(2))
-        losses = preference_loss(*pairs_of, args.beta, args.loss_type, args.label_smoothing)
+        of_both = (chosen_log_ratios, rejected_log_ratios, *tokens.chunk(2))
+        losses = preference_loss(*of_both, args.beta, args.loss_type, args.label_smoothing)
         chosen_rewards = args.beta * chosen_log_ratios
         rejected_rewards = args.beta * rejected_log_ratios
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)  # means over the vocabulary

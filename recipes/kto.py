@@ -88,7 +88,7 @@ def collate(columns: dict, packer: Packer) -> dict:
     prompts = [columns["prompt_ids"][place] for place in places]
     ids = [ids for ids in columns["chosen_ids"] + columns["rejected_ids"] if ids]
     learned = [flags for flags in columns["chosen_learned"] + columns["rejected_learned"] if flags]
-    batch = packer.make_batch(prompts, ids, is_target=learned)
+    batch = packer.make_batch(prompts, ids, learned=learned)
     batch["is_good"] = batches.send([True] * len(good) + [False] * len(bad), packer.device)
     batch["places"] = batches.send(places, packer.device)
     batch["rows"] = [columns["row"][place] for place in places]

@@ -74,8 +74,8 @@ def encode_conversation(
         if not completion:
             return [], [], []
         prompt_ids, ids = chat.encode_plain(tokenizer, prompt, completion)
-        targets = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
-        return [chat.Sequence(prompt_ids + ids, [False, *targets[1:]])], prompt_ids, []
+        learned = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
+        return [chat.Sequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, []
 
     messages = [*prompt, *completion]
     turns = learned_turns(messages, len(prompt))
@@ -99,8 +99,8 @@ def sft_row(
         tokenizer, prompt, completion, loss_on, row.get("tools")
     )
 
-    cut = [chat.Sequence(ids[:max_length], targets[:max_length]) for ids, targets in whole]
-    sequences = [sequence for sequence in cut if any(sequence.targets)]
+    cut = [chat.Sequence(ids[:max_length], learned[:max_length]) for ids, learned in whole]
+    sequences = [sequence for sequence in cut if any(sequence.learned)]
     reason = ""  # why the row cannot be used
     if not whole:
         reason = chat.why_left_out(notes) or formats.missing_answer(completion)
@@ -108,7 +108,7 @@ def sft_row(
         reason = "nothing to learn within max_length"
         sequences = cut[:1]
     ids = [token for sequence in sequences for token in sequence.ids]
-    learned = [flag for sequence in sequences for flag in sequence.targets]
+    learned = [flag for sequence in sequences for flag in sequence.learned]
     return {
         "input_ids": ids,
         "learned": learned,
@@ -125,7 +125,7 @@ def sft_row(
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns each row as an answer to an empty prompt, only its learned tokens targets."""
     no_prompts = [[]] * len(columns["input_ids"])
-    return packer.make_batch(no_prompts, columns["input_ids"], is_target=columns["learned"])
+    return packer.make_batch(no_prompts, columns["input_ids"], learned=columns["learned"])
 
 
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:

@@ -17,7 +17,7 @@ The exceptions have sections of their own below:
     drops a part of the history                           so it does at inference: a note says it
     wants contents or arguments in another form           a trial finds the form, see `Style`
 
-Of an answer of several messages only what the model writes is learned, by the mask of `targets`.
+Of an answer of several messages only what the model writes is learned, as the flags `learned` say.
 """
 
 import copy
@@ -79,21 +79,21 @@ class Answer(NamedTuple):
     Attributes:
         context: the prompt, or only its beginning if the template writes this answer after that.
         ids: the answer with the token that ends it; none if the template does not write it.
-        targets: which of `ids` the model writes itself, and should learn to.
+        learned: which of `ids` the model writes itself, and should learn to.
         notes: what the user should know. The run prints each, with its number of rows.
     """
 
     context: list[int]
     ids: list[int]
-    targets: list[bool]
+    learned: list[bool]
     notes: list[str]
 
 
 class Sequence(NamedTuple):
-    """What the model reads at once: token ids, and which of them are targets."""
+    """What the model reads at once: token ids, and which of them it should learn to write."""
 
     ids: list[int]
-    targets: list[bool]
+    learned: list[bool]
 
 
 def encode_answers(
@@ -114,7 +114,7 @@ def encode_answers(
     sequences = []
     for answer in encoded:
         rest = answer.context[n:] if answer.ids else []
-        sequences.append(Sequence(rest + answer.ids, [True] * len(rest) + answer.targets))
+        sequences.append(Sequence(rest + answer.ids, [True] * len(rest) + answer.learned))
     notes = [note for answer in encoded for note in answer.notes]
     return encoded[0].context[:n], sequences, notes + read.notes
 
@@ -132,7 +132,7 @@ def encode_answer(
 ) -> Answer:
     """Returns the token ids of an answer of one or several messages, see `Answer`.
 
-    Results of tools, messages of a user and what says that it is not learned are no targets. There
+    Results of tools, messages of a user and what says that it is not learned count nothing. There
     are no ids if the template rewrites one message of the answer once others follow.
     """
     prompt = prompt or encode_prompt(tokenizer, history, tools)
@@ -144,10 +144,10 @@ def encode_answer(
     if len(sequences) > 1:
         notes = [REWRITES_TURNS]
     if not sequences or why_left_out(notes):
-        return Answer(prompt.ids, ids=[], targets=[], notes=notes)
-    [(ids, targets)] = sequences
-    n = min(n_common(prompt.ids, ids), targets.index(True))
-    return Answer(ids[:n], ids[n:], targets[n:], notes)
+        return Answer(prompt.ids, ids=[], learned=[], notes=notes)
+    [(ids, learned)] = sequences
+    n = min(n_common(prompt.ids, ids), learned.index(True))
+    return Answer(ids[:n], ids[n:], learned[n:], notes)
 
 
 def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
@@ -162,7 +162,7 @@ def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Pro
         context, text = split_answer(prompt.text, written)
     reason = why_unwritten(tokenizer, history, answer, text, tools)
     if reason:
-        return Answer(prompt.ids, ids=[], targets=[], notes=[reason])
+        return Answer(prompt.ids, ids=[], learned=[], notes=[reason])
     if drops_thought(tokenizer, history, answer, whole, tools):
         context, text = with_thinking(tokenizer, prompt.text, history, answer, tools)
         notes.append(DROPS_THOUGHT)
@@ -202,19 +202,19 @@ def encode_conversation(
         notes += answer.notes + (read.notes if turn == turns[-1] else [])
         if not answer.ids:  # the template does not write it
             continue
-        ids, targets = sequences[-1] if sequences else ([], [])
+        ids, learned = sequences[-1] if sequences else ([], [])
         if answer.context[: len(ids)] == ids:  # the same history: one sequence
             del sequences[-1:]
             n_new = len(answer.context) - len(ids)
         else:
-            targets = []
+            learned = []
             n_new = 0
             if learn_all:
                 n_new = len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
-        targets = targets or [False] * (len(answer.context) - n_new)
-        targets = targets + [learn_all] * n_new + [True] * len(answer.ids)
+        learned = learned or [False] * (len(answer.context) - n_new)
+        learned = learned + [learn_all] * n_new + [True] * len(answer.ids)
         # Nothing predicts a sequence's first token.
-        sequences.append(Sequence(answer.context + answer.ids, [False, *targets[1:]]))
+        sequences.append(Sequence(answer.context + answer.ids, [False, *learned[1:]]))
         prompt = read
         previous = turn
     return sequences, prompt.ids, notes

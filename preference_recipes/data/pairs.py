@@ -55,15 +55,15 @@ def row_of_answers(
     n_prompt = len(prompt_ids)
     room = max(max_length - n_prompt, 0)
     prompt_ids = prompt_ids[:max_length]
-    cut = [chat.Sequence(ids[:room], targets[:room]) for ids, targets in sequences]
+    cut = [chat.Sequence(ids[:room], learned[:room]) for ids, learned in sequences]
     of_answers = dict.fromkeys(("chosen", "rejected"), chat.Sequence([], []))
     of_answers |= dict(zip(answers, cut))
     return {
         "prompt_ids": prompt_ids,
         "chosen_ids": of_answers["chosen"].ids,
         "rejected_ids": of_answers["rejected"].ids,
-        "chosen_learned": of_answers["chosen"].targets,
-        "rejected_learned": of_answers["rejected"].targets,
+        "chosen_learned": of_answers["chosen"].learned,
+        "rejected_learned": of_answers["rejected"].learned,
         "length": sum(len(prompt_ids) + len(ids) for ids, _ in cut),
         "truncated": len(prompt_ids) < n_prompt or cut != sequences,
         "reason": reason or why_too_long(cut, room),
@@ -95,7 +95,7 @@ def why_too_long(cut: list[chat.Sequence], room: int) -> str:
     # Only what is left can tell them apart.
     if len(cut) == 2 and cut[0].ids == cut[1].ids:
         return "chosen equal to rejected"
-    return "" if all(any(targets) for _, targets in cut) else "nothing to learn within max_length"
+    return "" if all(any(learned) for _, learned in cut) else "nothing to learn within max_length"
 
 
 def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:

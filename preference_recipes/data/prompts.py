@@ -114,13 +114,13 @@ def add_completion(
         )
         values["notes"] += notes
     ids = answer.ids[:room]
-    targets = answer.targets[:room]
+    learned = answer.learned[:room]
     if completion is not None and not answer.ids:
         left_out = chat.why_left_out(values["notes"]) or formats.missing_answer(completion)
         values["reason"] = values["reason"] or left_out
-    elif ids and not any(targets):
+    elif ids and not any(learned):
         values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
     values["completion_ids"] = ids
-    values["completion_learned"] = targets
+    values["completion_learned"] = learned
     values["truncated"] = len(answer.ids) > room
     values["context_ids"], values["teacher_context_ids"] = contexts

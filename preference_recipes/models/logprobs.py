@@ -126,17 +126,17 @@ class LogProbHead(nn.Linear):
 class ByChunks(torch.autograd.Function):
     """What a job makes of `hidden @ weight.T`, a chunk of positions at a time.
 
-    The logits of all positions are never held together. The forward pass keeps what is needed of
-    its last chunk only; the backward pass begins with that chunk and computes the others again.
-    Under half precision the product is of halves. Its sums and everything after it are fp32.
+    Its numbers are those of log-softmax and `gather` on all logits, which are never held together.
+    The forward pass keeps its last chunk only; the backward pass computes the others again. Under
+    half precision the product is of halves. Its sums and everything after it are fp32.
 
     A job, such as `LogProbs`, has the logits' `multiplier` and three methods. `part` is a slice of
     the positions:
 
         read(part, hidden, matrix, bias)   what the others need of some positions
         values(part, state)                fp32 `[n]` each, of which the first has a gradient
-        slopes(part, state)                minus its gradient, of `multiplier` times the products:
-                                           fp32 `[n, v]`, in the memory of the state
+        slopes(part, state)                minus d value / d (multiplier * products): fp32 `[n, v]`,
+                                           in the memory of the state
     """
 
     @staticmethod
@@ -264,7 +264,7 @@ class LogProbs:
 
     def slopes(self, part: slice, state: tuple) -> torch.Tensor:
         logits, all_logps = state
-        # d logp / d logits = one_hot(target) - softmax(logits)
+        # d logp / d logits = one_hot(target) - softmax(logits), and this is minus that.
         minus_one = -torch.ones_like(all_logps[:, :1])
         slopes = all_logps.exp_().scatter_add_(1, self.targets[part, None], minus_one)
         if self.softcap:

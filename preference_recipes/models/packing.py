@@ -45,7 +45,7 @@ class Packer:
         self,
         prompts: Sequence[list[int]],
         answers: Sequence[list[int]],
-        is_target: Sequence[list] | None = None,
+        learned: Sequence[list] | None = None,
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads.
 
@@ -64,7 +64,7 @@ class Packer:
         Args:
             prompts: token ids, one prompt for each answer; may be empty.
             answers: token ids.
-            is_target: of each token of each answer, whether its log-prob is wanted; by default of
+            learned: of each token of each answer, whether its log-prob is wanted; by default of
                 all. If the prompt is empty the first must be false: nothing predicts it.
 
         Returns:
@@ -72,12 +72,12 @@ class Packer:
                 prompts are shared, `position_ids` of the same shape and the bool `attention_mask`
                 `[rows, 1, row length, row length]`.
             targets, predictors, cells: see above, `[targets]`; last: `[answers]`.
-            mask: `is_target`, padded on the right, bool `[answers, longest answer]`.
+            mask: `learned`, padded on the right, bool `[answers, longest answer]`.
             n_tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
         """
-        if is_target is None:
-            is_target = [[True] * len(answer) for answer in answers]
-        for number, (prompt, flags) in enumerate(zip(prompts, is_target)):
+        if learned is None:
+            learned = [[True] * len(answer) for answer in answers]
+        for number, (prompt, flags) in enumerate(zip(prompts, learned)):
             if not prompt and any(flags[:1]):
                 raise ValueError(
                     f"answer {number} has an empty prompt, so nothing predicts its first token: "
@@ -99,13 +99,13 @@ class Packer:
         inputs = {"input_ids": batches.send(ids, self.device)}
         if layout.shares:
             inputs |= shared_inputs(layout, prompts, answers, self.device)
-        mask = batches.pad(is_target, False, "cpu").bool()
+        mask = batches.pad(learned, False, "cpu").bool()
         # A GPU could find the cells, too, but the host would wait for their number.
         cells = mask.flatten().nonzero().squeeze(1)
         return {
             "inputs": inputs,
-            "targets": batches.send(of_targets(answers, is_target), self.device),
-            "predictors": batches.send(of_targets(predictors, is_target), self.device),
+            "targets": batches.send(of_targets(answers, learned), self.device),
+            "predictors": batches.send(of_targets(predictors, learned), self.device),
             "last": batches.send(last, self.device),
             "mask": batches.send(mask, self.device),
             "cells": batches.send(cells, self.device),
@@ -202,10 +202,10 @@ def shared_prompts(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -
     return Layout((len(filled), longest), (prompt_starts, answer_starts), sum(filled))
 
 
-def of_targets(values: Sequence[Sequence[int]], is_target: Sequence[Sequence]) -> np.ndarray:
+def of_targets(values: Sequence[Sequence[int]], learned: Sequence[Sequence]) -> np.ndarray:
     """Returns the values that belong to targets, answer after answer, int64 `[targets]`."""
     chosen: list[int] = []
-    for values_of_answer, flags in zip(values, is_target):
+    for values_of_answer, flags in zip(values, learned):
         chosen += itertools.compress(values_of_answer, flags)
     return np.array(chosen, dtype=np.int64)  # of this type without any target, too
 
