@@ -15,31 +15,30 @@ The exceptions have sections of their own below:
     drops the thinking of the answer                      it is put back, see `with_thinking`
     drops a content or a call of the answer               the row is left out, and named
     drops a part of the history                           so it does at inference: a note says it
-    wants contents or arguments in another form           a trial finds the form, see `Style`
+    wants contents or arguments in another form           a trial finds the form: `rendering.Style`
 
 Of an answer of several messages only what the model writes is learned, as the flags `learned` say.
 """
 
-import copy
-import datetime
-import functools
-import json
-import os
 import re
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jinja2.meta
-import transformers.utils.chat_template_utils as template_utils
-
-from common import in_one_line
 from preference_recipes.data import thoughts
-from preference_recipes.data.messages import (
-    BadRow,
-    from_json,
-    is_learned,
-    learned_turns,
-    without_nulls,
+from preference_recipes.data.messages import BadRow, is_learned, learned_turns
+from preference_recipes.data.rendering import (
+    CALL,
+    CALLED,
+    MARK,
+    MARKED,
+    QUESTION,
+    added_tokens,
+    bos_of,
+    decode,
+    encode,
+    encode_after,
+    n_common,
+    render,
+    style_of,
 )
 
 # Why an answer is left out.
@@ -51,17 +50,6 @@ DROPS_ROLE = "messages that the chat template does not write"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
 FOLLOWS_LESS = "answers do not continue the prompt: they are learned after what they share with it"
-
-# Messages for trials. No template and no data write these words by themselves.
-MARK = "zqzplace"
-CALLED = "zqf"
-QUESTION: dict[str, Any] = {"role": "user", "content": "zqz"}
-MARKED: dict[str, Any] = {"role": "assistant", "content": MARK}
-CALL: dict[str, Any] = {
-    "type": "function",
-    "id": "000000000",  # Mistral's templates want nine characters
-    "function": {"name": CALLED, "arguments": {}},
-}
 
 
 # ============================================================ prompts and answers
@@ -244,233 +232,6 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
     if first != bos_of(tokenizer):
         prompt_ids = bos_of(tokenizer) + prompt_ids
     return prompt_ids, *(ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids)
-
-
-# ============================================================ texts and ids
-def encode(tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text, without what a tokenizer puts around every text."""
-    backend = backend_of(tokenizer)
-    if backend is None:
-        return tokenizer(text, add_special_tokens=False).input_ids
-    # Without offsets, which nothing reads here: in half the time.
-    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-@functools.lru_cache(maxsize=16)
-def backend_of(tokenizer):
-    """Returns what encodes for a fast tokenizer; None for one in Python."""
-    tokenizer("")  # sets the backend to neither truncate nor pad, whatever its file says
-    return getattr(tokenizer, "backend_tokenizer", None)
-
-
-def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> list[int]:
-    """Returns the ids of a text as a model would write it after another.
-
-    They are those of both texts together, cut between them: a tokenizer may put a space in front of
-    a first word. If a token spans the border, the text is tokenised alone. Of `before` what follows
-    its last marker is enough, since a tokenizer first cuts texts at these.
-    """
-    markers = [found.start() for found in added_tokens(tokenizer).finditer(before[-200:])]
-    if markers:
-        before = before[-200:][markers[-1] :]
-        before_ids = encode(tokenizer, before)
-    both = encode(tokenizer, before + text)
-    if both[: len(before_ids)] == before_ids:
-        return both[len(before_ids) :]
-    return encode(tokenizer, text)
-
-
-def decode(tokenizer, ids: list[int]) -> str:
-    """Returns the text of token ids as it is, special tokens included."""
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
-    """Returns the texts of answers without special tokens, but with the markers of thoughts.
-
-    Of some tokenizers these are special, too, and a thought would run into what follows it.
-    """
-    markers = [marker for pair in thoughts.MARKERS for marker in pair]
-    left_out = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and not any(marker.startswith(token.content) for marker in markers)
-    }
-    kept = [[token for token in ids if token not in left_out] for ids in answers]
-    return tokenizer.batch_decode(kept, skip_special_tokens=False)
-
-
-@functools.lru_cache(maxsize=16)
-def bos_of(tokenizer) -> list[int]:
-    """Returns the BOS that the tokenizer puts before a text, or nothing."""
-    # "" would not do: a tokenizer that appends an EOS returns that alone, and BOS and EOS may be
-    # the same token.
-    first = tokenizer("a").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
-@functools.lru_cache(maxsize=16)
-def added_tokens(tokenizer) -> re.Pattern:
-    """Returns what matches any token that was added to the vocabulary to mark something."""
-    texts = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    texts = sorted((text for text in texts if text.strip()), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
-
-
-def n_common(first, second) -> int:
-    """Returns how many elements, or characters, both begin with."""
-    differ = (place for place, (one, other) in enumerate(zip(first, second)) if one != other)
-    return next(differ, min(len(first), len(second)))
-
-
-# ============================================================ rendering
-class Style(NamedTuple):
-    r"""How a chat template wants and writes messages, as found out by rendering some.
-
-    Attributes:
-        parts: whether contents must be lists of parts (LLaVA), not strings.
-        argument_texts: whether the arguments of tool calls must be JSON texts (DeepSeek-V3).
-        field: the field in which the template reads a thought; "" if it reads none.
-        ending: what it writes after the last answer, whatever the answer is: `<|im_end|>\n`.
-        end: the beginning of `ending` with the token that ends an answer, `<|im_end|>`; "" if there
-            is none.
-    """
-
-    parts: bool = False
-    argument_texts: bool = False
-    field: str = ""
-    ending: str = ""
-    end: str = ""
-
-
-def render(
-    tokenizer,
-    messages: list[dict],
-    tools: list[dict] | None = None,
-    add_generation_prompt: bool = False,
-    style: Style | None = None,
-) -> str:
-    """Returns messages as the chat template writes them.
-
-    Args:
-        tools: JSON schemas of what the messages may call.
-        style: how the template wants messages; found by trial if not given.
-
-    Raises:
-        BadRow: there is no chat template, or it refuses the messages.
-    """
-    if tokenizer.chat_template is None:
-        raise BadRow(
-            "messages, but the tokenizer has no chat template: give one by --chat_template FILE, "
-            "or plain strings in place of messages"
-        )
-    style = style or style_of(tokenizer)
-    try:
-        template = tokenizer.get_chat_template(tools=tools)  # there may be several, by names
-        if getattr(tokenizer, "chat_date", None):
-            template = dated(template, tokenizer.chat_date)
-        return tokenizer.apply_chat_template(
-            [in_style(tokenizer, message, style) for message in messages],
-            tools,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except Exception as error:  # a template raises what it likes, such as that roles must alternate
-        given = "messages or tools" if tools else "messages"
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise BadRow(
-            f"the tokenizer's chat template refuses the {given}: {in_one_line(error)} "
-            f"(roles: {roles})"
-        ) from None
-
-
-def in_style(tokenizer, message: dict, style: Style) -> dict:
-    """Returns a message in the form that a template wants."""
-    message = dict(message)
-    if message["role"] == "assistant":
-        message["content"] = without_end(tokenizer, message["content"], style)
-        if style.field and not message.get(style.field) and thoughts.of_field(message):
-            message[style.field] = thoughts.of_field(message)
-    if style.parts:
-        message["content"] = [{"type": "text", "text": message["content"]}]
-    if style.argument_texts and message.get("tool_calls"):
-        message["tool_calls"] = [with_argument_text(call) for call in message["tool_calls"]]
-    return message
-
-
-def without_end(tokenizer, content: str, style: Style) -> str:
-    """Returns an answer without the token that ends it, which the template writes itself."""
-    for end in (style.end, tokenizer.eos_token):
-        if end and content.rstrip().endswith(end):
-            return without_end(tokenizer, content.rstrip().removesuffix(end), style)
-    return content
-
-
-def with_argument_text(call: dict) -> dict:
-    """Returns a tool call whose arguments are a JSON text."""
-    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
-def style_of(tokenizer) -> Style:
-    """Returns what `find_style` finds, once for each tokenizer and template."""
-    return find_style(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token_id)
-
-
-@functools.lru_cache(maxsize=16)
-def find_style(tokenizer, _template: str, _eos: int) -> Style:
-    """Renders a few short messages, and infers from them how the template writes."""
-
-    def write(style: Style, *messages: dict) -> str:
-        try:
-            return render(tokenizer, list(messages), style=style)
-        except BadRow:
-            return ""
-
-    style = Style()
-    with_parts = Style(parts=True)
-    user = {"role": "user", "content": MARK}
-    if MARK in write(with_parts, user) and MARK not in write(style, user):
-        style = with_parts
-
-    with_texts = style._replace(argument_texts=True)
-    call = {**CALL, "function": {"name": CALLED, "arguments": {"a": True}}}
-    with_call = {"role": "assistant", "content": "", "tool_calls": [call]}
-    by_object = write(style, QUESTION, with_call)
-    by_text = write(with_texts, QUESTION, with_call)
-    if ("'a': True" in by_object or not by_object) and '"a": true' in by_text:
-        style = with_texts
-
-    for field in thoughts.FIELDS:
-        thinks = {"role": "assistant", "content": "a", field: MARK}
-        if not style.field and MARK in write(style, QUESTION, thinks):
-            style = style._replace(field=field)
-
-    def end_of(*following: dict) -> str:
-        texts = [
-            write(style, QUESTION, {"role": "assistant", "content": content}, *following)[::-1]
-            for content in "ab"
-        ]
-        return os.path.commonprefix(texts)[::-1]
-
-    ending = end_of()
-    return style._replace(ending=ending, end=end_in(tokenizer, ending, end_of(QUESTION)))
-
-
-def end_in(tokenizer, ending: str, followed: str) -> str:
-    """Returns the beginning of an ending up to and with the token that ends an answer.
-
-    That also ends an answer that is followed: Phi-3 writes `<|end|><eos>` after the last one, but
-    `<|end|>` after others. If they have nothing in common (gpt-oss), the last answer's own counts.
-    An EOS is the end wherever it is; of other tokens the last one that both have (Cohere).
-    """
-    found = [match.span() for match in added_tokens(tokenizer).finditer(ending)]
-    shared = [span for span in found if followed.startswith(ending[: span[1]])]
-    spans = shared or found[:1]
-    eos = [span for span in spans if ending[slice(*span)] == tokenizer.eos_token]
-    ends = [end for _, end in eos[:1] or spans[-1:]]
-    return ending[: ends[0]] if ends else ""
 
 
 # ============================================================ where an answer begins and ends
@@ -693,97 +454,3 @@ def render_beyond_answer(
             "is followed"
         )
     return text, place + len(end)
-
-
-# ============================================================ variables and date of a template
-def set_defaults(tokenizer, text: str) -> None:
-    """Gives variables of a tokenizer's chat template default values, which are saved with it.
-
-    Raises:
-        SystemExit: a variable that the template does not have, and so would ignore.
-    """
-    values = json.loads(text)
-    known = variables(tokenizer)
-    for name in values:
-        if name not in known:
-            sys.exit(
-                f"--chat_template_kwargs {text}: the chat template has no variable {name!r} to "
-                f"set; it has: {', '.join(sorted(known)) or 'none'}"
-            )
-    defaults = {name: f"{name} | default({value!r})" for name, value in values.items()}
-    tokenizer.chat_template = beginning_with(tokenizer, defaults)
-
-
-def with_variables(tokenizer, values: dict | str | None):
-    """Returns a tokenizer whose template has the values of a row's column for its variables.
-
-    They are an object or its JSON. Names that the template does not have do nothing.
-    """
-    if not values or tokenizer.chat_template is None:
-        return tokenizer
-    given = from_json(values)
-    if not isinstance(given, dict):
-        raise BadRow(f"column 'chat_template_kwargs': expected an object, found {values!r:.80}")
-    return tokenizer_with(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
-
-
-@functools.lru_cache(maxsize=16)
-def tokenizer_with(tokenizer, text: str):
-    known = variables(tokenizer)
-    # Jinja reads constants as Python writes them.
-    constants = {name: repr(value) for name, value in json.loads(text).items() if name in known}
-    changed = copy.copy(tokenizer)
-    changed.chat_template = beginning_with(tokenizer, constants)
-    return changed
-
-
-def beginning_with(tokenizer, expressions: dict[str, str]) -> str | dict[str, str]:
-    """Returns a tokenizer's chat template with values for its variables, which Jinja writes."""
-    beginning = "".join(f"{{% set {name} = {text} %}}\n" for name, text in expressions.items())
-    if isinstance(tokenizer.chat_template, dict):  # several, by their names
-        return {name: beginning + text for name, text in tokenizer.chat_template.items()}
-    return beginning + tokenizer.chat_template
-
-
-def variables(tokenizer) -> set[str]:
-    """Returns the variables that a tokenizer's chat template reads and a user may set."""
-    template = tokenizer.chat_template
-    if isinstance(template, dict):  # several, by their names
-        template = "".join(template.values())
-    environment = template_utils._compile_jinja_template(template).environment
-    names = jinja2.meta.find_undeclared_variables(environment.parse(template))
-    given = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
-    return names - environment.globals.keys() - given - tokenizer.special_tokens_map.keys()
-
-
-def prints_date(tokenizer) -> bool:
-    """Whether the chat template writes the date of the day."""
-    return "strftime_now" in str(tokenizer.chat_template)
-
-
-@functools.lru_cache(maxsize=16)
-def dated(template: str, date: str) -> str:
-    """Returns a template that writes a date, given as in 2026-01-31, in place of today's."""
-    day = datetime.date.fromisoformat(date)
-    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-    return call.sub(lambda found: repr(day.strftime(found[2])), template)
-
-
-# ============================================================ the tokenizer
-def fingerprint(tokenizer) -> str:
-    """Returns a text that changes whenever the tokenizer would produce different ids."""
-    if tokenizer.is_fast:
-        content = tokenizer.backend_tokenizer.to_str()
-    else:
-        content = str(sorted(tokenizer.get_vocab().items()))
-    parts = [content, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)]
-    if prints_date(tokenizer):
-        parts.append(str(getattr(tokenizer, "chat_date", None)))
-    return "\0".join(parts)
-
-
-def stop_tokens(tokenizer, model) -> set[int]:
-    """Returns what ends a response: EOS, the end of a turn, what the generation config says."""
-    own = model.generation_config.eos_token_id
-    own = [own] if isinstance(own, int) else own or []
-    return {tokenizer.eos_token_id, *own, *encode(tokenizer, style_of(tokenizer).end)[-1:]}

@@ -21,7 +21,7 @@ import pyarrow
 import transformers
 
 from common import folders, in_one_line
-from preference_recipes.data import answer_column, chat, files, formats, unread
+from preference_recipes.data import answer_column, files, formats, rendering, unread
 from preference_recipes.data.messages import BadRow
 
 PLAIN_STRINGS = (
@@ -67,7 +67,7 @@ class Converter:
         as_messages = self.settings.get("strings_as_messages")
         try:
             row = formats.standard(formats.rename_columns(row, self.columns))
-            tokenizer = chat.with_variables(self.tokenizer, row.get("chat_template_kwargs"))
+            tokenizer = rendering.with_variables(self.tokenizer, row.get("chat_template_kwargs"))
             values = self.function(row, tokenizer=tokenizer, **self.settings)
         except BadRow as error:
             raise BadRow(f"row {index + 1}: {error}") from None
@@ -256,7 +256,7 @@ def cache_key(source: files.Source, converter: Converter) -> str:
         source.identity(),
         *(file.read_text("utf-8") for file in sorted(code)),
         converter.function.__name__,
-        chat.fingerprint(converter.tokenizer),
+        rendering.fingerprint(converter.tokenizer),
         converter.columns,
         converter.settings,
     ]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from preference_recipes.data import chat
+from preference_recipes.data import rendering
 from preference_recipes.data.messages import (
     LOSS_KEYS,
     BadRow,
@@ -106,7 +106,7 @@ def end_of_prompt(chosen: list[dict], rejected: list[dict]) -> int:
         is_open = chosen[place - 1]["role"] == "assistant"
         return chosen[place]["role"] == rejected[place]["role"] == "assistant" and not is_open
 
-    end = chat.n_common(chosen[:-1], rejected[:-1])
+    end = rendering.n_common(chosen[:-1], rejected[:-1])
     while end > 0 and not are_answers_from(end):
         end -= 1
     return end

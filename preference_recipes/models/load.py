@@ -14,7 +14,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, in_one_line, print_once, record
 from common.adapters import has_adapter
-from preference_recipes.data import chat
+from preference_recipes.data import rendering
 from preference_recipes.models import architecture
 
 
@@ -55,8 +55,8 @@ def tokenizer_of(
     if chat_template is not None:
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if chat_template_kwargs is not None:
-        chat.set_defaults(tokenizer, chat_template_kwargs)
-    tokenizer.chat_date = date if chat.prints_date(tokenizer) else None
+        rendering.set_defaults(tokenizer, chat_template_kwargs)
+    tokenizer.chat_date = date if rendering.prints_date(tokenizer) else None
     return tokenizer
 
 
@@ -90,7 +90,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
             f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
         )
     # The saved actor must end its answers as it does here.
-    model.generation_config.eos_token_id = sorted(chat.stop_tokens(tokenizer, model))
+    model.generation_config.eos_token_id = sorted(rendering.stop_tokens(tokenizer, model))
     published = model.generation_config.to_dict()
     model.generation_config = PublishedGenerationConfig.from_dict(published)
     return model

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 
 from preference_recipes.data import answer_column, thoughts
-from preference_recipes.data.chat import decode_answers
+from preference_recipes.data.rendering import decode_answers
 from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.sampler import Sampler
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common import distributed
-from preference_recipes.data import chat
+from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments, generation
 from preference_recipes.rollouts.environments import UserClass
@@ -166,7 +166,7 @@ class Stage:
             episode.messages = [*earlier, {**last, "content": last["content"] + added}]
         else:
             episode.messages = [*messages, *added]
-        tokenizer = chat.with_variables(sampler.tokenizer, episode.variables)
+        tokenizer = rendering.with_variables(sampler.tokenizer, episode.variables)
         episode.prompt = chat.encode_prompt(tokenizer, episode.messages, self.user_class.tools).ids
         if episode.places_left(sampler.args) <= 0:
             sys.exit(f"{option}: with what `reset` added, --max_length leaves no room")
@@ -228,10 +228,10 @@ class Stage:
         ids = response.ids[:room]
         logps = response.logps[:room] or [0.0] * len(ids)  # a greedy one has none
         is_whole = ids[-1] in sampler.stop_tokens()
-        text = chat.decode(sampler.tokenizer, ids[:-1] if is_whole else ids)  # no stop token
+        text = rendering.decode(sampler.tokenizer, ids[:-1] if is_whole else ids)  # no stop token
         message = {"role": "assistant", "content": text}
         if is_whole and self.user_class.tools:  # a cut answer calls nothing
-            before = chat.decode(sampler.tokenizer, episode.prompt + episode.ids)
+            before = rendering.decode(sampler.tokenizer, episode.prompt + episode.ids)
             message = environments.parsed(sampler.tokenizer, text, before, self.user_class.tools)
         episode.add(ids, logps, is_sampled=True)
         episode.turns += 1
@@ -256,7 +256,7 @@ class Stage:
             episode.is_live = False
             episode.ended = True
             return
-        tokenizer = chat.with_variables(sampler.tokenizer, episode.variables)
+        tokenizer = rendering.with_variables(sampler.tokenizer, episode.variables)
         ids = chat.ids_after_answer(tokenizer, messages, self.user_class.tools)
         has_room = episode.room(sampler.args) > 0 and episode.places_left(sampler.args) > len(ids)
         if episode.turns >= sampler.args.max_turns or not has_room:

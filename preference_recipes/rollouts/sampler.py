@@ -9,7 +9,7 @@ from torch import nn
 from common import engine
 from common.metrics import Means
 from common.progress import Progress
-from preference_recipes.data import chat
+from preference_recipes.data import rendering
 
 
 class Response(NamedTuple):
@@ -42,7 +42,7 @@ class Sampler:
 
     def stop_tokens(self) -> set[int]:
         """Returns the tokens that end a response."""
-        return chat.stop_tokens(self.tokenizer, self.unwrapped.model)
+        return rendering.stop_tokens(self.tokenizer, self.unwrapped.model)
 
     def tokens_without_probability(self) -> list[int]:
         """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`."""

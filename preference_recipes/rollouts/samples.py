@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import batches, guards
 from common.checkpoint import carried
-from preference_recipes.data.chat import decode_answers
+from preference_recipes.data.rendering import decode_answers
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.sampler import Sampler
 

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common import as_list, counted, distributed
-from preference_recipes.data import chat, files
+from preference_recipes.data import files, rendering
 from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data
 
@@ -64,7 +64,7 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
     for part in sequences_of(values):
         lines += [
             f"  {part.name}: {counted(len(part.ids), 'token')}, {sum(part.is_trained)} trained on",
-            f"    text     {json.dumps(chat.decode(tokenizer, part.ids), ensure_ascii=False)}",
+            f"    text     {json.dumps(rendering.decode(tokenizer, part.ids), ensure_ascii=False)}",
             f"    tokens   {marked(part, tokenizer)}",
             f"    ids      {' '.join(map(str, part.ids))}",
         ]
@@ -100,6 +100,6 @@ def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the tokens one by one, those trained on in brackets ⟦ ⟧."""
     words = []
     for token, is_trained in zip(part.ids, part.is_trained):
-        text = json.dumps(chat.decode(tokenizer, [token]), ensure_ascii=False)[1:-1]
+        text = json.dumps(rendering.decode(tokenizer, [token]), ensure_ascii=False)[1:-1]
         words.append(f"⟦{text}⟧" if is_trained else text)
     return SEPARATOR.join(words)

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
 from preference_recipes.data import conversion, dataset, files, formats
-from preference_recipes.data.chat import stop_tokens
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
+from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
 from templates import load_rows

@@ -15,11 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from preference_recipes.data import chat, thoughts
-from preference_recipes.data.chat import stop_tokens
+from preference_recipes.data import chat, rendering, thoughts
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
+from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models import load
 from runs import recipe, refuses, write_jsonl
 from templates import load_rows
@@ -471,7 +471,7 @@ def test_variables_of_the_template_are_saved_with_it(tmp_path):
     assert ids(again) == expected != ids(plain)
     # Whoever gives the variable decides.
     assert ids(again, enable_thinking=True) == ids(plain, enable_thinking=True)
-    assert chat.fingerprint(tokenizer) != chat.fingerprint(plain)
+    assert rendering.fingerprint(tokenizer) != rendering.fingerprint(plain)
 
 
 def test_a_file_replaces_the_template(tmp_path):
@@ -489,16 +489,16 @@ def test_a_file_replaces_the_template(tmp_path):
 
 def test_only_what_a_template_reads_as_a_variable_can_be_set():
     """gpt-oss has a field `thinking` of messages: to set it changed nothing, and was recommended."""
-    assert "enable_thinking" in chat.variables(templates.tokenizer("qwen3"))
+    assert "enable_thinking" in rendering.variables(templates.tokenizer("qwen3"))
     gpt_oss = copy.deepcopy(templates.tokenizer("gptoss"))
-    assert "reasoning_effort" in chat.variables(gpt_oss)
+    assert "reasoning_effort" in rendering.variables(gpt_oss)
     refuses(
         "the chat template has no variable 'thinking' to set; it has: ",
         "reasoning_effort",
-        call=lambda: chat.set_defaults(gpt_oss, '{"thinking": true}'),
+        call=lambda: rendering.set_defaults(gpt_oss, '{"thinking": true}'),
     )
     gpt_oss.chat_template = {"default": "{{ a }}{{ bos_token }}", "tool_use": "{{ b }}{{ tools }}"}
-    assert chat.variables(gpt_oss) == {"a", "b"}
+    assert rendering.variables(gpt_oss) == {"a", "b"}
 
 
 def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
@@ -528,11 +528,11 @@ def test_a_date_is_that_of_the_run(tmp_path):
     ]
     assert rows[0] == rows[1] and "29 Feb 2020" in on("2020-02-29").decode(rows[0]["input_ids"])
     assert "01 Mar 2021" in on("2020-02-29").decode(rows[2]["input_ids"])
-    assert chat.fingerprint(on("2020-02-29")) != chat.fingerprint(on("2021-03-01"))
+    assert rendering.fingerprint(on("2020-02-29")) != rendering.fingerprint(on("2021-03-01"))
     # Where no date is printed, the day is no part of what the ids depend on.
     undated = saved(tmp_path / "undated", "qwen2_5")
     first, second = (load.tokenizer_of(undated, date=date) for date in ("2020-02-29", "2021-03-01"))
-    assert chat.fingerprint(first) == chat.fingerprint(second) and first.chat_date is None
+    assert rendering.fingerprint(first) == rendering.fingerprint(second) and first.chat_date is None
     # The saved tokenizer prints the day on which it is used.
     on("2020-02-29").save_pretrained(tmp_path / "actor")
     text = AutoTokenizer.from_pretrained(tmp_path / "actor").apply_chat_template(

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import templates
 from common import launch
-from preference_recipes.data import chat, conversion
+from preference_recipes.data import chat, conversion, rendering
 from preference_recipes.data.pairs import preference_row
 from runs import refuses, write_jsonl
 from templates import load_rows
@@ -31,14 +31,15 @@ def encoded_texts(monkeypatch, tokenizer, row: dict) -> list[str]:
     """The texts that are encoded for one pair."""
     preference_row(row, tokenizer, max_length=10_000)  # what is found out of a template once
     texts = []
-    encode = chat.encode
+    encode = rendering.encode
 
     def recorded(tokenizer, text):
         texts.append(text)
         return encode(tokenizer, text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(chat, "encode", recorded)
+        for module in (chat, rendering):
+            patch.setattr(module, "encode", recorded)
         preference_row(row, tokenizer, max_length=10_000)
     return texts
 
@@ -139,5 +140,5 @@ def test_a_backend_that_truncates_and_pads_does_neither(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     loaded.backend_tokenizer.enable_truncation(2)
     text = "What is the capital of Xanadu?"
-    assert chat.encode(loaded, text) == loaded(text, add_special_tokens=False).input_ids
-    assert len(chat.encode(loaded, text)) > 5
+    assert rendering.encode(loaded, text) == loaded(text, add_special_tokens=False).input_ids
+    assert len(rendering.encode(loaded, text)) > 5

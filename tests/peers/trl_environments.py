@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bare_runs import bare_sampler
 from preference_recipes.data import chat
-from preference_recipes.data.chat import encode
+from preference_recipes.data.rendering import encode
 from preference_recipes.rollouts import environments, episodes, rollout
 from preference_recipes.rollouts.sampler import Response
 

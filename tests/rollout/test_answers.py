@@ -9,7 +9,7 @@ import architectures
 import templates
 from bare_runs import bare_sampler
 from preference_recipes.data import answer_column
-from preference_recipes.data.chat import decode_answers
+from preference_recipes.data.rendering import decode_answers
 from preference_recipes.rollouts import answers, rewards
 from runs import refuses
 

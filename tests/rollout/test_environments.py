@@ -16,9 +16,9 @@ from bare_runs import SHARING, bare_sampler
 from fake_vllm import FakeServer
 from peers import trl_environments
 from plain_rollouts import flags_of, say
-from preference_recipes.data import chat
-from preference_recipes.data.chat import decode, encode
+from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import BadRow
+from preference_recipes.data.rendering import decode, encode
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import environments, episodes, rollout
 from runs import (
@@ -103,7 +103,9 @@ def play(accelerator, tokenizer):
         user_class = environments.UserClass("E", make, has_step, False, tools)
         sampler.stage = episodes.Stage(user_class)
         rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
-        texts = [chat.render(tokenizer, row["prompt"], add_generation_prompt=True) for row in rows]
+        texts = [
+            rendering.render(tokenizer, row["prompt"], add_generation_prompt=True) for row in rows
+        ]
         prompts = {
             "prompt_ids": [encode(tokenizer, text) for text in texts],
             "columns": [json.dumps(row) for row in rows],
@@ -130,7 +132,7 @@ def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
     for row, ids in enumerate(found.responses):
         text = decode(tokenizer, found.prompts[row] + ids)
         # The messages, as the template itself writes them.
-        assert text == chat.render(tokenizer, found.messages[row])[: len(text)]
+        assert text == rendering.render(tokenizer, found.messages[row])[: len(text)]
         assert found.is_sampled[row][-1]
 
 
@@ -172,11 +174,11 @@ def test_templates_go_on_as_they_write_themselves(name):
         assert "is followed" in str(refusal)
         return
     conversation = say("user", "One.") + say("assistant", "Two") + say("user", "Three?")
-    prompt = chat.render(tokenizer, conversation[:1], add_generation_prompt=True)
-    end = chat.style_of(tokenizer).end
-    answer = "Two" if prompt + "Two" in chat.render(tokenizer, conversation) else " Two"
+    prompt = rendering.render(tokenizer, conversation[:1], add_generation_prompt=True)
+    end = rendering.style_of(tokenizer).end
+    answer = "Two" if prompt + "Two" in rendering.render(tokenizer, conversation) else " Two"
     between = decode(tokenizer, chat.ids_after_answer(tokenizer, conversation[2:]))
-    whole = chat.render(tokenizer, conversation, add_generation_prompt=True)
+    whole = rendering.render(tokenizer, conversation, add_generation_prompt=True)
     assert prompt + answer + end + between == whole
 
 
