@@ -120,7 +120,7 @@ class Teachers:
         *,
         prompts: list[list[int]],
         answers: list[list[int]],
-        is_target: list[list[bool]],
+        learned: list[list[bool]],
         names: list[str],
         packer: Packer,
     ) -> list[Lesson]:
@@ -131,11 +131,11 @@ class Teachers:
 
         Args:
             batch: of these answers, as the student reads them.
-            is_target: of each of their tokens, whether a teacher speaks of it.
+            learned: of each of their tokens, whether a teacher speaks of it.
             prompts: what the teacher of each answer reads before it.
             names: of these teachers.
         """
-        counts = [sum(flags) for flags in is_target]
+        counts = [sum(flags) for flags in learned]
         ends = np.cumsum(counts)
         lessons = []
         for name, teacher in self.by_name.items():
@@ -149,7 +149,7 @@ class Teachers:
                 own_batch = packer.make_batch(
                     [prompts[number] for number in read],
                     [answers[number] for number in read],
-                    [is_target[number] for number in read],
+                    [learned[number] for number in read],
                 )
             hidden = teacher.model(own_batch, as_teacher=True)
             if mine:
