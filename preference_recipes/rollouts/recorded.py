@@ -214,7 +214,7 @@ def generate(step: Step, stops: set[int]) -> Iterator[tuple[int, Response]]:
             step.visible = round_up(step.read + n_new)
             run_step()
         drawn = step.drawn[: step.rows, :n_new].tolist()
-        logps = step.logps[: step.rows, :n_new].tolist()
+        logps = [] if step.draw is None else step.logps[: step.rows, :n_new].tolist()
         still_unfinished = []
         for row in unfinished:
             end = next((n for n, token in enumerate(drawn[row], start=1) if token in stops), 0)
@@ -222,7 +222,7 @@ def generate(step: Step, stops: set[int]) -> Iterator[tuple[int, Response]]:
                 still_unfinished.append(row)
                 continue
             end = end or max_new_tokens
-            logps_of_row = [] if step.draw is None else logps[row][:end]
+            logps_of_row = logps[row][:end] if logps else []
             yield prompts[row], Response(drawn[row][:end], logps_of_row)
         unfinished = still_unfinished
         if unfinished and len(unfinished) <= MOVE_AT * step.rows:
