@@ -13,7 +13,17 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from common import arguments, distributed, engine, engine_state, folders, log, record, stopping
+from common import (
+    arguments,
+    counted,
+    distributed,
+    engine,
+    engine_state,
+    folders,
+    log,
+    record,
+    stopping,
+)
 from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
 from common.metrics import Means
 from common.run import Run
@@ -213,26 +223,20 @@ class Checkpoint:
 
         # 1. What the engine holds.
         engine_state.load(accelerator, self.actor.unwrapped, path / "engine")
-        processes_before = len(state["open_sums"])
-        same_number = processes_before == accelerator.num_processes
-        if same_number:
-            engine_state.load_random_states(accelerator, path / "engine")
-        else:
-            accelerator.print(
-                f"NOTE: {processes_before} processes before, {accelerator.num_processes} now: "
-                "random numbers, such as those of dropout, do not continue"
-            )
+        engine_state.load_random_states(accelerator, path / "engine")
+        # DeepSpeed's Adam for CPUs has other groups since it was loaded.
+        self.scheduler.optimizer.param_groups = self.optimizer.param_groups
 
         # 2. What `state.json` holds.
-        self.load_schedule(state["scheduler"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        # Once more to the same place: `--max_steps` or `--max_epochs` may have changed the rates.
+        self.scheduler.last_epoch -= 1
+        self.scheduler.step()
         for name in COUNTERS:
             setattr(self.run, name, state["progress"][name])
         self.actor.best = Best(**state["best"])
         self.means.last_update = state["last_update"]
-        # Each process takes the sums that it had; of another number of processes the first one all.
-        for writer, sums in enumerate(state["open_sums"]):
-            reader = writer if same_number else 0
-            self.means.open.load_state(sums, mine=accelerator.process_index == reader)
+        self.means.open.load_state(state["open_sums"][accelerator.process_index])
 
         # 3. What the recipe holds. The main process wrote it, so its tensors were on the first GPU.
         place = {"cuda:0": str(accelerator.device)}
@@ -242,40 +246,19 @@ class Checkpoint:
             f"resumed from {path}: {self.run.global_step} updates, {self.run.skipped_steps} skipped"
         )
 
-    def load_schedule(self, state: dict) -> None:
-        """Restores the scheduler's counters, and computes the learning rates of the next update.
-
-        Those in the checkpoint are not used: `--max_steps` or `--max_epochs` may have changed.
-        """
-        scheduler = self.scheduler
-        groups = self.optimizer.param_groups
-        # DeepSpeed's Adam for CPUs has other groups since it was loaded. The scheduler must set
-        # these.
-        scheduler.optimizer.param_groups = groups
-        scheduler.load_state_dict(state)  # not the functions in `lr_lambdas`, which stay this run's
-        scheduler._last_lr = [  # what `get_last_lr` returns
-            base_rate * share_of_peak(scheduler.last_epoch)
-            for base_rate, share_of_peak in zip(scheduler.base_lrs, scheduler.lr_lambdas)
-        ]
-        for group, learning_rate in zip(groups, scheduler._last_lr):
-            group["lr"] = learning_rate
-
     def whole_identity(self) -> dict:
         """Returns all that `refuse_another_run` compares, and arguments that may change."""
         accelerator = self.accelerator
         tokenizer = self.actor.tokenizer
         template = str(getattr(tokenizer, "chat_template", None)).encode()
-        # Shards fit only the same engine and number of processes.
-        world = f"{accelerator.mixed_precision} on {accelerator.device.type}"
-        if engine.is_sharded(accelerator):
-            world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
+        engine_name = engine.describe(accelerator)
         return {
             **vars(self.run.args),
             **self.identity,
             # The content of the template counts, not the name of its file.
             "chat_template": hashlib.sha256(template).hexdigest()[:16],
             "date": getattr(tokenizer, "chat_date", None),
-            "world": world,
+            "launched as": f"{engine_name}, {counted(accelerator.num_processes, 'process')}",
         }
 
     def refuse_another_run(self, path: Path, before: dict) -> None:

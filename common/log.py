@@ -45,7 +45,6 @@ class Logger:
         self.output_dir = Path(args.output_dir)
         self.progress = progress
         self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
-        self.shown_in_bar: dict[str, float] = {}
         self.charts = charts
         self.bar: tqdm | None = None
 
@@ -100,10 +99,8 @@ class Logger:
 
     def show_in_bar(self, line: dict[str, float]) -> None:
         """Shows a line's key values in the bar."""
-        for name in self.bar_metrics:
-            if name in line:
-                self.shown_in_bar[name.split("/")[-1]] = line[name]
-        self.bar.set_postfix(self.shown_in_bar, refresh=False)
+        shown = {name.split("/")[-1]: line[name] for name in self.bar_metrics if name in line}
+        self.bar.set_postfix(shown, refresh=False)
 
     def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
         """Writes an evaluation as a line of its own, and prints it. All processes may call it."""

@@ -99,16 +99,11 @@ class Sums:
         """Returns the sums of this process for a checkpoint."""
         return {name: [reduce, *numbers.tolist()] for name, (reduce, numbers) in self.sums.items()}
 
-    def load_state(self, state: dict[str, list], mine: bool) -> None:
-        """Restores the sums that one process wrote to a checkpoint.
-
-        Args:
-            mine: whether this process takes over their values; all others take over the tags only.
-        """
-        for name, (reduce, number, count) in state.items():
-            numbers = [number, count] if mine else [NOTHING[reduce], 0.0]
+    def load_state(self, state: dict[str, list]) -> None:
+        """Restores the sums that this process wrote to a checkpoint."""
+        for name, (reduce, *numbers) in state.items():
             sums = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-            self.join(name, Sum(reduce, sums))
+            self.sums[name] = Sum(reduce, sums)
 
 
 class Means:
@@ -212,8 +207,8 @@ class Speed:
         flop_of_token, flop_of_target: operations, see `cost.flop`.
         seconds: of the blocks that were timed since the last line, by name.
         peak: operations a second that this GPU can do at most; None: not known, so no MFU.
-        pending_flop, flop: operations of this process in the current update, and in those applied
-            since the last line; float64 on the device, so that no GPU waits for them.
+        flop: operations of this process since the last line; float64 on the device, so that no GPU
+            waits for them.
     """
 
     def __init__(self, accelerator: Accelerator, progress: Progress, flop: tuple[float, float]):
@@ -224,8 +219,7 @@ class Speed:
         self.peak = None
         if accelerator.device.type == "cuda":
             self.peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
-        self.pending_flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
-        self.flop = torch.zeros_like(self.pending_flop)
+        self.flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
         self.restart()
 
     def restart(self) -> None:
@@ -252,13 +246,7 @@ class Speed:
         if self.peak is not None:
             of_tokens = self.flop_of_token * batch["n_tokens"]
             of_targets = self.flop_of_target * len(batch["targets"])
-            self.pending_flop += (of_tokens + of_targets) * weights.amax()  # 0: padding alone
-
-    def update_done(self, applied: bool) -> None:
-        """Counts the operations of an update if it was applied."""
-        if applied:
-            self.flop += self.pending_flop
-        self.pending_flop.zero_()
+            self.flop += (of_tokens + of_targets) * weights.amax()  # 0: padding alone
 
     def values(self) -> dict[str, float]:
         """Returns `perf/*` of the time since the last line. All processes must call it."""

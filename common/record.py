@@ -7,7 +7,7 @@ import os
 import platform
 import shlex
 import sys
-from datetime import date, datetime, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ def write(accelerator, args) -> None:
     folders.replace_file(output_dir / "run.yaml", yaml.safe_dump(repeated, sort_keys=False))
 
     file = output_dir / "environment.json"
-    starts = folders.read_json(file) if file.is_file() else []
+    starts = folders.read_json(file) if args.resume != "never" and file.is_file() else []
     is_cuda = accelerator.device.type == "cuda"
     plugin = accelerator.state.deepspeed_plugin
     of_launcher = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
@@ -54,23 +54,17 @@ def write(accelerator, args) -> None:
     folders.replace_file(file, json.dumps([*starts, start], indent=1) + "\n")
 
 
-def find_date(args) -> str:
-    """Returns the date that chat templates print, as in 2026-01-31; for the main process.
+def date_of_run(args) -> str:
+    """Returns the date that chat templates print, as in 2026-01-31: that of the run's first start.
 
-    It is that of the run's start: a resumed run takes it from the checkpoint.
+    For the main process.
     """
-    candidates = []
-    if args.resume == "auto":
-        candidates = folders.by_step(Path(args.output_dir) / "checkpoints")[::-1]
-    elif args.resume != "never":
-        candidates = [Path(args.resume)]
-    for path in candidates:
-        # A torn checkpoint is refused later. Here another one of the same run is as good.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            day = folders.read_json(path / "state.json")["arguments"]["date"]
-            if day is not None:
-                return day
-    return date.today().isoformat()
+    if args.resume != "never":
+        at_path = Path(args.resume).resolve().parents[1]  # a checkpoint's run
+        file = (Path(args.output_dir) if args.resume == "auto" else at_path) / "environment.json"
+        if file.is_file():
+            return folders.read_json(file)[0]["time"][:10]
+    return f"{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 def write_card(folder: Path, args, library: str) -> None:

@@ -152,7 +152,6 @@ class Run(Progress):
         """Counts an update, and returns whether it was applied; False: gradients overflowed."""
         applied = not self.accelerator.optimizer_step_was_skipped
         self.update_done(applied, update.n_samples, update.n_tokens, update.n_sequences)
-        self.speed.update_done(applied)
         if not applied:
             guards.check_skips(self.accelerator, self, update.loss_scale)
         elif not math.isfinite(float(grad_norm)):

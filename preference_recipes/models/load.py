@@ -21,7 +21,7 @@ from preference_recipes.models import architecture
 # ============================================================ tokenizers
 def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
-    date = distributed.on_main_process(accelerator, record.find_date, args)
+    date = distributed.on_main_process(accelerator, record.date_of_run, args)
     return tokenizer_of(
         args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
     )

@@ -363,20 +363,6 @@ def test_each_process_draws_its_own_dropout(unbroken):
     assert seeds == [0, 1]
 
 
-def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
-    """One process killed, two go on: without dropout, as in DPO, it is the run never killed, up to rounding."""
-    reference, output = unbroken("dpo", "plain"), inputs / "other-world"
-    saved = lambda: (output / "checkpoints/global_step_000004").exists()
-    kill_when(inputs, "dpo", "plain", output, saved)
-    assert "1 processes before, 2 now" in resume(inputs, "dpo", "ddp", output).stdout
-    for one, other in zip(lines(reference), lines(output), strict=True):
-        counted = ("global_step", "samples", "tokens", "epoch", "learning_rate")
-        assert [one[tag] for tag in counted] == [other[tag] for tag in counted]
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    one, other = weights(reference), weights(output)
-    assert (one - other).norm() <= 1e-4 * one.norm()
-
-
 @pytest.mark.slow
 def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path):
     """It has learned: every weight matrix of it differs from the model that it started from."""

@@ -157,12 +157,12 @@ ON_A_DAY = """
 import datetime, os, runpy, sys
 from common import record
 
-class Day(datetime.date):
+class Clock(datetime.datetime):
     @classmethod
-    def today(cls):
-        return cls(2020, 2, 29)
+    def now(cls, zone):
+        return cls(2020, 2, 29, tzinfo=zone)
 
-record.date = Day
+record.datetime = Clock
 recipe = sys.argv.pop(1)
 sys.argv[0] = recipe
 runpy.run_path(recipe, run_name="__main__")
@@ -191,22 +191,16 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
     assert losses[0][0] == losses[1][0] and len(losses[1]) == 3
 
 
-def test_the_date_is_that_of_the_newest_checkpoint(tmp_path):
+def test_the_date_is_that_of_the_first_start(tmp_path):
     args = types.SimpleNamespace(resume="never", output_dir=str(tmp_path))
-    folder = tmp_path / "checkpoints"
-    for step, text in (
-        (1, '{"arguments": {"date": "2020-02-28"}}'),
-        (2, '{"arguments": {"date": "2020-02-29"}}'),
-        (3, "{"),
-    ):
-        path = folder / f"global_step_{step:06d}"
-        path.mkdir(parents=True)
-        (path / "state.json").write_text(text)
-    today = record.find_date(args)
-    assert today not in ("2020-02-28", "2020-02-29")
+    today = record.date_of_run(args)
+    starts = [{"time": "2020-02-29T23:59:00+00:00"}, {"time": "2020-03-01T00:01:00+00:00"}]
+    (tmp_path / "environment.json").write_text(json.dumps(starts))
+    assert record.date_of_run(args) == today  # another run, in a folder that was left at its start
     args.resume = "auto"
-    assert record.find_date(args) == "2020-02-29"  # that of a torn one cannot be read
-    args.resume = str(folder / "global_step_000001")
-    assert record.find_date(args) == "2020-02-28"
-    args.resume = str(folder / "global_step_000009")
-    assert record.find_date(args) == today
+    assert record.date_of_run(args) == "2020-02-29"
+    args = types.SimpleNamespace(output_dir=str(tmp_path / "other"))
+    args.resume = str(tmp_path / "checkpoints/global_step_000001")
+    assert record.date_of_run(args) == "2020-02-29"
+    args.resume = str(tmp_path / "elsewhere/checkpoints/global_step_000001")
+    assert record.date_of_run(args) == today

@@ -70,7 +70,7 @@ class Fault(NamedTuple):
 
 LOSS_OF_SFT = "(losses * token_weights).sum() * update.divisor / n_targets"
 STEP_OF_SCHEDULE = "        if applied:\n            scheduler.step()\n"
-LOADS_SCHEDULE = 'self.load_schedule(state["scheduler"])'
+LOADS_SCHEDULE = 'self.scheduler.load_state_dict(state["scheduler"])'
 ZERO_GRAD = "optimizer.zero_grad()\n"
 
 
