@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, engine, folders, record
+from common import adapters, counted, engine, folders, record
 from common.run import Run
 
 BEST_FOLDER = "actor_best"
@@ -132,6 +132,9 @@ class Actor:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
         if 0 < self.run.args.stop_after <= self.best.since:
             self.run.stopped_early = True
+            evaluations = counted(self.best.since, "evaluation")
+            if self.run.accelerator.is_main_process:
+                tqdm.write(f"stopped early: {evaluations} without a better one (--stop_after)")
 
 
 def metric_of(keep_best: str) -> tuple[str, bool]:

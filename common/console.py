@@ -65,9 +65,6 @@ def end(actor: Actor) -> None:
         folder = run.output_dir / BEST_FOLDER
         metric, _ = metric_of(run.args.keep_best)
         print(f"best: {metric} {kept.value:.4g} at update {kept.global_step}, saved in {folder}")
-        if 0 < run.args.stop_after <= kept.since:
-            evaluations = counted(kept.since, "evaluation")
-            print(f"stopped early: {evaluations} without a better one (--stop_after)")
     if run.args.push_to_hub:
         upload(folder, run.args.push_to_hub)
 

@@ -80,9 +80,12 @@ class Logger:
             board.writer.add_custom_scalars({"key metrics": charts})
 
     def write(self, values: dict[str, float]) -> None:
-        """Writes one line to `metrics.jsonl`, a JSON object, and the same values to trackers."""
+        """Writes a line to `metrics.jsonl`, a JSON object; trackers and the bar show it, too."""
         self.append(METRICS, [values])
         self.accelerator.log(values, step=self.progress.global_step)
+        shown = {name.split("/")[-1]: values[name] for name in self.bar_metrics if name in values}
+        if shown:
+            self.bar.set_postfix(shown, refresh=False)
 
     def write_samples(self, samples: list[dict]) -> None:
         """Appends samples to `samples.jsonl`, with the updates that the model had made."""
@@ -96,11 +99,6 @@ class Logger:
             for line in lines:
                 numbered = {"global_step": self.progress.global_step, **line}
                 file.write(json.dumps(numbered, ensure_ascii=False) + "\n")
-
-    def show_in_bar(self, line: dict[str, float]) -> None:
-        """Shows a line's key values in the bar."""
-        shown = {name.split("/")[-1]: line[name] for name in self.bar_metrics if name in line}
-        self.bar.set_postfix(shown, refresh=False)
 
     def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
         """Writes an evaluation as a line of its own, and prints it. All processes may call it."""

@@ -174,4 +174,3 @@ class Run(Progress):
             line |= self.counts() | self.speed.values()
             self.speed.restart()
         self.logger.write({**line, "epoch": self.epoch})
-        self.logger.show_in_bar(line)
