@@ -43,7 +43,9 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="a file to write instead")
     args = parser.parse_args()
     if not ON_GPU:
-        recorded.Recorder = lambda step: step
+        # Steps run as they are.
+        recorded.Recorder.__init__ = lambda self, step: vars(self).update(step=step, n_tokens=0)
+        recorded.Recorder.__call__ = lambda self: self.step()
     accelerator = Accelerator(mixed_precision=args.precision)
     found = json.dumps(measure(accelerator, args), indent=1)
     if args.report:
@@ -60,7 +62,7 @@ def measure(accelerator: Accelerator, args) -> dict:
     wrapper.config = model.config
     wrapper.vocabulary = len(tokenizer)
     settings = SimpleNamespace(generate_batch_size=0)
-    sampler = Sampler(accelerator, settings, tokenizer, None, wrapper, None, None)
+    sampler = Sampler(accelerator, settings, tokenizer, wrapper)
     random = np.random.default_rng(0)
     # Each prompt eight times, as a group of GRPO.
     distinct = random.integers(0, len(tokenizer), (args.rows // 8, PROMPT_TOKENS)).tolist()

@@ -390,7 +390,7 @@ def main():
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     means = Means(accelerator)
-    sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
+    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means)
     vllm.connect(sampler)  # does nothing without --vllm_url
     all_teachers = Teachers(accelerator, args, tokenizer, model)
     readers = [model, *all_teachers.models]

@@ -40,8 +40,6 @@ from preference_recipes.data import dataset, pairs
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts import answers
-from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.tools import preview
 
 
@@ -235,7 +233,6 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     identity |= reference.fingerprints if reference else {}
@@ -249,7 +246,7 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, reference, packer, held_out, sampler)
+        evaluate(run, actor, reference, packer, held_out)
     while not run.finished:
         update = run.next_update(train)  # the same samples on all processes, each has its share
         for rows, weights in update.micro_batches:
@@ -280,7 +277,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce())
         if run.due(args.eval_steps):
-            evaluate(run, actor, reference, packer, held_out, sampler)
+            evaluate(run, actor, reference, packer, held_out)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -297,7 +294,6 @@ def evaluate(
     reference: Reference | None,
     packer: Packer,
     held_out: dict[str, Rows],
-    sampler: Sampler,
 ) -> None:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
@@ -311,9 +307,12 @@ def evaluate(
                 means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
-            exact_match, answered = answers.exact_match(sampler, eval_rows.dataset, prefix)
-            line |= exact_match
-            examples += answered
+            if "answer" in eval_rows.dataset.column_names:
+                from preference_recipes.rollouts import answers  # brings generation with it
+
+                exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
+                line |= exact_match
+                examples += answered
     run.log_evaluation(line, examples)
     actor.keep_best(line)  # may end the run, see --stop_after
 

@@ -620,7 +620,7 @@ def main():
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     means = Means(accelerator)
-    sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
+    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means)
     vllm.connect(sampler)  # does nothing without --vllm_url
     episodes.start(sampler)  # does nothing without --environment
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None

@@ -38,8 +38,6 @@ from preference_recipes.data.messages import is_learned, learned_turns
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts import answers
-from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.tools import preview
 
 
@@ -190,7 +188,6 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    sampler = Sampler(accelerator, args, tokenizer, data, model, run, means)
     # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
@@ -202,7 +199,7 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, packer, held_out, sampler)
+        evaluate(run, actor, packer, held_out)
     while not run.finished:
         update = run.next_update(train)  # the same samples on all processes, each has its share
         n_targets = int(target_counts[update.rows].sum())
@@ -235,7 +232,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce())
         if run.due(args.eval_steps):
-            evaluate(run, actor, packer, held_out, sampler)
+            evaluate(run, actor, packer, held_out)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -251,7 +248,6 @@ def evaluate(
     actor: Actor,
     packer: Packer,
     held_out: dict[str, Sequences],
-    sampler: Sampler,
 ) -> None:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
@@ -265,9 +261,12 @@ def evaluate(
                 means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
-            exact_match, answered = answers.exact_match(sampler, eval_rows.dataset, prefix)
-            line |= exact_match
-            examples += answered
+            if "answer" in eval_rows.dataset.column_names:
+                from preference_recipes.rollouts import answers  # brings generation with it
+
+                exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
+                line |= exact_match
+                examples += answered
     run.log_evaluation(line, examples)
     actor.keep_best(line)  # may end the run, see --stop_after
 

@@ -3,6 +3,7 @@
 import re
 from decimal import Decimal
 
+from common.actor import Actor
 from preference_recipes.data import answer_column, thoughts
 from preference_recipes.data.rendering import decode_answers
 from preference_recipes.rollouts.generation import generate
@@ -52,29 +53,26 @@ PLAIN_FORMS = [
 LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 
 
-def exact_match(sampler: Sampler, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
+def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
     """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
 
     And all prompts and responses, see `common/log.py`. Of the rows with an `answer` the first
     `--exact_match_rows` are answered; None: all. All processes must call it.
     """
-    args = sampler.args
-    tokenizer = sampler.tokenizer
-    answers = eval_set["answer"][:] if "answer" in eval_set.column_names else []
+    args = actor.run.args
+    tokenizer = actor.tokenizer
+    answers = eval_set["answer"][:]
     answered = [row for row, answer in enumerate(answers) if answer][: args.exact_match_rows]
     if not answered:
         return {}, []
     rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
-    prompts = rows["prompt_ids"]
-    responses = generate(
-        sampler, prompts, args.max_new_tokens, batch_size=8 * args.micro_train_batch_size
-    )
+    sampler = Sampler(actor.run.accelerator, args, tokenizer, actor.model)
+    batch_size = 8 * args.micro_train_batch_size
+    responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, batch_size=batch_size)
     response_ids = [response.ids for response in responses]
     texts = decode_answers(tokenizer, response_ids)
-    prompt_texts = tokenizer.batch_decode(prompts)
-
     examples = []
-    for number, prompt in enumerate(prompt_texts):
+    for number, prompt in enumerate(tokenizer.batch_decode(rows["prompt_ids"])):
         answer = rows["answer"][number]
         examples.append(
             {

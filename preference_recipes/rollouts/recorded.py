@@ -8,22 +8,17 @@ host: shapes and addresses stay, and what changes from token to token is in tens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from common import in_one_line, print_once
-from preference_recipes.rollouts.sampler import Response, Sampler
+from preference_recipes.rollouts.sampler import Sampler
 
 # A step reads so many places of the cache, or a multiple of it: each multiple is a recording.
 PLACES = 128
-# The host looks for finished rows after so many tokens. It waits for the GPU only there.
-TOKENS_AT_ONCE = 16
-# Rows are moved together when at most this share of the recorded ones is unfinished.
-MOVE_AT = 0.75
 DEVICES = ("cuda",)  # that can record
 # With transformers 5.23 these copy a number of the host to the GPU in each step.
 READ_HOST = ("falcon", "phimoe")
@@ -87,10 +82,8 @@ class Step:
     """One more token for each row. Calling it is what is recorded.
 
     Args:
-        ids: `[rows, length]`, the prompts, padded on the left.
-        padding: `[rows]`, places of padding in each.
-        cache: of all of `ids` but the last token of each row; it becomes the step's own.
-        draw: None: greedy.
+        batch: see `generation.Batch`. Its cache, of all but each row's last token, becomes the
+            step's own.
 
     Attributes:
         rows, visible: rows that are computed, the first of each tensor, and places of the cache
@@ -101,23 +94,16 @@ class Step:
         drawn, logps: `[rows, max_new_tokens]`, the tokens, and the log-prob of each.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        ids: torch.Tensor,
-        padding: np.ndarray,
-        cache: DynamicCache,
-        max_new_tokens: int,
-        draw,
-    ):
+    def __init__(self, batch, max_new_tokens: int):
+        ids = batch.ids
         device = ids.device
-        self.model = sampler.unwrapped.model
-        self.vocabulary = sampler.unwrapped.vocabulary
-        self.draw = draw
+        self.model = batch.sampler.unwrapped.model
+        self.vocabulary = batch.sampler.unwrapped.vocabulary
+        self.draw = batch.draw
         self.rows, length = ids.shape
         self.read = length - 1  # tokens in the cache when generation begins
         self.visible = 0
-        padding_of_row = torch.from_numpy(padding).to(device)[:, None]
+        padding_of_row = torch.from_numpy(batch.padding).to(device)[:, None]
         self.token = ids[:, -1:].clone()
         self.position = self.read - padding_of_row
         self.place = torch.tensor([self.read], device=device)
@@ -126,9 +112,9 @@ class Step:
         self.mask = ((place >= padding_of_row) & (place < self.read))[:, None, None]
         self.drawn = ids.new_zeros(self.rows, max_new_tokens)
         self.logps = torch.zeros(self.rows, max_new_tokens, device=device)
-        self.uniforms = None if draw is None else draw.uniforms.clone()
-        self.cache = cache
-        self.cache.layers = [FixedLayer(layer, self) for layer in cache.layers]
+        self.uniforms = None if batch.draw is None else batch.draw.uniforms.clone()
+        self.cache = batch.cache
+        self.cache.layers = [FixedLayer(layer, self) for layer in self.cache.layers]
 
     def __call__(self) -> None:
         rows = slice(self.rows)
@@ -171,13 +157,34 @@ class Step:
 
 
 class Recorder:
-    """Records a step for each number of rows and of visible places, and replays it."""
+    """A batch of rows, see `generation.Batch`, whose steps are recorded and replayed.
+
+    There is a recording for each number of rows and of visible places.
+    """
+
+    drops_at = 0.25  # dropping rows needs new recordings
 
     def __init__(self, step: Step):
         self.step = step
         self.replays: dict[tuple[int, int], Callable[[], None]] = {}
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()  # recordings never run at the same time
+        self.n_tokens = 0
+
+    def advance(self, n_new: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Adds tokens to each row; returns all so far, and their log-probs. Waits for the GPU."""
+        step = self.step
+        for _ in range(n_new):
+            self.n_tokens += 1
+            step.visible = round_up(step.read + self.n_tokens)
+            self()
+        drawn = step.drawn[: step.rows, : self.n_tokens].tolist()
+        if step.draw is None:
+            return drawn, [[]] * step.rows
+        return drawn, step.logps[: step.rows, : self.n_tokens].tolist()
+
+    def keep(self, rows: list[int]) -> None:
+        self.step.keep(rows)
 
     def __call__(self) -> None:
         shape = (self.step.rows, self.step.visible)
@@ -199,33 +206,3 @@ class Recorder:
             self.replays[shape] = self.step
         else:
             self.replays[shape] = graph.replay
-
-
-def generate(step: Step, stops: set[int]) -> Iterator[tuple[int, Response]]:
-    """Yields the place of each prompt in a batch with its response, as soon as that has ended."""
-    run_step = Recorder(step)
-    max_new_tokens = step.drawn.shape[1]
-    prompts = list(range(step.rows))  # whose response a row is
-    unfinished = prompts  # rows
-    n_new = 0
-    while unfinished:
-        for _ in range(min(TOKENS_AT_ONCE, max_new_tokens - n_new)):
-            n_new += 1
-            step.visible = round_up(step.read + n_new)
-            run_step()
-        drawn = step.drawn[: step.rows, :n_new].tolist()
-        logps = [] if step.draw is None else step.logps[: step.rows, :n_new].tolist()
-        still_unfinished = []
-        for row in unfinished:
-            end = next((n for n, token in enumerate(drawn[row], start=1) if token in stops), 0)
-            if not end and n_new < max_new_tokens:
-                still_unfinished.append(row)
-                continue
-            end = end or max_new_tokens
-            logps_of_row = logps[row][:end] if logps else []
-            yield prompts[row], Response(drawn[row][:end], logps_of_row)
-        unfinished = still_unfinished
-        if unfinished and len(unfinished) <= MOVE_AT * step.rows:
-            step.keep(unfinished)
-            prompts = [prompts[row] for row in unfinished]
-            unfinished = list(range(len(prompts)))

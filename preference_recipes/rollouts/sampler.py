@@ -7,8 +7,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from common import engine
-from common.metrics import Means
-from common.progress import Progress
 from preference_recipes.data import rendering
 
 
@@ -30,10 +28,10 @@ class Sampler:
     accelerator: Accelerator
     args: Any
     tokenizer: Any
-    data: Any  # the run's sets, as `dataset.load_data` returned them
     model: nn.Module  # the trained one, prepared
-    progress: Progress  # of the run; a sampler only reads it
-    means: Means  # take what is logged about sampling
+    data: Any = None  # the run's sets, as `dataset.load_data` returned them
+    progress: Any = None  # the `Progress` of the run; a sampler only reads it
+    means: Any = None  # the `Means` that take what is logged about sampling
     stage: Any = None  # plays episodes with `--environment`; None: a sample is one answer
     servers: Any = None  # of `--vllm_url`; None: transformers generates
 

@@ -136,11 +136,11 @@ class FakeServer:
         sampler = bare_sampler(tokenizer=tokenizer, model=self.worker.model)
         sampler.unwrapped.vocabulary -= len(content["logit_bias"])
         n_tokens = content["max_tokens"]
+        draws = np.random.default_rng(seed).random((1, n_tokens))
         # A greedy one is drawn, too, so that it has log-probs: with hardly any temperature.
-        draws = torch.from_numpy(np.random.default_rng(seed).random((1, n_tokens)))
-        draw = generation.SampleByUniform(draws, content["temperature"] or 1e-4)
+        temperature = content["temperature"] or 1e-4
         sampler.stop_tokens = lambda: set(content["stop_token_ids"])
-        prompts = [content["prompt"]]
+        how = (n_tokens, temperature, draws)
         with torch.no_grad():
-            ((_, response),) = generation.generate_batch(sampler, prompts, n_tokens, draw)
+            ((_, response),) = generation.generate_some(sampler, [content["prompt"]], [0], *how)
             return response

@@ -1,6 +1,7 @@
 """Whether a response gives the right answer: a table of what people and models write."""
 
 import copy
+import types
 
 import datasets
 import pytest
@@ -239,6 +240,7 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
     eval_set = datasets.Dataset.from_dict({**ids, "answer": ["1", "1", "1", ""]})
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), **sizes)
-    shares, examples = answers.exact_match(sampler, eval_set, "eval/sums/")
+    actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
+    shares, examples = answers.exact_match(actor, eval_set, "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert list(shares) == (["eval/sums/exact_match"] if rows else [])
