@@ -5,34 +5,22 @@ The protocol is in docs/environments.md. Nothing here knows tokens; `episodes.py
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import inspect
 import json
-import math
-import numbers
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from transformers.utils import get_json_schema
 
-from common import arguments
+from common import arguments, in_one_line
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
-# Calls of environments that run at once.
-CALLS_AT_ONCE = 64
-# How long closing an environment may take.
-CLOSE_SECONDS = 10
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-# The name of `get_reward` among the parts of a score; the others are reward functions and models.
-OF_ENVIRONMENT = "environment"
-# The largest score that fp32 holds.
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class UserClass(NamedTuple):
@@ -55,7 +43,8 @@ def load(name: str) -> UserClass:
     if not has_step and not names:
         sys.exit(f"--environment {name} has neither a method `step` nor a public one as a tool")
     tools = [get_json_schema(getattr(instance, method)) for method in names]
-    close([instance])
+    if hasattr(instance, "close"):
+        awaited_result(instance.close())
     return UserClass(name, make, has_step, hasattr(instance, "get_reward"), tools)
 
 
@@ -63,16 +52,6 @@ def tools_of(instance: Any) -> list[str]:
     """Returns the names of the public methods that a model may call."""
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
     return [name for name, _ in members if name not in PROTOCOL and not name.startswith("_")]
-
-
-def close(instances: Iterable[Any]) -> None:
-    """Calls `close` of the instances that have it; an error in it is of no consequence."""
-    calls = Calls(CLOSE_SECONDS)
-    for number, instance in enumerate(instances):
-        if hasattr(instance, "close"):
-            calls.start(number, instance.close)
-    with contextlib.suppress(Exception):
-        calls.wait()
 
 
 # ============================================================ calls of a user's code
@@ -88,11 +67,9 @@ class Calls:
     def __init__(self, timeout: float):
         self.timeout = timeout or None
         self.futures: dict[int, concurrent.futures.Future] = {}  # by the number of the call
-        self.free = threading.Semaphore(CALLS_AT_ONCE)
         event_loop()  # made by one thread, before those of the calls ask for it
 
     def start(self, number: int, function: Callable, *args, **keywords) -> None:
-        """Starts a call; waits for another one if there are `CALLS_AT_ONCE`."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         self.futures[number] = future
 
@@ -101,22 +78,15 @@ class Calls:
                 future.set_result(awaited_result(function(*args, **keywords)))
             except BaseException as error:  # raised where it is waited for; `sys.exit`, too
                 future.set_exception(error)
-            finally:
-                self.free.release()
 
-        self.refuse_late(self.free.acquire(timeout=self.timeout))
         threading.Thread(target=run, daemon=True).start()
 
     def wait(self) -> dict[int, Any]:
         """Returns what all calls return, by their number, or raises what one of them raised."""
-        for future in self.futures.values():
-            done, _ = concurrent.futures.wait([future], self.timeout)
-            self.refuse_late(bool(done))
-        return {number: future.result() for number, future in sorted(self.futures.items())}
-
-    def refuse_late(self, in_time: bool) -> None:
-        if not in_time:
+        _, late = concurrent.futures.wait(self.futures.values(), self.timeout)
+        if late:
             raise TimeoutError(f"a call took longer than --environment_timeout {self.timeout:g}")
+        return {number: future.result() for number, future in sorted(self.futures.items())}
 
 
 @functools.cache
@@ -136,26 +106,6 @@ def awaited_result(result: Any) -> Any:
     if not inspect.isawaitable(result):
         return result
     return asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result()
-
-
-def check_scores(source: str, scores: Any, data_rows: Sequence[int]) -> list[float]:
-    """Returns scores that a user's code gave as a list of numbers, NaN where it gave None.
-
-    Raises:
-        SystemExit: they are not one number that fp32 holds, or None, for each of these rows.
-    """
-    if hasattr(scores, "tolist"):  # of torch or numpy
-        scores = scores.tolist()
-    expected = f"{source}: expected {len(data_rows)} numbers, one for each response"
-    if not isinstance(scores, (list, tuple)) or len(scores) != len(data_rows):
-        sys.exit(f"{expected}, got {scores!r:.200}")
-    values = [value.item() if hasattr(value, "item") else value for value in scores]
-    for data_row, value in zip(data_rows, values):
-        is_number = isinstance(value, numbers.Real)
-        # Compared, not converted: a whole number may be too large even for fp64.
-        if value is not None and (not is_number or not abs(value) <= LARGEST):
-            sys.exit(f"{expected}, that fp32 holds; got {value!r:.200} for data row {data_row}")
-    return [math.nan if value is None else float(value) for value in values]
 
 
 # ============================================================ tools
@@ -203,23 +153,14 @@ def call_tools(instance: Any, message: dict) -> tuple[list[dict], int]:
 def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
     """Returns the name of what was called, and its result or `{"error": ...}`."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        found = one_line(repr(function))
-        return "", {"error": f"no JSON object with name and arguments: {found}"}
+        return "", {"error": f"no JSON object with name and arguments: {function!r:.200}"}
     name = function["name"]
     names = tools_of(instance)
     if name not in names:
         return name, {"error": f"unknown tool {name!r}; there are: {', '.join(names)}"}
-    method = getattr(instance, name)
     try:
         given = function.get("arguments") or {}
         given = json.loads(given) if isinstance(given, str) else given
-        inspect.signature(method).bind(**given)
-        return name, awaited_result(method(**given))
+        return name, awaited_result(getattr(instance, name)(**given))
     except Exception as error:
-        return name, {"error": one_line(f"{type(error).__name__}: {error}")}
-
-
-def one_line(text: str, most: int = 200) -> str:
-    """Returns a text as one line of limited length."""
-    text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[:most]}..."
+        return name, {"error": f"{type(error).__name__}: {in_one_line(error, most=200)}"}

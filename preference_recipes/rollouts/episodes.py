@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class Stage:
         of an answer by the number at its start), whatever other episodes there are. Each process
         plays its share.
         """
-        self.close()
+        self.close(sampler)
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
 
@@ -117,7 +117,8 @@ class Stage:
                 sampler.servers.synchronise(sampler)  # they get the current weights
             else:
                 stack.enter_context(generation.ready_to_generate(sampler))
-            episodes = on_all(sampler, play_mine)
+            mine = distributed.all_or_none(sampler.accelerator, True, play_mine)
+        episodes = distributed.gather_rows(mine)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
@@ -134,17 +135,16 @@ class Stage:
     def begin(self, sampler: Sampler, prompts: dict, per_prompt: int) -> dict[int, Episode]:
         """Makes and resets this process's environments; returns their episodes by number."""
         mine = share_of_groups(sampler.accelerator, len(prompts["row"]), per_prompt)
+        rows = {
+            number: {name: values[number // per_prompt] for name, values in prompts.items()}
+            for number in mine
+        }
         self.instances = {number: self.user_class.make() for number in mine}
         calls = environments.Calls(sampler.args.environment_timeout)
         for number, instance in self.instances.items():
-            calls.start(
-                number, instance.reset, **json.loads(prompts["columns"][number // per_prompt])
-            )
-        episodes = {}
-        for number, added in calls.wait().items():
-            columns = {name: values[number // per_prompt] for name, values in prompts.items()}
-            episodes[number] = self.opening(sampler, columns, added)
-        return episodes
+            calls.start(number, instance.reset, **json.loads(rows[number]["columns"]))
+        added = calls.wait()
+        return {number: self.opening(sampler, rows[number], added[number]) for number in mine}
 
     def opening(self, sampler: Sampler, columns: dict, added: str | list[dict] | None) -> Episode:
         """Returns an episode that has not begun, with what `reset` added to its prompt.
@@ -157,8 +157,8 @@ class Stage:
         if isinstance(row["prompt"], str) and not sampler.args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string, no messages: give --strings_as_messages")
         messages = as_messages(row["prompt"], "user")
-        ids = columns["prompt_ids"]
-        episode = Episode(columns["row"], ids, messages, row.get("chat_template_kwargs"))
+        variables = row.get("chat_template_kwargs")
+        episode = Episode(columns["row"], columns["prompt_ids"], messages, variables)
         if added is None:
             return episode
         if isinstance(added, str):
@@ -166,7 +166,7 @@ class Stage:
             episode.messages = [*earlier, {**last, "content": last["content"] + added}]
         else:
             episode.messages = [*messages, *added]
-        tokenizer = rendering.with_variables(sampler.tokenizer, episode.variables)
+        tokenizer = rendering.with_variables(sampler.tokenizer, variables)
         episode.prompt = chat.encode_prompt(tokenizer, episode.messages, self.user_class.tools).ids
         if episode.places_left(sampler.args) <= 0:
             sys.exit(f"{option}: with what `reset` added, --max_length leaves no room")
@@ -266,30 +266,19 @@ class Stage:
         episode.messages += messages
 
     # ======================================================== the end of episodes
-    def rewards(self, sampler: Sampler, samples: Samples) -> list[float]:
-        """Returns `get_reward` of each sample, the same on every process; NaN where it is None."""
+    def call(self, sampler: Sampler, method: str) -> list:
+        """Returns what a method of each of this process's environments that has it returns."""
+        calls = environments.Calls(sampler.args.environment_timeout)
+        for number, instance in self.instances.items():
+            if hasattr(instance, method):
+                calls.start(number, getattr(instance, method))
+        return list(calls.wait().values())
 
-        def mine() -> dict[int, float]:
-            calls = environments.Calls(sampler.args.environment_timeout)
-            for number, instance in self.instances.items():
-                calls.start(number, instance.get_reward)
-            found = calls.wait()
-            data_rows = [samples.data_rows[number] for number in found]
-            source = f"--environment {self.user_class.name}: `get_reward`"
-            scores = environments.check_scores(source, list(found.values()), data_rows)
-            return dict(zip(found, scores))
-
-        return on_all(sampler, mine)
-
-    def close(self) -> None:
-        """Closes all environments of the latest samples."""
-        environments.close(self.instances.values())
+    def close(self, sampler: Sampler) -> None:
+        """Closes all environments of the latest samples; an error in that is of no consequence."""
+        with contextlib.suppress(Exception):
+            self.call(sampler, "close")
         self.instances = {}
-
-
-def on_all(sampler: Sampler, function: Callable[[], dict[int, Any]]) -> list:
-    """Returns what all processes return of it by the episode's number, in their order."""
-    return distributed.gather_rows(distributed.all_or_none(sampler.accelerator, True, function))
 
 
 def statistics(episodes: list[Episode]) -> dict[str, torch.Tensor]:

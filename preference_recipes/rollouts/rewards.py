@@ -1,11 +1,12 @@
-"""Scores responses by a reward model, reward functions or both; has two such functions."""
+"""Scores responses by a reward model, reward functions or both; has one such function."""
 
+import contextlib
 import copy
 import inspect
 import json
-import re
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +19,15 @@ from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers, environments, episodes
-from preference_recipes.rollouts.environments import LARGEST, OF_ENVIRONMENT, check_scores
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
 
 # The name of the reward model's part among those of the functions.
 OF_MODEL = "reward_model"
-# What a function is given by name whatever the data holds, the last two with `--environment`.
-OWN_KEYWORDS = ("response_ids", "truncated", "rendered_prompts", "step")
-OF_EPISODES = ("messages", "environments")
-# Columns of these names are not passed.
-OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS, *OF_EPISODES)
+# The name of `get_reward` among the parts of a score.
+OF_ENVIRONMENT = "environment"
+# The largest score that fp32 holds.
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Scores(NamedTuple):
@@ -104,12 +103,10 @@ class Judge:
         parts = {}
         if self.model is not None:
             parts[OF_MODEL] = self.scores_of_model(sampler, samples, packer)
-        if self.functions:
+        if self.weights.keys() - {OF_MODEL}:
             parts |= self.scores_of_functions(sampler, samples)
-        if OF_ENVIRONMENT in self.weights:
-            parts[OF_ENVIRONMENT] = sampler.stage.rewards(sampler, samples)
         if sampler.stage is not None:
-            sampler.stage.close()
+            sampler.stage.close(sampler)
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
@@ -131,8 +128,7 @@ class Judge:
         for rows, batch in samples.scoring_batches(sampler, packer):
             # It reads a padding row, too: other processes may wait for its forward pass.
             scores = self.model(batch).double().cpu().numpy()
-            normalised = (scores - self.mean) / self.std
-            score_of_row |= dict(zip(rows, normalised.tolist()))
+            score_of_row |= dict(zip(rows, ((scores - self.mean) / self.std).tolist()))
         of_samples = distributed.gather_rows(score_of_row)
         for data_row, score in zip(samples.data_rows, of_samples):
             # Refused here: from now on NaN means that a function returned None.
@@ -144,9 +140,9 @@ class Judge:
         return of_samples
 
     def scores_of_functions(self, sampler: Sampler, samples: Samples) -> dict[str, list[float]]:
-        """Returns each function's scores of all samples, NaN where it returned None.
+        """Returns the scores of all samples by each function and by the environment.
 
-        The processes share the samples, a prompt's samples all on one of them.
+        The processes share the samples, a prompt's samples all on one of them. NaN stands for None.
         """
         n_prompts = len(samples) // samples.per_prompt
         mine = share_of_groups(sampler.accelerator, n_prompts, samples.per_prompt)
@@ -154,32 +150,39 @@ class Judge:
         def call() -> list[list[float]]:
             if not mine:
                 return []
-            given = given_to_functions(sampler, samples, mine)
-            data_rows = [samples.data_rows[row] for row in mine]
-            return [
-                check_scores(f"--reward_function {name}", called(f, given, self.columns), data_rows)
-                for name, f in self.functions.items()
-            ]
+            given = given_to_functions(sampler, samples, mine, self.columns)
+            found = {
+                f"--reward_function {name}": called(function, given)
+                for name, function in self.functions.items()
+            }
+            if OF_ENVIRONMENT in self.weights:
+                source = f"--environment {sampler.args.environment}: `get_reward`"
+                found[source] = sampler.stage.call(sampler, "get_reward")
+            return [as_numbers(source, scores, len(mine)) for source, scores in found.items()]
 
         # If it ends the run on one process, the others would wait for its scores forever.
         scores_of_mine = distributed.all_or_none(sampler.accelerator, True, call)
         of_samples = distributed.gather_rows(dict(zip(mine, zip(*scores_of_mine))))
-        return dict(zip(self.functions, map(list, zip(*of_samples))))
+        names = [name for name in self.weights if name != OF_MODEL]
+        return dict(zip(names, map(list, zip(*of_samples))))
 
 
 # ============================================================ calls of reward functions
 
 
-def given_to_functions(sampler: Sampler, samples: Samples, rows: list[int]) -> dict[str, list]:
-    """Returns what reward functions may be given about these rows of the samples, by name."""
+def given_to_functions(
+    sampler: Sampler, samples: Samples, rows: list[int], columns: list[str]
+) -> dict[str, Any]:
+    """Returns what reward functions may be given about these rows of the samples, by name.
+
+    Args:
+        columns: of the training data. In a mixture, the given rows may all lack some of them.
+    """
     data = [json.loads(samples.row_texts[row]) for row in rows]
     responses = samples.answers(sampler.tokenizer)
-    given: dict[str, Any] = {
-        name: [values.get(name) for values in data]
-        for name in columns_of(data)
-        if name not in OWN_NAMES
-    }
-    given["prompts"] = [values["prompt"] for values in data]  # strings or lists of messages
+    names = columns_of([dict.fromkeys(columns), *data])
+    given: dict[str, Any] = {name: [values.get(name) for values in data] for name in names}
+    given["prompts"] = given.pop("prompt")  # strings or lists of messages
     given["responses"] = [responses[row] for row in rows]  # of an episode its last answer
     given["response_ids"] = [samples.responses[row] for row in rows]
     given["truncated"] = [not samples.ended[row].item() for row in rows]
@@ -192,27 +195,37 @@ def given_to_functions(sampler: Sampler, samples: Samples, rows: list[int]) -> d
     return given
 
 
-def called(function: Callable, given: dict[str, list], columns: Sequence[str]) -> Any:
+def called(function: Callable, given: dict[str, Any]) -> Any:
     """Returns what a function `(prompts, responses, **columns) -> scores` returns; it may be async.
 
     Columns that its signature does not name are not passed, unless it takes `**columns`. It gets
     copies, so what it changes reaches neither the samples that are trained on nor other functions.
-
-    Args:
-        columns: of the training data. In a mixture, the given rows may all lack some of them.
     """
     # Environments may hold connections: they are not copied.
     kept = {id(instance): instance for instance in given.get("environments", [])}
     keywords = copy.deepcopy(given, kept)
     prompts_and_responses = keywords.pop("prompts"), keywords.pop("responses")
-    parameters = inspect.signature(function).parameters
-    named = list(parameters.values())[2:]
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name in columns:
-            keywords.setdefault(parameter.name, [None] * len(given["responses"]))
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        keywords = {p.name: keywords[p.name] for p in named if p.name in keywords}
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        named = [parameter.name for parameter in parameters]
+        keywords = {name: keywords[name] for name in named[2:] if name in keywords}
     return environments.awaited_result(function(*prompts_and_responses, **keywords))
+
+
+def as_numbers(source: str, scores: Any, n: int) -> list[float]:
+    """Returns scores that a user's code gave for n responses as numbers, NaN where it gave None.
+
+    Raises:
+        SystemExit: they are something else.
+    """
+    values = None
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        values = [None if score is None else float(score) for score in scores]
+    if values is None or len(values) != n or any(value != value for value in values):  # NaN
+        sys.exit(
+            f"{source}: expected {n} numbers, one for each response, or None; got {scores!r:.200}"
+        )
+    return [math.nan if value is None else value for value in values]
 
 
 # ============================================================ what the arguments name
@@ -257,12 +270,7 @@ def columns_of(data: list[dict]) -> list[str]:
     return list(dict.fromkeys(name for row in data for name in row))
 
 
-# ============================================================ reward functions
-
-# What `is_equal` does not compare as mathematics.
-WORDS = re.compile(r"[^\W\d_]{2,}(?:\s+[^\W\d_]+)*")
-LONGEST_EXPRESSION = 300
-MATH_MODE = re.compile(r"^\s*(?:\${1,2}|\\[(\[])|(?:\${1,2}|\\[)\]])?\.?\s*$")
+# ============================================================ a reward function
 
 
 def answer_reward(prompts, responses, answer, rendered_prompts=None, **columns):
@@ -270,18 +278,8 @@ def answer_reward(prompts, responses, answer, rendered_prompts=None, **columns):
 
     Of a column of lists it is any of their entries. `answers.is_right` decides what is right.
     """
-    return judged(answers.is_right, rendered_prompts or prompts, responses, answer)
-
-
-def math_reward(prompts, responses, answer, rendered_prompts=None, **columns):
-    """As `answer_reward`, by `is_equal`. It needs the package math-verify."""
-    return judged(is_equal, rendered_prompts or prompts, responses, answer)
-
-
-def judged(is_right: Callable, prompts: list, responses: list, answer: list) -> list[float | None]:
-    """Returns what a function says of each response and answer, None where there is no answer."""
     scores: list[float | None] = []
-    for prompt, response, right in zip(prompts, responses, answer):
+    for prompt, response, right in zip(rendered_prompts or prompts, responses, answer):
         right = answer_column.to_text(right)
         if right == answer_column.OBJECT:
             raise ValueError(f"the column answer holds an object, at the prompt {prompt!r:.80}")
@@ -290,29 +288,5 @@ def judged(is_right: Callable, prompts: list, responses: list, answer: list) -> 
             continue
         if isinstance(prompt, str):
             response = answers.with_opened_thought(prompt, response)
-        scores.append(float(is_right(response, right)))
+        scores.append(float(answers.is_right(response, right)))
     return scores
-
-
-def is_equal(response: str, answer: str | float | list) -> bool:
-    """As `answers.is_right`, but what math-verify finds equal is right, too: 0.5 is 1/2.
-
-    Words are left to `is_right`: math-verify reads products of letters, so that no would be on. So
-    are long texts, which state no answer.
-    """
-    if answers.is_right(response, answer):
-        return True
-    stated = answers.final_answer(response)
-    if len(stated) > LONGEST_EXPRESSION:
-        return False
-    entries = answer_column.entries(answer_column.to_text(answer))
-    right = [answers.final_answer(entry) for entry in entries]
-    return any(equal_by_math_verify(text, stated) for text in right if not WORDS.fullmatch(text))
-
-
-def equal_by_math_verify(right: str, stated: str) -> bool:
-    """Whether math-verify finds two final answers equal. In a box, it takes each as a whole."""
-    from math_verify import parse, verify  # of an extra
-
-    boxed = [rf"\boxed{{{MATH_MODE.sub('', text)}}}" for text in (right, stated)]
-    return verify(*map(parse, boxed))

@@ -83,14 +83,13 @@ def pins_under(python: str) -> dict[str, str]:
 
 
 def test_every_import_is_a_declared_dependency():
-    """What a run imports is installed with it; peft and math-verify with the extras that need them.
+    """What a run imports is installed with it; peft with the extras that need it.
 
     `vllm` is imported in a server's own processes, see `preference_recipes/rollouts/vllm_worker.py`.
     """
     always = names_of(DEPENDENCIES)
     needed = imported("common", "preference_recipes", "recipes")
-    assert needed.keys() - always == {"peft", "math-verify", "vllm"}
-    assert "math-verify" in names_of(EXTRAS["math"])
+    assert needed.keys() - always == {"peft", "vllm"}
     assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
     everything = always.union(*map(names_of, EXTRAS.values()))
     around = imported("tests", "benchmarks", "assets", "docs")
@@ -101,7 +100,7 @@ def test_every_import_is_a_declared_dependency():
 
 
 def test_every_dependency_has_a_lower_bound_that_its_pin_meets():
-    of_tests = [*DEPENDENCIES, *EXTRAS["lora"], *EXTRAS["qlora"], *EXTRAS["math"], *EXTRAS["test"]]
+    of_tests = [*DEPENDENCIES, *EXTRAS["lora"], *EXTRAS["qlora"], *EXTRAS["test"]]
     for python in PYTHONS:
         pins = pins_under(python)
         assert names_of(of_tests) - pins.keys() == {"filelock", "packaging", "tokenizers"}

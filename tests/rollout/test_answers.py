@@ -204,33 +204,6 @@ def test_an_answer_that_is_an_object_is_refused(answer):
     )
 
 
-# What a response says, the answer, and whether `math_reward` finds it right.
-MATH = [
-    (r"\boxed{\frac34}", "0.75", True),
-    (r"The answer is \(\frac{2}{4}\).", "$1/2$", True),
-    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True),
-    (r"\boxed{(x+1)^2}", "x^2+2x+1", True),
-    (r"\boxed{\{1,2\}}", r"\{2,1\}", True),
-    (r"\boxed{25\%}", "0.25", True),
-    # math-verify denies it: to it words are products. So no would be on.
-    ("The answer is 1200 dollars.", "1200", True),
-    (r"\boxed{no}", "on", False),
-    (r"\boxed{3.1416}", r"\pi", False),
-    (r"\boxed{1 1/2}", "3/2", False),
-    ("1+" * 200, "2", False),
-]
-
-
-def test_math_reward_is_right_where_its_own_check_or_math_verify_is():
-    pytest.importorskip("math_verify")
-    responses, given, expected = map(list, zip(*MATH))
-    own = rewards.answer_reward([""] * len(MATH), responses, given)
-    assert own == [0.0] * 6 + [1.0] + [0.0] * 4
-    assert rewards.math_reward([""] * len(MATH), responses, given) == expected
-    found = rewards.math_reward([""] * 3, ["0.5"] * 3, [["2", r"\frac12"], None, "2"])
-    assert found == [1.0, None, 0.0]
-
-
 @pytest.mark.parametrize(
     ("limit", "rows"), [(None, [10, 11, 12]), (2, [10, 11]), (9, [10, 11, 12]), (0, [])]
 )

@@ -20,7 +20,7 @@ from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import decode, encode
 from preference_recipes.models.logprobs import LogProbModel
-from preference_recipes.rollouts import environments, episodes, rollout
+from preference_recipes.rollouts import environments, episodes, rewards, rollout
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -280,12 +280,15 @@ def test_methods_may_be_coroutines_and_a_reward_that_is_no_number_ends_the_run(p
             return self.reward
 
     sampler, _, _, found = play(Later)
-    assert sampler.stage.rewards(sampler, found) == [1.5] * 4
+    assert rewards_of(sampler, found) == [1.5] * 4
     sampler.stage.instances[0].reward = float("nan")
-    refuses(
-        "--environment E: `get_reward`", "got nan for data row 1",
-        call=lambda: sampler.stage.rewards(sampler, found),
-    )  # fmt: skip
+    refuses("--environment", "get_reward", "got [nan", call=lambda: rewards_of(sampler, found))
+
+
+def rewards_of(sampler, samples) -> list[float]:
+    judge = rewards.Judge(bare_sampler())
+    judge.weights = {"environment": 1.0}
+    return judge.scores_of_functions(sampler, samples)["environment"]
 
 
 # ============================================================ TRL
@@ -426,8 +429,7 @@ def test_the_examples_of_the_page(play, name):
     turns_of = found.of_episodes["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
-        sampler.stage.user_class = sampler.stage.user_class._replace(has_reward=True)
-        assert sampler.stage.rewards(sampler, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
+        assert rewards_of(sampler, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
 
 
 @pytest.mark.slow
