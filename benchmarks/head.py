@@ -60,7 +60,7 @@ def measure(way: str, vocabulary: int, width: int, positions: int) -> dict:
     if way == "plain":
         logps = Plain.apply(hidden, weight, targets)
     else:
-        (logps,) = ByChunks.apply(hidden, weight, None, vocabulary, LogProbs(targets))
+        (logps,) = ByChunks.apply(hidden, weight, None, LogProbs(targets))
     logps.mean().backward()
     return {
         "seconds": time.process_time() - start,

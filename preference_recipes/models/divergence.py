@@ -11,8 +11,8 @@ Source: Agarwal et al. 2023, arXiv:2306.13649 eq. 1. Towards both ends the third
 by beta, or by 1 - beta, it becomes the KL.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -22,13 +22,11 @@ from preference_recipes.models import architecture
 from preference_recipes.models.logprobs import (
     ByChunks,
     LogProbModel,
+    blocks,
     by_answer,
     product_dtype,
     scaled_products,
 )
-
-# Logits that are compared at once on a CPU. What is made of them stays in its cache.
-BLOCK_ELEMENTS = 2**18
 
 # What is computed of every position besides the divergence; see `compare`.
 VALUES = (
@@ -71,14 +69,6 @@ class Head:
         for (block,) in blocks(logits):
             block -= block.logsumexp(-1, keepdim=True)
         return logits, slope
-
-
-def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields views of the same rows of some tensors; on a CPU of few rows at once, else of all."""
-    rows, vocabulary = tensors[0].shape
-    if tensors[0].device.type == "cpu":
-        rows = max(1, BLOCK_ELEMENTS // vocabulary)
-    yield from zip(*(tensor.split(rows) for tensor in tensors))
 
 
 @dataclass(frozen=True)
@@ -173,6 +163,7 @@ class Divergence:
     softcap: float
     lesson: Lesson
     beta: float | None
+    n_matrices: ClassVar[int] = 2
 
     def read(self, part: slice, hidden, matrix, bias) -> tuple:
         """Returns both models' log-probs of all tokens, and the steepness of the student's cap."""
@@ -198,7 +189,7 @@ class Divergence:
             grad = gradient(s, t, chosen, self.beta)
             for steepness in slope_of_block:
                 grad *= steepness
-            torch.neg(grad, out=s)
+            s.copy_(grad)
         return student
 
 
@@ -253,7 +244,7 @@ class DistillModel(LogProbModel):
                 formula = (self.multiplier / temperature, self.softcap / temperature)
                 job = Divergence(batch["targets"][places], *formula, lesson, beta)
                 with_gradient, *others = ByChunks.apply(
-                    hidden.index_select(0, places), weight, bias, self.vocabulary, job
+                    hidden.index_select(0, places), weight, bias, job
                 )
                 values = {**dict(zip(VALUES, others)), name: with_gradient}
                 for key, value in values.items():
@@ -261,7 +252,7 @@ class DistillModel(LogProbModel):
                     results[key] = whole.index_copy(0, places, value)
             return results
 
-        values = self.model.get_output_embeddings()(states, learn)
+        values = self.model.get_output_embeddings()(states, learn, self.vocabulary)
         return {key: by_answer(value, batch) for key, value in values.items()}
 
     def whole_head(self, temperature: float) -> Head:

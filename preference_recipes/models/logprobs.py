@@ -1,20 +1,23 @@
 """A language model whose output is log-probabilities of given tokens instead of logits.
 
 `LogProbModel.forward` is the whole path. After it come the output layer, which works by chunks of
-tokens with a gradient of its own, and what else it can say of a token.
+positions with a backward pass written by hand, and what else it can say of a token.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from preference_recipes.models import architecture
 
-# Logits held at once, in elements: 256 MiB in fp32, and as much again for their log-softmax.
-CHUNK_ELEMENTS = 2**26
+# Logits held at once, in elements: 512 MiB in fp32.
+CHUNK_ELEMENTS = 2**27
+# Those that a thread of a CPU turns into log-probs at once: they stay in its cache.
+BLOCK_ELEMENTS = 2**18
 
 
 # ============================================================ the model
@@ -83,9 +86,9 @@ class LogProbModel(ModelWrapper):
         )
 
         def by_chunks(hidden, weight, bias) -> tuple[torch.Tensor, ...]:
-            return ByChunks.apply(hidden, weight, bias, self.vocabulary, job)
+            return ByChunks.apply(hidden, weight, bias, job)  # fp32 `[targets]` each
 
-        values = self.model.get_output_embeddings()(hidden, by_chunks)  # fp32 `[targets]` each
+        values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
         named = dict(zip(("logps", *extras), values))
         if check:
             named["own_logps"] = self.own_logps(batch)
@@ -109,56 +112,39 @@ def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
 
 
 # ============================================================ the output layer, by chunks
-class LogProbHead(nn.Linear):
-    """A model's output layer that also hands its weights to a function, inside its own call.
-
-    Only there they are whole under ZeRO-3. It gathers them anew in each call: one a forward pass.
-    """
-
-    @torch.compiler.disable  # compiled once for each number of targets, it would be slower
-    def forward(self, hidden, compute: Callable | None = None):
-        """Returns logits, or `compute(hidden, weight, bias)`."""
-        if compute is None:
-            return super().forward(hidden)
-        return compute(hidden, self.weight, self.bias)
-
-
 class ByChunks(torch.autograd.Function):
-    """What a job makes of `hidden @ weight.T`, a chunk of positions at a time.
+    """A linear layer, and what a job makes of its logits, such as `LogProbs` those of targets.
 
-    Its numbers are those of log-softmax and `gather` on all logits, which are never held together.
-    The forward pass keeps its last chunk only; the backward pass computes the others again. Under
-    half precision the product is of halves. Its sums and everything after it are fp32.
+    By autograd all logits would be kept, and the weight's gradient added up in a second matrix.
 
-    A job, such as `LogProbs`, has the logits' `multiplier` and three methods. `part` is a slice of
-    the positions:
+        kept          inputs, as by any linear layer, and the gradient of the last chunk's logits
+        recomputed    the logits of the other chunks
+        added up      the weight's gradient, over the chunks, in one fp32 matrix
 
-        read(part, hidden, matrix, bias)   what the others need of some positions
+    A job has the logits' `multiplier`, and works on a `part` of the positions, a slice:
+
+        read(part, hidden, matrix, bias)   their state: the logits, or what else it needs
         values(part, state)                fp32 `[n]` each, of which the first has a gradient
-        slopes(part, state)                minus d value / d (multiplier * products): fp32 `[n, v]`,
-                                           in the memory of the state
+        slopes(part, state)                that gradient, d value / d (multiplier * product): fp32
+                                           `[n, v]`, in the memory of the state
+        n_matrices                         how many `[n, v]` a state holds
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, vocabulary: int, job):
-        """Returns the job's values of all positions.
-
-        Hidden states are `[n, h]`, the weight `[v, h]`, the bias `[v]` or None. Only so many tokens
-        as `vocabulary` says, from the first, have a probability.
-        """
+    def forward(ctx, hidden, weight, bias, job):
+        """Returns the job's values; hidden is `[n, h]`, weight `[v, h]`, bias `[v]` or None."""
         ctx.job = job
-        ctx.tokens = slice(vocabulary)
         ctx.dtype = product_dtype(hidden)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.kept = None
-        size = max(1, CHUNK_ELEMENTS // vocabulary)
+        matrix = weight.to(ctx.dtype)
+        size = max(1, CHUNK_ELEMENTS // (len(weight) * job.n_matrices))
         # The last one is whole, since it is the one that is not computed again.
         ends = range(max(1, len(hidden)), 0, -size)
         ctx.chunks = [slice(max(0, end - size), end) for end in reversed(ends)]
-        matrix, cut_bias = cut(ctx, weight, bias)
         values = []
         for part in ctx.chunks:
-            state = job.read(part, hidden[part], matrix, cut_bias)
+            state = job.read(part, hidden[part], matrix, bias)
             values.append(job.values(part, state))
             if part is ctx.chunks[-1] and any(ctx.needs_input_grad):
                 ctx.kept = job.slopes(part, state)
@@ -169,9 +155,9 @@ class ByChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_first, *_):
-        """Returns the gradients of hidden states, weight and bias, summed over chunks in fp32."""
+        """Returns the gradients of hidden states, weight and bias, as of any linear layer."""
         hidden, weight, bias = ctx.saved_tensors
-        matrix, cut_bias = cut(ctx, weight, bias)
+        matrix = weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
         # Below adapters the layer is frozen, and its gradient would cost a product.
         grad_weight = None
@@ -184,25 +170,70 @@ class ByChunks(torch.autograd.Function):
         ctx.kept = None
         for part in reversed(ctx.chunks):
             if grad is None:
-                grad = ctx.job.slopes(part, ctx.job.read(part, hidden[part], matrix, cut_bias))
-            grad *= grad_first[part, None] * -ctx.job.multiplier
+                grad = ctx.job.slopes(part, ctx.job.read(part, hidden[part], matrix, bias))
+            grad *= grad_first[part, None] * ctx.job.multiplier  # now of `hidden @ weight.T + bias`
             if grad_bias is not None:
-                grad_bias[ctx.tokens] += grad.sum(0)
+                grad_bias += grad.sum(0)
             grad = grad.to(ctx.dtype)
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
             if grad_weight is not None and ctx.dtype == torch.float32:
                 # In place: the product of a chunk is as large as the weight itself.
-                grad_weight[ctx.tokens].addmm_(grad.T, hidden[part].float())
+                grad_weight.addmm_(grad.T, hidden[part].float())
             elif grad_weight is not None:
-                grad_weight[ctx.tokens] += grad.T @ hidden[part].to(ctx.dtype)
+                grad_weight += grad.T @ hidden[part].to(ctx.dtype)
             grad = None
         # autograd rounds each to the dtype of what it belongs to.
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None
 
 
-def cut(ctx, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight, in the dtype of the product, and bias of the tokens that count."""
-    return weight[ctx.tokens].to(ctx.dtype), None if bias is None else bias[ctx.tokens]
+@dataclass(frozen=True)
+class LogProbs:
+    """The job of `ByChunks` whose values are the log-probs of the targets `[n]`, then the extras.
+
+    The logits are `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.
+    """
+
+    targets: torch.Tensor
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    extras: tuple[str, ...] = ()
+    n_matrices: ClassVar[int] = 1
+
+    def read(self, part: slice, hidden, matrix, bias) -> torch.Tensor:
+        """Returns the logits of a part, fp32 `[n, v]`."""
+        logits = scaled_products(hidden, matrix, bias, self.multiplier)
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def values(self, part: slice, logits: torch.Tensor) -> list[torch.Tensor]:
+        rows = []
+        for block, targets in blocks(logits, self.targets[part]):
+            # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob
+            # can be 5e-5 too high. `logsumexp` adds up better, and takes longer.
+            all_logps = block.log_softmax(-1)
+            logps = all_logps.gather(1, targets[:, None]).squeeze(1)
+            rows.append([logps, *(EXTRAS[name](block, all_logps, targets) for name in self.extras)])
+        return list(map(torch.cat, zip(*rows)))
+
+    def slopes(self, part: slice, logits: torch.Tensor) -> torch.Tensor:
+        for block, targets in blocks(logits, self.targets[part]):
+            # d logp / d logits = one_hot(target) - softmax(logits)
+            slopes = block.log_softmax(-1).exp_().neg_()
+            slopes.scatter_add_(1, targets[:, None], torch.ones_like(slopes[:, :1]))
+            if self.softcap:
+                # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
+                slopes *= 1 - (block / self.softcap) ** 2
+            block.copy_(slopes)
+        return logits
+
+
+def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields views of a few rows of some tensors at a time: what is made of them stays small."""
+    on_cpu = tensors[0].device.type == "cpu"
+    at_once = BLOCK_ELEMENTS * torch.get_num_threads() if on_cpu else CHUNK_ELEMENTS // 8
+    rows = max(1, at_once // tensors[0].shape[1])
+    return zip(*(tensor.split(rows) for tensor in tensors))
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -235,44 +266,24 @@ def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
         return products
 
 
-@dataclass(frozen=True)
-class LogProbs:
-    """The job of `ByChunks` whose values are the log-probs of the targets `[n]`, then the extras.
+class LogProbHead(nn.Linear):
+    """A model's output layer that also hands its weights to a function, inside its own call.
 
-    The logits are `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.
+    Only there they are whole under ZeRO-3. It gathers them anew in each call: one a forward pass.
     """
 
-    targets: torch.Tensor
-    multiplier: float = 1.0
-    softcap: float = 0.0
-    extras: tuple[str, ...] = ()
-
-    def read(self, part: slice, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logits and their log-softmax, fp32 `[n, v]` each."""
-        logits = scaled_products(hidden, matrix, bias, self.multiplier)
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob can
-        # be 5e-5 too high. `logsumexp` adds up better, and the head would be 10 to 18 % slower.
-        return logits, logits.log_softmax(-1)
-
-    def values(self, part: slice, state: tuple) -> list[torch.Tensor]:
-        logits, all_logps = state
-        targets = self.targets[part]
-        logps = all_logps.gather(1, targets[:, None]).squeeze(1)
-        return [logps, *(EXTRAS[name](logits, all_logps, targets) for name in self.extras)]
-
-    def slopes(self, part: slice, state: tuple) -> torch.Tensor:
-        logits, all_logps = state
-        # d logp / d logits = one_hot(target) - softmax(logits), and this is minus that.
-        minus_one = -torch.ones_like(all_logps[:, :1])
-        slopes = all_logps.exp_().scatter_add_(1, self.targets[part, None], minus_one)
-        if self.softcap:
-            # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
-            slopes *= 1 - (logits / self.softcap) ** 2
-        return slopes
+    @torch.compiler.disable  # compiled once for each number of targets, it would be slower
+    def forward(self, hidden, compute: Callable | None = None, vocabulary: int = 0):
+        """Returns logits, or `compute(hidden, weight, bias)`, cut to so many tokens."""
+        if compute is None:
+            return super().forward(hidden)
+        if vocabulary == self.out_features:
+            return compute(hidden, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias[:vocabulary]
+        return compute(hidden, self.weight[:vocabulary], bias)
 
 
+# ============================================================ what else is said of a token
 # What else a caller may ask of positions, fp32 `[n]`, see `EXTRAS`. Each function is given logits
 # `[n, v]`, their log-softmax, and the targets `[n]`.
 def mean_logits(logits, all_logps, targets) -> torch.Tensor:

@@ -92,7 +92,7 @@ def losses_of_tokens(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     targets = torch.randint(60, (7,))
 
     def model(batch, extras):
-        found = ByChunks.apply(hidden, weight, None, len(weight), LogProbs(targets, extras=extras))
+        found = ByChunks.apply(hidden, weight, None, LogProbs(targets, extras=extras))
         return dict(zip(("logps", *extras), found))
 
     losses, values = SFT.token_losses(model, {"mask": torch.ones(7, dtype=torch.bool)}, kind)

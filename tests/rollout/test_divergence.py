@@ -7,7 +7,7 @@ import torch
 
 from architectures import build
 from peers import trl_distill
-from preference_recipes.models import divergence, logprobs, packing
+from preference_recipes.models import logprobs, packing
 from preference_recipes.models.divergence import (
     VALUES,
     DistillModel,
@@ -77,7 +77,8 @@ def ours(given: dict, formulas, beta, temperature: float, cut: int):
     lesson = Lesson(given["teacher_hidden"], head, torch.arange(0))
     of_student = (multiplier / temperature, softcap / temperature)
     job = Divergence(given["targets"], *of_student, lesson, beta)
-    first, *others = ByChunks.apply(*learned, cut, job)
+    hidden, weight, bias = learned
+    first, *others = ByChunks.apply(hidden, weight[:cut], bias[:cut], job)
     gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
     return first.detach(), dict(zip(VALUES, others)), gradients
 
@@ -115,7 +116,7 @@ def assert_close(found, expected, bound=1e-6):
 @pytest.mark.parametrize("beta", [*BETAS, None])
 def test_values_and_gradients_are_those_of_plain_fp64(beta, temperature, formula, monkeypatch):
     """Chunks of 3 of 11 positions, some of which count nowhere; heads of 67 and 71 rows cut to 61."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 61 * 3)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 61 * 3)
     case = (drawn(), FORMULAS[formula], beta, temperature, 61)
     found = ours(*case)
     assert_close(found, exact(*case))
@@ -141,7 +142,7 @@ def test_probabilities_that_fp32_cannot_hold_overflow_nothing(beta):
 def test_a_block_at_a_time_gives_the_same_bit_for_bit(beta, monkeypatch):
     found = []
     for rows in (1, 4, 11):
-        monkeypatch.setattr(divergence, "BLOCK_ELEMENTS", 61 * rows)
+        monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", 61 * rows)
         first, values, gradients = ours(drawn(), FORMULAS["plain"], beta, 0.7, 61)
         found.append([first, *values.values(), *gradients])
     assert found[0][0].all() and found[0][-1].any()
@@ -215,7 +216,7 @@ PAIRS = [("gemma2", "qwen3"), ("cohere", "phi")]
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     """Loss, values and the gradient of every weight, of a teacher whose head is padded to another size, and of two teachers."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 295 * 5)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 295 * 5)
     student, teacher = (build(name) for name in names)
     other_teacher = build("llama tied", vocab_size=310)
     batch = batch_of(packed="gemma2" not in names)  # whose window is shorter than the rows
