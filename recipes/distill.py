@@ -36,13 +36,14 @@ from common.actor import Actor
 from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
-from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
+from common.shared_args import SchedulerType, arg, refuse_changed
 from preference_recipes.data import dataset, prompts
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.teachers import Teachers
 from preference_recipes.rollouts import correction, evaluation, vllm
+from preference_recipes.rollouts.args import RolloutArgs
 from preference_recipes.rollouts.rollout import (
     Position,
     Rollout,

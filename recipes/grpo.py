@@ -35,7 +35,7 @@ from common.actor import Actor
 from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run, Update
-from common.shared_args import RewardArgs, SchedulerType, arg, refuse_changed
+from common.shared_args import SchedulerType, arg, refuse_changed
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
@@ -47,6 +47,7 @@ from preference_recipes.rollouts import (
     rollout,
     vllm,
 )
+from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Judge, Scores
 from preference_recipes.rollouts.rollout import Position, Rollout, RolloutSchedule
 from preference_recipes.rollouts.sampler import Sampler

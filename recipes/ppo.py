@@ -39,11 +39,12 @@ from common.actor import Actor
 from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
-from common.shared_args import RewardArgs, arg, refuse_changed
+from common.shared_args import arg, refuse_changed
 from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import correction, episodes, evaluation, rewards, vllm
+from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Judge, Scores
 from preference_recipes.rollouts.rollout import (
     Position,

@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from common import engine, replaced
 from common.adapters import ADAPTER
-from common.shared_args import RolloutArgs
 from preference_recipes.models import architecture
 
 # The name by which peft means every linear layer but the output layer.
@@ -32,11 +31,6 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     """
     import peft
 
-    if args.lora_dropout and isinstance(args, RolloutArgs):
-        sys.exit(
-            f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
-            "the policy that is trained would not be the one that responded"
-        )
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
     total = engine.count_parameters(wrapper)

@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import batches, counted, distributed
 from common.checkpoint import carried
-from common.shared_args import RolloutArgs
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
+from preference_recipes.rollouts.args import RolloutArgs
 from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each

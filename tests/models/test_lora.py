@@ -22,10 +22,11 @@ from transformers import (
 
 import architectures
 from common import adapters, arguments, folders
-from common.shared_args import RolloutArgs, SharedArgs
+from common.shared_args import SharedArgs
 from preference_recipes.models import cost, load, lora, prepare, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.args import RolloutArgs
 from preference_recipes.tools import export as exporting
 from recipes import RECIPES
 from recipes import load as load_recipe
@@ -106,11 +107,11 @@ def test_a_target_that_cannot_have_an_adapter_is_refused(inputs):
             call=lambda: adapted(model, lora_target_modules=["q_proj", "lm_head"]))  # fmt: skip
 
 
-def test_a_policy_that_samples_has_no_dropout(inputs):
-    name = str(inputs / "model")
-    args = RolloutArgs(model_name_or_path=name, dataset_name="D", lora_r=4, lora_dropout=0.1)
-    call = lambda: lora.add_adapters(Accelerator(cpu=True), torch.nn.Module(), args)
-    refuses("--lora_dropout 0.1: expected 0, since the sampler", call=call)
+def test_a_policy_that_samples_has_no_dropout():
+    """Its sampler has none: the policy that is trained would not be the one that responded."""
+    demo = ["--lora_r", "4", "--lora_dropout", "0.1"]
+    parse = lambda: arguments.parse(RolloutArgs, demo="grpo.yaml", argv=demo)
+    refuses("--lora_dropout 0.1: expected at least 0 and at most 0", call=parse)
 
 
 # ============================================================ which layers
