@@ -53,7 +53,7 @@ def tokenizer():
 
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
-    *["recipe", "learning", "prove", "environments", "nodes", "strategies", "invariance"],
+    *["recipe", "learning", "prove", "environments", "nodes", "invariance"],
     *["resume", "launch", "fp16", "stopping", "lora", "vllm", "configs", "docs", "waits"],
     *["untrained", "ppo", "saved_actors", "references", "golden", "refusals", "grpo", "metrics"],
 ]

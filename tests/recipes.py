@@ -56,16 +56,13 @@ class Recipe:
         glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
         board_flags: for test_board.py.
 
-        split_flags: for test_invariance.py.
-        split_updates: how many updates these make.
         resume_on, resume_on_slow: the launchers under which a killed run is resumed, in `make test`
             and in `make test-slow`.
         resume_flags: for test_resume.py.
         overflow: for test_fp16.py; None: not tested there.
         fp16_flags: for test_fp16.py.
 
-        device_flags: for test_waits.py and test_devices.py.
-        waits: for test_waits.py, flags by what they are for.
+        device_flags: for test_waits.py.
         ten_rows_fast: the format of test_ten_rows.py that is tested in `make test`.
         ten_rows_flags: what a command needs besides a model and a data set.
     """
@@ -79,8 +76,6 @@ class Recipe:
     glossary_flags: list = field(default_factory=list)
     board_flags: list = field(default_factory=list)
 
-    split_flags: list = field(default_factory=list)
-    split_updates: int = 6
     resume_on: list[str]
     resume_on_slow: list[str] = field(default_factory=list)
     resume_flags: list = field(default_factory=list)
@@ -88,7 +83,6 @@ class Recipe:
     fp16_flags: list = field(default_factory=list)
 
     device_flags: list = field(default_factory=list)
-    waits: dict[str, list]
     ten_rows_fast: str | None = None
     ten_rows_flags: list = field(default_factory=list)
 
@@ -116,18 +110,13 @@ RECIPES = {
         resume_on=[],
         resume_on_slow=["ddp", "offload"],
         overflow=Overflow(stage=2, processes=2, slow=True),
-        waits={
-            "padded": [],
-        },
         ten_rows_fast="messages",
     ),
     "reward": Recipe(
         data="preferences",
         demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
-        split_flags=["--learning_rate", 0.003],
         resume_on=[],
         overflow=Overflow(stage=3, processes=2),
-        waits={"shared": []},
         ten_rows_fast="hh-rlhf",
     ),
     "dpo": Recipe(
@@ -137,9 +126,7 @@ RECIPES = {
         resume_on=["plain", "growing"],
         resume_on_slow=["fsdp2"],
         overflow=Overflow(stage=1, processes=1),
-        waits={
-            "adapters": ["--lora_r", 2],
-        },
+        device_flags=["--lora_r", 2],
         ten_rows_fast="strings",
     ),
     "kto": Recipe(
@@ -148,9 +135,6 @@ RECIPES = {
         demo=Demo("cpu", "eval/exact_match", 0.15),
         resume_on=[],
         resume_on_slow=["zero3"],
-        waits={
-            "shared": [],
-        },
         ten_rows_fast="strings",
     ),
     "ppo": Recipe(
@@ -162,18 +146,6 @@ RECIPES = {
             *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
             *("--generate_batch_size", 8, "--score_batch_size", 8),
         ],
-        # Rollouts of 16 and 4 prompts: in the first only the critic learns. Two epochs of each: 4
-        # updates of 16 samples and 2 of 8, and again. The third rollout's KL, 0.081, is so near the
-        # target that the step to the next coefficient is not clipped. The last update reads that one.
-        split_flags=[
-            *("--reward_function", "rewarding:vowels"),
-            *("--reward_model_name_or_path", "scorer", "--normalize_reward"),
-            *("--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--max_new_tokens", 6),
-            *("--num_epochs_per_rollout", 2, "--max_steps", 11, "--critic_warmup_rollouts", 1),
-            *("--critic_learning_rate", 0.003, "--learning_rate", 0.003),
-            *("--kl_target", 0.085, "--kl_horizon", 50),
-        ],
-        split_updates=11,
         resume_on=[],
         resume_on_slow=["zero3"],
         # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
@@ -193,13 +165,9 @@ RECIPES = {
         ],
         device_flags=[
             *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
-            *("--max_new_tokens", 4),
+            *("--max_new_tokens", 4, "--num_epochs_per_rollout", 2),
+            *("--kl_in", "loss", "--kl_estimator", "k3"),
         ],
-        waits={
-            "shared, second pass": [
-                *("--num_epochs_per_rollout", 2, "--kl_in", "loss", "--kl_estimator", "k3")
-            ],
-        },
         ten_rows_flags=TEN_REWARDS,
     ),
     "grpo": Recipe(
@@ -208,15 +176,6 @@ RECIPES = {
         demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
         glossary_flags=["--kl_coef", 0.01, "--off_policy_limit", 0.1],
-        # Rollouts of 8 groups, without the responses that are cut, so that their updates differ in
-        # size. Groups that are left out and replaced, which a KL excludes, are in test_resume.py.
-        split_flags=[
-            *("--reward_function", "rewarding:ties", "rewarding:brief", "--reward_weights", 1, 0.5),
-            *("--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--max_new_tokens", 6),
-            *("--learning_rate", 0.003, "--max_steps", 7, "--kl_coef", 0.1),
-            *("--mask_truncated", True),
-        ],
-        split_updates=7,
         resume_on=["plain"],
         # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout
         # has 1 to 3 updates.
@@ -228,10 +187,8 @@ RECIPES = {
         device_flags=[
             *("--reward_function", "test_waits:unequal", "--rollout_batch_size", 8),
             *("--n_samples_per_prompt", 2, "--max_new_tokens", 4, "--kl_coef", 0.1),
+            *("--share_prompts", "false"),
         ],
-        waits={
-            "alone": ["--share_prompts", "false"],
-        },
         ten_rows_fast="gsm8k",
         ten_rows_flags=TEN_REWARDS,
     ),
@@ -241,19 +198,11 @@ RECIPES = {
         demo_batches_divided_by=8,
         # Two updates of sampled tokens need log-probs of the rollout, which are timed.
         glossary_flags=["--loss_type", "sampled", "--num_epochs_per_rollout", 2],
-        # Rollouts of 8, 8 and 4 prompts, two updates each. The divergence under engines is in
-        # test_distill.py.
-        split_flags=[
-            *(*TAUGHT, "--rollout_batch_size", 8, "--n_samples_per_prompt", 2),
-            *("--max_new_tokens", 6, "--num_epochs_per_rollout", 2, "--loss_type", "sampled"),
-            *("--learning_rate", 0.003, "--max_steps", 7),
-        ],
-        split_updates=7,
         resume_on=[],  # test_recipe.py shows it
-        device_flags=[*TAUGHT, "--rollout_batch_size", 16, "--max_new_tokens", 4],
-        waits={
-            "alone": ["--share_prompts", "false"],
-        },
+        device_flags=[
+            *(*TAUGHT, "--rollout_batch_size", 16, "--max_new_tokens", 4),
+            *("--share_prompts", "false"),
+        ],
         ten_rows_fast="messages",
         ten_rows_flags=TAUGHT,
     ),

@@ -1,61 +1,84 @@
 """The same samples give the same update and the same logged numbers, however they are split.
 
-They are split into processes, micro-batches, shards and shared prompts.
+test_recipe.py shows it of processes, micro-batches and engines. Here prompts are shared, activations are computed
+again, log-probs of the reference are known before, and adapters are trained.
 """
 
-import functools
 import json
-import math
-from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from contracts.proof.compare import LATER_LOSS, same_lines
-from recipes import RECIPES
-from runs import (
-    LAUNCHERS,
-    launch,
-    recipe,
-    timeless,
-    tiny_llama,
-    training_lines,
-    weights,
-    write_jsonl,
-)
+from contracts.proof.bench import Bench
+from contracts.proof.compare import same_lines, same_models
+from recipes import RECIPES, TAUGHT
+from runs import ASSETS, recipe, tiny_llama
 
-# Two epochs of updates of 16, 16 and 1 row: in the last one process of two has no real row.
-ROWS, BATCH = 33, 16
-# One micro-batch an update, nothing shared, cached or computed again.
-REFERENCE = "plain", 16
-# Launcher, rows of a micro-batch or "tokens", what else differs, and the recipes. The proof of each recipe
-# (test_recipe.py) has one and two processes and ZeRO-3, with nothing shared.
+SHARED, AGAIN = {"share_prompts": True}, {"gradient_checkpointing": True}
+KNOWN = {"precompute_ref_log_probs": True}
+BY_TOKENS = {"micro_train_tokens": 180, "micro_train_batch_size": 4}
+TWOS, FOURS = {"micro_train_batch_size": 2}, {"micro_train_batch_size": 4}
+# What a recipe does not start without.
+REWARDED = ["--reward_function", "rewarding:vowels"]
+OF_RECIPE = {"ppo": REWARDED, "grpo": REWARDED, "distill": list(map(str, TAUGHT))}
+LORA = {"lora_r": 4, "lora_alpha": 16}
+# What differs from one process with one micro-batch an update, and the recipes.
 FAST = [
-    ("ddp", 2, "share cached", ["dpo", "grpo"]),
-    ("ddp", "tokens", "share", ["reward", "ppo", "distill"]),
-    ("fsdp2", 4, "", ["sft"]),
+    ("ddp", TWOS | SHARED | KNOWN, ["dpo", "grpo"]),
+    ("ddp", BY_TOKENS | SHARED, ["reward", "ppo", "distill"]),
+    ("fsdp2", FOURS, ["sft"]),
+    ("ddp", TWOS | SHARED | LORA, ["ppo"]),
 ]
 SLOW = [
-    ("plain", "tokens", "cached again", ["dpo", "ppo"]),
-    ("ddp", 2, "share cached", ["kto"]),
-    ("zero1", 2, "", ["sft"]),
-    ("zero2", "tokens", "cached", ["dpo"]),
-    ("zero3", "tokens", "share again", ["dpo", "ppo"]),
-    ("fsdp2", 4, "share", ["ppo"]),
+    ("plain", BY_TOKENS | KNOWN | AGAIN, ["dpo", "ppo"]),
+    ("ddp", TWOS | SHARED, ["kto"]),
+    ("zero1", TWOS, ["sft"]),
+    ("zero2", BY_TOKENS | KNOWN, ["dpo"]),
+    ("zero3", BY_TOKENS | SHARED | AGAIN, ["dpo", "ppo"]),
+    ("fsdp2", FOURS | SHARED, ["ppo"]),
     # torch.compile is tried with PPO, whose actor is a policy like the others.
-    ("compiled", 4, "share", ["ppo"]),
+    ("compiled", FOURS | SHARED, ["ppo"]),
     # DeepSpeed's own Adam: the critic's warm-up and the norms of the groups reach into it.
-    ("offload", 2, "", ["ppo"]),
+    ("offload", TWOS, ["ppo"]),
+    ("zero2", BY_TOKENS | LORA, ["ppo"]),
+    ("zero3", BY_TOKENS | SHARED | AGAIN | LORA, ["dpo"]),
+    ("fsdp2", FOURS | SHARED | LORA, ["dpo"]),
 ]
-LORA = ["--lora_r", 4, "--lora_alpha", 16]
-FAST_LORA = [("ddp", 2, "share", ["ppo"])]
-SLOW_LORA = [
-    ("zero2", "tokens", "", ["ppo"]),
-    ("zero3", "tokens", "share again", ["dpo"]),
-    ("fsdp2", 4, "share", ["dpo"]),
+CASES = [
+    pytest.param(name, launcher, changes, id=f"{name}-{launcher}-{'-'.join(changes)}", marks=marks)
+    for rows, marks in ((FAST, []), (SLOW, [pytest.mark.slow]))
+    for launcher, changes, names in rows
+    for name in names
 ]
-ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
-             "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
+# How the runs of a recipe differ from the proof's; and how many updates they make.
+SETTINGS = {
+    # Rollouts of 16 and 4 prompts: in the first only the critic learns. The KL of the third is so near the target
+    # that the step to the next coefficient is not clipped. The last update reads that one.
+    "ppo": (
+        dict(
+            reward_function="rewarding:vowels", reward_model_name_or_path="scorer", normalize_reward=True, n_rows=20,
+            n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11, critic_warmup_rollouts=1,
+            critic_learning_rate=0.003, learning_rate=0.003, kl_target=0.2, kl_horizon=50,
+        ),
+        11,
+    ),
+    # Without the responses that are cut, so that updates differ in size.
+    "grpo": (
+        dict(
+            reward_function=["rewarding:ties", "rewarding:brief"], reward_weights=[1, 0.5], n_rows=20, rollout_batch_size=8,
+            n_samples_per_prompt=4, learning_rate=0.003, max_steps=7, kl_coef=0.1, mask_truncated=True,
+        ),
+        7,
+    ),
+    # Rollouts of 8, 8 and 4 prompts, two updates each.
+    "distill": (
+        dict(
+            n_rows=20, rollout_batch_size=8, n_samples_per_prompt=2, num_epochs_per_rollout=2, loss_type="sampled",
+            learning_rate=0.003, max_steps=7,
+        ),
+        7,
+    ),
+}  # fmt: skip
 REWARDING = """
 def vowels(prompts, responses, **columns):
     return [len(set(text) & set("aeiou0123456789ABCDEFGHIJ")) - len(text) / 5 for text in responses]
@@ -71,111 +94,59 @@ def ties(prompts, responses, **columns):
 """
 
 
-def text(row: int, salt: int) -> str:
-    """Uneven lengths, from 1 to 40 characters."""
-    return "".join(
-        chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 11 + salt * 17) % 40)
-    )
-
-
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
+def bench(tmp_path_factory):
+    """`recipe -> Bench` of a tiny random model, whose responses end at many tokens, and the demo's data."""
     folder = tmp_path_factory.mktemp("inputs")
-    tiny_llama(folder / "model")
-    user = [[{"role": "user", "content": text(row, 1)}] for row in range(ROWS + 5)]
-    replies = [
-        [[{"role": "assistant", "content": text(row, salt)}] for row in range(ROWS + 5)]
-        for salt in (2, 3)
-    ]
-    pairs = [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(user, *replies)]
-    chats = [{"messages": p + a} for p, a in zip(user, replies[0])]
-    prompts = [{"prompt": p} for p in user[: 20 + 5]]
-    kinds = {"sft": chats, "preferences": pairs, "prompts": prompts}
-    for name, of_recipe in RECIPES.items():
-        rows = kinds[of_recipe.data]
-        write_jsonl(folder / f"{name}.jsonl", rows[:-5])
-        write_jsonl(folder / f"{name}_eval.jsonl", rows[-5:])  # 5 rows: divides nothing
-    (folder / "rewarding.py").write_text(REWARDING)
-    tiny_llama(folder / "scorer")
-    config = LlamaConfig.from_pretrained(folder / "scorer", num_labels=1)
+    file = tiny_llama(folder / "model") / "generation_config.json"
+    ends = {"eos_token_id": [1, *range(20, 60)]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | ends))
+    config = LlamaConfig.from_pretrained(tiny_llama(folder / "scorer"), num_labels=1)
     config.update({"reward_mean": 0.1, "reward_std": 0.7})
     LlamaForSequenceClassification(config).save_pretrained(folder / "scorer")
-    # Random weights rarely write EOS: more ends a response.
-    file = folder / "model/generation_config.json"
-    file.write_text(
-        json.dumps({**json.loads(file.read_text()), "eos_token_id": [1, *range(20, 60)]})
-    )
-    return folder
+    (folder / "rewarding.py").write_text(REWARDING)
+    benches = {}
+
+    def bench_of(name: str) -> Bench:
+        if name not in benches:
+            (folder / name).mkdir()
+            argv = ["--model_name_or_path", str(folder / "model")]
+            argv += ["--dataset_name", str(ASSETS / RECIPES[name].held_out_file)]
+            argv += OF_RECIPE.get(name, [])
+            benches[name] = Bench(recipe(name), argv, folder / name, quick=True)
+        return benches[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield bench_of
 
 
-@pytest.fixture(scope="module")
-def reference(inputs):
-    """`recipe, further flags -> folder` of its run in one process."""
-    return functools.cache(lambda name, *more: run(inputs, name, *REFERENCE, "", *more))
+def run(bench: Bench, launcher: str, changes: dict):
+    settings, _ = SETTINGS.get(bench.recipe.stem, ({"learning_rate": 0.01}, 6))
+    given = {"save_steps": 1000, "max_grad_norm": 0.5, "max_new_tokens": 6, **settings, **changes}
+    name = "-".join([launcher, *changes])
+    return bench.run(name, launcher, **given)
 
 
-def run(inputs, name: str, launcher: str, micro: int | str, differs: str, *more) -> Path:
-    of_recipe = RECIPES[name]
-    output = inputs / f"{name}-{launcher}-{micro}{len(more)}"
-    flags = [*ARGUMENTS, "--output_dir", output, "--model_name_or_path", inputs / "model"]
-    flags += ["--dataset_name", inputs / f"{name}.jsonl"]
-    flags += ["--eval_dataset_name", inputs / f"{name}_eval.jsonl", *of_recipe.split_flags]
-    size = 4 if micro == "tokens" else micro
-    if of_recipe.generates:
-        flags += ["--generate_batch_size", size, "--score_batch_size", size + 1]
-    flags += ["--micro_train_batch_size", size]
-    flags += ["--micro_train_tokens", 180] * (micro == "tokens")
-    flags += ["--share_prompts", "share" in differs] * (name != "sft")
-    flags += ["--precompute_ref_log_probs", "cached" in differs] * (name == "dpo")
-    flags += ["--gradient_checkpointing", "again" in differs]
-    said = launch(LAUNCHERS[launcher], recipe(name), *flags, *more, cwd=inputs).stdout
-    shares = any(what in said for what in ("once for both", "once for their"))
-    assert shares == ("share" in differs)
-    return output
-
-
-def expect_same_run(expected: Path, found: Path, base: float = 0.0) -> None:
-    """Args: base: the norm of what is not trained and in no saved actor."""
-    a, b = weights(expected), weights(found)
-    assert (a - b).norm() <= 1e-5 * math.hypot(a.norm(), base)
-    # A later loss is of weights which may differ by 1e-5; adapters are scaled by 4.
-    later = 1e-5 if base else LATER_LOSS
-    same_lines(found.name, timeless(expected), timeless(found), later_loss=later)
-
-
-def cases(fast: list, slow: list) -> list:
-    return [
-        pytest.param(name, launcher, micro, differs, id=f"{launcher}-{micro}-{name}", marks=marks)
-        for rows, marks in ((fast, []), (slow, [pytest.mark.slow]))
-        for launcher, micro, differs, names in rows
-        for name in names
-    ]
-
-
-@pytest.mark.parametrize("name, launcher, micro, differs", cases(FAST, SLOW))
-def test_every_split_is_the_same_run(inputs, reference, request, name, launcher, micro, differs):
+@pytest.mark.parametrize("name, launcher, changes", CASES)
+def test_every_split_is_the_same_run(bench, request, name, launcher, changes):
+    """With adapters, too. The reference of DPO and PPO is then the base below them."""
     if launcher == "offload":
         request.getfixturevalue("cpu_adam")
-    expected = reference(name)
-    assert len(training_lines(expected)) == RECIPES[name].split_updates
-    expect_same_run(expected, run(inputs, name, launcher, micro, differs))
+    whole = {tag: changes[tag] for tag in changes.keys() & LORA.keys()}
+    expected = run(bench(name), "plain", whole)
+    _, updates = SETTINGS.get(name, ({}, 6))
+    assert len(expected.training) == updates
+    found = run(bench(name), launcher, changes | {"generate_batch_size": 3, "score_batch_size": 5})
+    is_shared = any(what in found.console for what in ("once for both", "once for their"))
+    assert is_shared == ("share_prompts" in changes)
+    same_lines(name, expected.lines, found.lines)
+    same_models(name, expected, found)
 
 
-@pytest.mark.parametrize("name, launcher, micro, differs", cases(FAST_LORA, SLOW_LORA))
-def test_with_adapters_every_split_is_the_same_run(
-    inputs, reference, name, launcher, micro, differs
-):
-    """The reference of DPO, PPO and GRPO is the base below the adapters."""
-    expected = reference(name, *LORA)
-    first, *_, last = training_lines(expected)
-    assert first["loss"] != last["loss"]
-    base = weights(inputs, "model").norm()
-    expect_same_run(expected, run(inputs, name, launcher, micro, differs, *LORA), base)
-
-
-def test_the_kl_coefficient_is_adapted_to_a_kl_near_its_target(reference):
+def test_the_kl_coefficient_is_adapted_to_a_kl_near_its_target(bench):
     """Far from it the step is clipped, and every split would adapt alike, whichever KL it took."""
-    lines = training_lines(reference("ppo"))
+    lines = run(bench("ppo"), "plain", {}).training
     *_, before, after = [line["objective/kl_coef"] for line in lines if "objective/kl_coef" in line]
     longest_step = 0.2 * 16 * 2 / 50  # of 16 prompts with 2 responses each, and the horizon
     assert 0 < abs(after / before - 1) < 0.9 * longest_step

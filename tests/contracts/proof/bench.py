@@ -226,7 +226,7 @@ class Bench:
         flags = [str(self.defaults_file), "--output_dir", str(output)]
         for name, value in values.items():
             if name in asked:
-                flags += [f"--{name}", str(value)]
+                flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
         return flags
 
     def data_file(self, kind: str, number: int) -> Path:
