@@ -48,39 +48,34 @@ class MicroBatch(NamedTuple):
 
 
 def rows_of_update(
-    data: int | Mixture, train_batch_size: int, seed: int | tuple[int, ...], index: int
+    n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
     """Returns the rows of update `index`, counted from 0 over the whole run.
 
-    Each epoch is a permutation of its rows, cut into updates; the last one may be short. An update
-    that the engine skips has used its rows, too. `data` may be the number of rows.
+    Each epoch is a permutation of the rows, cut into updates; the last one may be short. An update
+    that the engine skips has used its rows, too.
     """
-    mixture = mixture_of(data)
-    updates_per_epoch = math.ceil(mixture.samples / train_batch_size)
+    updates_per_epoch = math.ceil(n_rows / train_batch_size)
     epoch, index_in_epoch = divmod(index, updates_per_epoch)
     start = index_in_epoch * train_batch_size
-    return epoch_order(mixture, seed, epoch)[start : start + train_batch_size]
+    return epoch_order(n_rows, seed, epoch)[start : start + train_batch_size]
 
 
-def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
+def rows_from(n_rows: int, seed: int, start: int, most: int) -> np.ndarray:
     """Returns at most `most` rows of the data order, from place `start` on, within an epoch.
 
     The order is that of `rows_of_update`; `start` counts the rows used so far, over the whole run.
     """
-    epoch, place = divmod(start, mixture.samples)
-    return epoch_order(mixture, seed, epoch)[place : place + most]
+    epoch, place = divmod(start, n_rows)
+    return epoch_order(n_rows, seed, epoch)[place : place + most]
 
 
 # Recipes that sample use two orders in turn: that of the prompts and, within a rollout, that of its
 # samples.
 @functools.lru_cache(maxsize=2)
-def epoch_order(data: int | Mixture, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
     """Returns the permutation of the rows of one epoch. Only seed and epoch decide it."""
-    mixture = mixture_of(data)
-    order = np.random.default_rng(np.append(seed, epoch)).permutation(mixture.samples)
-    if all(weight == 1 for weight in mixture.weights):
-        return order  # every row once
-    return mixture.rows_of_epoch(seed, epoch)[order]
+    return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
 def split(
@@ -174,61 +169,3 @@ def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
     if torch.device(device).type != "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-# ============================================================ several data sets, mixed
-class Mixture(NamedTuple):
-    """Data sets whose rows are numbered one after the other, and how often an epoch takes them.
-
-    Attributes:
-        sizes: usable rows of each set.
-        weights: one for each set, above 0. With 2 an epoch takes each row twice; with 0.5 half of
-            the rows, and the next epoch the other half.
-    """
-
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def counts(self) -> list[int]:
-        """The samples of each set in an epoch, the same number in every epoch."""
-        return [max(round(size * weight), 1) for size, weight in zip(self.sizes, self.weights)]
-
-    @property
-    def samples(self) -> int:
-        """The samples of an epoch."""
-        return sum(self.counts)
-
-    def describe(self, names: list[str]) -> str:
-        """Returns the arithmetic of an epoch in one line."""
-        parts = [
-            f"{name} {size} rows x {weight:g} = {count}"
-            for name, size, weight, count in zip(names, self.sizes, self.weights, self.counts)
-        ]
-        return f"mixed: {'; '.join(parts)}; {self.samples} samples an epoch"
-
-    def rows_of_epoch(self, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
-        """Returns the rows that an epoch takes, set by set, numbered over all sets.
-
-        Each set is passed through in one seeded permutation after another, and each epoch goes on
-        where the one before it stopped. So no row comes twice before every other came once.
-        """
-        taken = []
-        first_row = 0
-        for number, (size, count) in enumerate(zip(self.sizes, self.counts)):
-            start = epoch * count
-            first_pass = start // size
-            last_pass = (start + count - 1) // size
-            passes = [
-                np.random.default_rng(np.append(seed, [index, number, 1])).permutation(size)
-                for index in range(first_pass, last_pass + 1)
-            ]
-            offset = start - first_pass * size
-            taken.append(first_row + np.concatenate(passes)[offset : offset + count])
-            first_row += size
-        return np.concatenate(taken)
-
-
-def mixture_of(rows: int | Mixture) -> Mixture:
-    """Returns the mixture of one set with this number of rows, or the mixture itself."""
-    return rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))

@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 
 from common import batches, engine, guards
-from common.batches import Mixture
 from common.log import Logger
 from common.metrics import Speed
 from common.progress import Progress
@@ -50,7 +49,7 @@ class Run(Progress):
 
     Args:
         args: `SharedArgs`.
-        mixture: how an epoch takes its rows; with the arguments it decides when the run ends.
+        n_rows: of the training data; with the arguments it decides when the run ends.
         flop: operations for each token and each target, for `perf/mfu`.
         bar_metric: what the progress bar shows besides the loss.
         charts: TensorBoard's charts, title -> tags.
@@ -66,7 +65,7 @@ class Run(Progress):
         self,
         accelerator: Accelerator,
         args,
-        mixture: Mixture,
+        n_rows: int,
         *,
         flop: tuple[float, float],
         bar_metric: str,
@@ -74,10 +73,9 @@ class Run(Progress):
         **progress: Any,
     ):
         of_args = (args.train_batch_size, args.max_epochs, args.max_steps)
-        super().__init__(mixture.samples, *of_args, **progress)
+        super().__init__(n_rows, *of_args, **progress)
         self.accelerator = accelerator
         self.args = args
-        self.mixture = mixture
         self.output_dir = Path(args.output_dir)
         self.logger = Logger(accelerator, args, self, bar_metric, charts)
         self.speed = Speed(accelerator, self, flop)
@@ -93,7 +91,7 @@ class Run(Progress):
         `data` may be another view of a data set, with the methods of `Rows`.
         """
         size = self.args.train_batch_size
-        rows = batches.rows_of_update(self.mixture, size, self.args.seed, self.updates_seen)
+        rows = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
         numbers = data.of_rows(rows)
         n_tokens = int(data.lengths[numbers].sum())
         return self.update_of(rows, data.lengths, n_tokens, numbers)

@@ -46,7 +46,6 @@ class DataArgs:
 
     model_name_or_path: str | None = arg(None, "the model to train: a hub name or a folder")
     dataset_name: list[str] | None = arg(None, "hub names, NAME:CONFIG, files or folders")
-    dataset_weights: list[float] | None = arg(None, "how often an epoch takes the rows of each set")
     dataset_split: str = arg("train", "split of --dataset_name")
     eval_dataset_name: list[str] | None = arg(None, "held-out sets; a column `answer`: exact match")
     eval_dataset_split: str = arg("train", "split of --eval_dataset_name")

@@ -372,14 +372,14 @@ def main():
     data = load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     check_completions(args, data)
-    plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule(args, n_prompts=len(data.train))
 
     policy = make_student(accelerator, args, tokenizer)
     state = State(Position())  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
         args,
-        data.mixture,
+        len(data.train),
         flop=cost.flop(policy),
         bar_metric="kl/reverse",
         charts=CHARTS,

@@ -213,7 +213,7 @@ def main():
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     flop = cost.flop(policy)
     run = Run(
-        accelerator, args, data.mixture, flop=flop, bar_metric="rewards/accuracies", charts=CHARTS
+        accelerator, args, len(train), flop=flop, bar_metric="rewards/accuracies", charts=CHARTS
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)

@@ -520,7 +520,7 @@ def sample_groups(
         kept_samples.append(samples)
         kept_scores.append(scores)
         groups_missing -= len(samples) // args.n_samples_per_prompt
-        at_end_of_epoch = position.prompts_seen % run.mixture.samples == 0
+        at_end_of_epoch = position.prompts_seen % run.n_rows == 0
         if groups_missing == 0 or at_end_of_epoch:
             break
     return Samples.joined(kept_samples), torch.cat(kept_scores)
@@ -604,7 +604,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule(args, n_prompts=len(data.train))
 
     # Without dropout, because responses are sampled without.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
@@ -613,7 +613,7 @@ def main():
     # As if no group were dropped: how much of the data is used up, the position tells.
     epochs = dict(updates_per_epoch=plan.updates_per_epoch, position=state.position)
     run = Run(
-        accelerator, args, data.mixture, flop=flop, bar_metric="reward", charts=CHARTS, **epochs
+        accelerator, args, len(data.train), flop=flop, bar_metric="reward", charts=CHARTS, **epochs
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -719,7 +719,7 @@ def skip_rollout(run: Run, state: State, means: Means) -> None:
         "of all groups are zero, or all responses are truncated)"
     )
     prompts_without_update = position.prompts_seen - state.prompts_seen_when_trainable
-    if prompts_without_update >= run.mixture.samples:
+    if prompts_without_update >= run.n_rows:
         message += (
             f". The last {prompts_without_update} prompts, a whole epoch, led to no update, so the "
             "run ends here"

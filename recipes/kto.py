@@ -156,7 +156,7 @@ def main():
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     flop = cost.flop(policy)
-    run = Run(accelerator, args, data.mixture, flop=flop, bar_metric="kl", charts=CHARTS)
+    run = Run(accelerator, args, len(train), flop=flop, bar_metric="kl", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)

@@ -466,14 +466,14 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule(args, n_prompts=len(data.train))
 
     policy = make_actor_critic(accelerator, args, tokenizer)
     state = PPOState(Position(), kl_coef=args.kl_coef)  # what the loop carries
     run = Run(
         accelerator,
         args,
-        data.mixture,
+        len(data.train),
         flop=cost.flop(policy),
         bar_metric="objective/scores",
         charts=CHARTS,

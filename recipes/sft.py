@@ -174,7 +174,7 @@ def main():
     run = Run(
         accelerator,
         args,
-        data.mixture,
+        len(data.train),
         flop=cost.flop(policy),
         bar_metric="mean_token_accuracy",
         charts=CHARTS,

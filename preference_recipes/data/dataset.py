@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any, NamedTuple
 
@@ -10,11 +9,10 @@ import datasets
 from accelerate.utils import gather_object
 
 from common import as_list, distributed
-from common.batches import Mixture
 from preference_recipes.data import answer_column, files, formats
 from preference_recipes.data.conversion import Converter, column, read_usable, tokenise
 
-__all__ = ["Data", "column", "load", "load_data", "load_evaluation_sets", "load_mixture"]
+__all__ = ["Data", "column", "load", "load_data", "load_evaluation_sets"]
 
 
 class Data(NamedTuple):
@@ -22,13 +20,13 @@ class Data(NamedTuple):
 
     Attributes:
         train: the usable rows of all training sets one after the other.
-        mixture: how an epoch takes them.
+        starts: the first row of each training set.
         eval_sets: the held-out sets by the prefixes of their tags.
         converter: turns a row into token ids; all these sets went through it.
     """
 
     train: datasets.Dataset
-    mixture: Mixture
+    starts: list[int]
     eval_sets: dict[str, datasets.Dataset]
     converter: Converter
 
@@ -59,16 +57,15 @@ def load_data(accelerator, args, tokenizer, *, function, exact_match=False, **se
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
     converter = Converter(function, tokenizer, formats.column_names(args.columns), settings)
     names = as_list(args.dataset_name)
-    train, mixture = load_mixture(
-        accelerator, names, args.dataset_weights, args.dataset_split, converter
-    )
+    sets = [load(accelerator, name, args.dataset_split, converter) for name in names]
+    starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
     eval_sets = load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, converter
     )
     if exact_match:
         for name, rows in zip(args.eval_dataset_name or [], eval_sets.values()):
             answer_column.refuse_objects(name, rows)
-    return Data(train, mixture, eval_sets, converter)
+    return Data(joined(sets), starts, eval_sets, converter)
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
@@ -100,34 +97,18 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     return usable
 
 
-def load_mixture(
-    accelerator, names: list[str], weights: list[float] | None, split: str, converter: Converter
-) -> tuple[datasets.Dataset, Mixture]:
-    """Returns the rows of training sets one after the other, and how they are mixed.
-
-    A set without a weight has weight 1.
-    """
-    weights = [1.0] * len(names) if weights is None else weights
-    if len(weights) != len(names) or not all(0 < weight < math.inf for weight in weights):
-        sys.exit(
-            f"--dataset_weights {' '.join(map(str, weights))}: expected {len(names)} numbers above "
-            f"0, one for each of --dataset_name {' '.join(names)}"
-        )
-    sets = [load(accelerator, name, split, converter) for name in names]
-    mixture = Mixture(tuple(len(rows) for rows in sets), tuple(weights))
-    if len(sets) == 1 and weights == [1]:
-        return sets[0], mixture
-
-    accelerator.print(mixture.describe(names))
+def joined(sets: list[datasets.Dataset]) -> datasets.Dataset:
+    """Returns the rows of training sets one after the other."""
+    if len(sets) == 1:
+        return sets[0]
     # Only held-out sets are asked for answers, and not every set may have them.
     without_answers = [
         rows.remove_columns([name for name in rows.column_names if name == "answer"])
         for rows in sets
     ]
     rows = datasets.concatenate_datasets(without_answers)
-    content = [[part._fingerprint for part in sets], mixture.weights]
-    fingerprint = datasets.fingerprint.Hasher.hash(content)
-    return rows.select(range(len(rows)), new_fingerprint=fingerprint), mixture
+    content = datasets.fingerprint.Hasher.hash([part._fingerprint for part in sets])
+    return rows.select(range(len(rows)), new_fingerprint=content)
 
 
 def load_evaluation_sets(

@@ -74,8 +74,7 @@ class Judge:
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
         # All rows of a set have the columns of its first one, with None for what is missing.
-        starts = np.cumsum((0, *sampler.data.mixture.sizes[:-1])).tolist()
-        firsts = sampler.data.train[starts]["columns"]
+        firsts = sampler.data.train[sampler.data.starts]["columns"]
         self.columns = columns_of(list(map(json.loads, firsts)))  # of the training data
         self.fingerprints: dict[str, Any] = {}
         self.model: nn.Module | None = None  # prepared
@@ -176,7 +175,7 @@ def given_to_functions(
     """Returns what reward functions may be given about these rows of the samples, by name.
 
     Args:
-        columns: of the training data. In a mixture, the given rows may all lack some of them.
+        columns: of the training data. Of several sets, the given rows may all lack some of them.
     """
     data = [json.loads(samples.row_texts[row]) for row in rows]
     responses = samples.answers(sampler.tokenizer)
@@ -266,7 +265,7 @@ def weights_by_part(args) -> dict[str, float]:
 
 
 def columns_of(data: list[dict]) -> list[str]:
-    """Returns the names of the columns of some rows: those of a mixture may differ."""
+    """Returns the names of the columns of some rows: those of several sets may differ."""
     return list(dict.fromkeys(name for row in data for name in row))
 
 

@@ -20,8 +20,7 @@ from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each
 
 # Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
-# these do not share numbers. (Mixed sets draw their order from [seed, pass, set, 1], which may be
-# the same for a refill: harmless.)
+# these do not share numbers.
 SAMPLING_STREAM = 1
 ORDER_STREAM = 2
 
@@ -112,7 +111,9 @@ class Position:
 
     def take_prompts(self, sampler: Sampler, most: int) -> dict:
         """Returns the columns of the next prompts, at most to the end of the epoch."""
-        rows = batches.rows_from(sampler.data.mixture, sampler.args.seed, self.prompts_seen, most)
+        rows = batches.rows_from(
+            len(sampler.data.train), sampler.args.seed, self.prompts_seen, most
+        )
         self.prompts_seen += len(rows)
         return sampler.data.train[rows]
 

@@ -75,9 +75,9 @@ def sample_ahead(sampler: Sampler, position: Position) -> None:
     if servers is None or not args.rollouts_ahead:
         return
     position = dataclasses.replace(position)  # the run's own stays where it is
-    updates = RolloutSchedule(args, sampler.data.mixture.samples).updates_per_rollout
+    updates = RolloutSchedule(args, len(sampler.data.train)).updates_per_rollout
     at_end_of_run = sampler.progress.updates_seen + updates >= sampler.progress.total_steps
-    at_end_of_data = position.prompts_seen >= args.max_epochs * sampler.data.mixture.samples
+    at_end_of_data = position.prompts_seen >= args.max_epochs * len(sampler.data.train)
     if at_end_of_run or (at_end_of_data and not args.max_steps):
         return
     position.end_rollout()  # the number of the rollout is part of its seeds

@@ -8,7 +8,6 @@ import types
 import pytest
 import torch
 
-from common.batches import mixture_of
 from common.metrics import PEAK_FLOPS, Means
 from common.run import Run, Update
 from runs import lines, recipe, training_lines
@@ -41,8 +40,7 @@ def run_without_bar(folder, report_to=("none",), **given) -> tuple[Run, Means]:
     )
     settings = dict(train_batch_size=8, max_epochs=1, max_steps=0)
     args = types.SimpleNamespace(output_dir=folder, report_to=report_to, **settings, **given)
-    mixture = mixture_of(64)
-    run = Run(accelerator, args, mixture, flop=(6e9, 2e9), bar_metric="loss", charts={})
+    run = Run(accelerator, args, 64, flop=(6e9, 2e9), bar_metric="loss", charts={})
     run.logger.bar = types.SimpleNamespace(
         update=lambda: None, set_postfix=lambda *args, **kwargs: None
     )

@@ -580,6 +580,42 @@ def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
     assert len(written) == 4  # two of them are the first of a machine
 
 
+def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
+    """Their rows stand one after the other; a set that is named twice is taken twice an epoch."""
+    pair = {"prompt": "a", "completion": "b", "answer": "b"}
+    one = str(write_jsonl(tmp_path / "one.jsonl", [pair, pair | {"prompt": "c"}]))
+    two = str(write_jsonl(tmp_path / "two.jsonl", [{"text": "d"}, {"text": ""}, {"text": "e"}]))
+    args = types.SimpleNamespace(
+        dataset_split="train",
+        eval_dataset_name=None,
+        eval_dataset_split="train",
+        strings_as_messages=False,
+        max_length=99,
+        columns=None,
+    )
+
+    def load(*names):
+        args.dataset_name = list(names)
+        return dataset.load_data(
+            accelerator, args, tokenizer, function=sft_row, loss_on="assistant"
+        )
+
+    data = load(one, one, two)
+    texts = [tokenizer.decode(ids) for ids in data.train["input_ids"]]
+    first = ["ab<|im_end|>", "cb<|im_end|>"]
+    assert texts == [*first, *first, "d<|im_end|>", "e<|im_end|>"]
+    assert data.starts == [0, 2, 4]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0::2] == [f"reading {name} ..." for name in (one, one, two)]
+    assert said[1].startswith(f"data {one}: 2 usable rows") and said[3] == said[1]
+    assert said[5].startswith(f"data {two}: 2 usable rows; 1 of 3 left out")
+
+    assert load(one, one, two).train._fingerprint == data.train._fingerprint
+    others = [load(one), load(one, two), load(two, one, one)]
+    assert len({data.train._fingerprint, *(other.train._fingerprint for other in others)}) == 4
+    assert load(one).train["answer"][:] == ["b", "b"]
+
+
 # ---------------------------------------------------------------------------------------------- the samples of an update
 
 

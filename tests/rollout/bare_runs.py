@@ -6,7 +6,6 @@ import datasets
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
-from common.batches import Mixture
 from common.metrics import Means
 from common.progress import Progress
 from preference_recipes.data.dataset import Data
@@ -57,10 +56,10 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
 
 
 def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
-    """A mixture of training sets whose rows are these JSON texts."""
+    """Training sets whose rows are these JSON texts."""
     train = datasets.Dataset.from_dict({"columns": [text for texts in sets for text in texts]})
-    mixture = Mixture(tuple(map(len, sets)), (1.0,) * len(sets))
-    return Data(train, mixture, eval_sets or {}, converter=None)
+    starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
+    return Data(train, starts, eval_sets or {}, converter=None)
 
 
 def alone_in(process_index: int, processes: int):

@@ -237,7 +237,7 @@ def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch
         refuses(*refused, call=lambda weights=weights: load(names, weights))
 
 
-def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokenizer):
+def test_the_columns_of_several_sets_are_those_of_all_its_sets(accelerator, tokenizer):
     """A call may have rows of one set alone. It gets None for what only the others have."""
     seen = []
 

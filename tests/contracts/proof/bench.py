@@ -38,7 +38,7 @@ EVAL_STEPS = 4
 DROPOUT = 0.1
 
 # Arguments that a tiny run must not be given: they have no value that turns them off.
-LEFT_OUT = ("dataset_weights", "save_dtype")
+LEFT_OUT = ("save_dtype",)
 # What every tiny run has, unless a promise changes it, as far as the recipe has such an argument.
 TINY_RUN = {
     "dataset_split": "train",
