@@ -1,18 +1,32 @@
-"""Lays out prompts and answers as the rows of tokens that a model reads, in one of two ways.
+"""Lays out prompts and answers as the rows of tokens that a model reads.
 
-    padded rows       each answer in a row of its own, after its prompt, padded on the right: under
-                      causal attention no token sees the padding
-    shared prompts    a prompt once, before all its answers, and several such groups in a row where
-                      they fit; a mask and positions let each answer see its prompt and itself alone
+A prompt is read once, before all its answers, where that costs no more than to read it for each.
+Positions and a mask let each answer see its prompt and itself alone, so that it is read as if
+nothing else were there. Of two answers, [4, 5] and [6], to the prompt [1, 2]:
 
-Either way an answer is read as if it were alone. A place is a token's index in all rows, written
-one after the other.
+    input_ids       1  2  4  5  6     one row, `[rows, row length]`
+    position_ids    0  1  2  3  2     each answer goes on from its prompt
+    attention_mask  x                 what each token sees, from the first one down
+                    x  x
+                    x  x  x
+                    x  x  x  x
+                    x  x  .  .  x     the second answer does not see the first
+
+    targets         4  5  6           the tokens whose log-probs are wanted, answer after answer
+    predictors      1  2  1           the places of the tokens before them, which predict them
+    last            3  4              the place of the last token of each answer
+    mask            x  x              which tokens of the answers are targets, padded:
+                    x  .              `[answers, longest answer]`
+    cells           0  1  2           where the targets are in the flattened `mask`
+
+A place is a token's index in all rows, written one after the other. A row may hold several prompts,
+each with its answers. Without sharing, each answer has a row of its own, after its prompt. Padding,
+on the right, then needs no mask: under causal attention no token sees it.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +35,9 @@ from common import batches
 
 # The most bytes that the mask of shared rows may take: those of one row of 16,384 tokens.
 MOST_MASK = 2**28
-# A mask is computed in parts of about this many elements, since the comparisons double the memory.
-MASK_AT_ONCE = 2**24
 
-PADDING = -1  # the piece of padding
+# A prompt and its answers are a group: the numbers of the answers. A row holds some of them.
+Row = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -47,19 +60,7 @@ class Packer:
         answers: Sequence[list[int]],
         learned: Sequence[list] | None = None,
     ) -> dict:
-        """Returns answers to prompts as tensors that a model reads.
-
-        Example, in padded rows and where all tokens are targets:
-
-            make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
-
-            input_ids   3  6  7  8  9 | 1  2  4  5  0    two rows, the longest first
-            places      0  1  2  3  4 | 5  6  7  8  9
-
-            targets     4  5 | 6  7  8  9    token ids of the answers
-            predictors  6  7 | 0  1  2  3    places, of the token before each target
-            last        8    | 4             places, of the last token of each answer
-            cells       0  1 | 4  5  6  7    indices into the flattened `mask`
+        """Returns answers to prompts as tensors that a model reads; the module shows them.
 
         Args:
             prompts: token ids, one prompt for each answer; may be empty.
@@ -68,68 +69,69 @@ class Packer:
                 all. If the prompt is empty the first must be false: nothing predicts it.
 
         Returns:
-            inputs: what a `transformers` model takes: `input_ids` `[rows, row length]` and, if
-                prompts are shared, `position_ids` of the same shape and the bool `attention_mask`
-                `[rows, 1, row length, row length]`.
-            targets, predictors, cells: see above, `[targets]`; last: `[answers]`.
-            mask: `learned`, padded on the right, bool `[answers, longest answer]`.
+            inputs: what a `transformers` model takes: `input_ids` and, if prompts are shared,
+                `position_ids` and the bool `attention_mask` `[rows, 1, row length, row length]`.
+            targets, predictors, cells: `[targets]`; last: `[answers]`; mask: bool.
             n_tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
         """
         if learned is None:
             learned = [[True] * len(answer) for answer in answers]
-        for number, (prompt, flags) in enumerate(zip(prompts, learned)):
-            if not prompt and any(flags[:1]):
+        rows, length = self.lay_out(prompts, answers)
+        tokens, prompt_ends, starts = place_tokens(rows, length, prompts, answers)
+        ids, positions, pieces, prompt_pieces = tokens
+        inputs = {"input_ids": batches.send(ids, self.device)}
+        if len(rows) < len(answers):
+            inputs["position_ids"] = batches.send(positions, self.device)
+            of_pieces = [batches.send(array, self.device) for array in (pieces, prompt_pieces)]
+            inputs["attention_mask"] = attention_mask(*of_pieces)
+
+        targets: list[int] = []
+        predictors: list[int] = []
+        last = []
+        for number, (answer, flags) in enumerate(zip(answers, learned)):
+            if not prompts[number] and any(flags[:1]):
                 raise ValueError(
                     f"answer {number} has an empty prompt, so nothing predicts its first token: "
                     "that token cannot be a target"
                 )
-        layout = self.lay_out(prompts, answers)
-        ids = np.zeros(layout.shape, dtype=np.int64)
-        predictors = []
-        last = []
-        for prompt, answer, prompt_start, start in zip(prompts, answers, *layout.starts):
-            end = start + len(answer)
-            ids.flat[prompt_start : prompt_start + len(prompt)] = prompt
-            ids.flat[start:end] = answer
-            # The prompt's last token predicts the first one; each token of the answer the next.
-            # Without a prompt this is never read, since the first token is no target.
-            last_of_prompt = prompt_start + len(prompt) - 1
-            predictors.append([last_of_prompt, *range(start, end - 1)])
+            end = starts[number] + len(answer)
+            before = [prompt_ends[number] - 1, *range(starts[number], end - 1)]
+            targets += itertools.compress(answer, flags)
+            predictors += itertools.compress(before, flags)
             last.append(end - 1)
-        inputs = {"input_ids": batches.send(ids, self.device)}
-        if layout.shares:
-            inputs |= shared_inputs(layout, prompts, answers, self.device)
         mask = batches.pad(learned, False, "cpu").bool()
         # A GPU could find the cells, too, but the host would wait for their number.
         cells = mask.flatten().nonzero().squeeze(1)
         return {
             "inputs": inputs,
-            "targets": batches.send(of_targets(answers, learned), self.device),
-            "predictors": batches.send(of_targets(predictors, learned), self.device),
+            "targets": batches.send(np.array(targets, dtype=np.int64), self.device),
+            "predictors": batches.send(np.array(predictors, dtype=np.int64), self.device),
             "last": batches.send(last, self.device),
             "mask": batches.send(mask, self.device),
             "cells": batches.send(cells, self.device),
-            "n_tokens": layout.n_tokens,
+            "n_tokens": int(np.count_nonzero(pieces)),
         }
 
-    def lay_out(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> "Layout":
-        """Returns padded rows, or shared prompts where they are wanted and cost no more.
+    def lay_out(
+        self, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    ) -> tuple[list[Row], int]:
+        """Returns rows, and the length of all: shared prompts where they are wanted and pay.
 
         A row of length n costs about n * (n + e), where e is the length at which attention costs
         as much as the rest. Shared prompts need a mask, which doubles attention: n * (2 n + e).
         """
-        padded = padded_rows(prompts, answers)
+        lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
+        longest = max(lengths)
+        by_length = sorted(range(len(answers)), key=lambda number: -lengths[number])
+        padded = [[[number]] for number in by_length]
         if not self.share:
-            return padded
-        shared = shared_prompts(prompts, answers)
-        n_rows, length = shared.shape
-
-        def cost(layout: Layout, attention: int) -> int:
-            n_rows, length = layout.shape
-            return n_rows * length * (attention * length + self.attention_equals_rest)
-
-        pays = cost(shared, attention=2) <= cost(padded, attention=1)
-        return shared if pays and n_rows * length**2 <= MOST_MASK else padded
+            return padded, longest
+        shared, length = shared_rows(prompts, answers)
+        cost = len(shared) * length * (2 * length + self.attention_equals_rest)
+        cost_of_padded = len(padded) * longest * (longest + self.attention_equals_rest)
+        if cost <= cost_of_padded and len(shared) * length**2 <= MOST_MASK:
+            return shared, length
+        return padded, longest
 
     def describe(self, answers: str, each: str) -> str:
         """Says whether prompts are shared, such as `prompts are computed once for both answers`."""
@@ -138,119 +140,77 @@ class Packer:
         return f"prompts are computed for each {each}"
 
 
-# ============================================================ where tokens go
-class Layout(NamedTuple):
-    """Where prompts and answers go in rows.
+def place_tokens(rows: list[Row], length: int, prompts: Sequence, answers: Sequence) -> tuple:
+    """Writes prompts and answers into their rows, one after the other.
 
-    Attributes:
-        shape: rows, row length.
-        starts: the places where prompts begin, one for each answer, and where answers begin.
-        n_tokens: without padding.
+    Returns:
+        int64 `[4, rows, row length]`: of each token its id; its position; the number of its piece,
+            that is a prompt or an answer, 0 for padding; and that of its prompt.
+        for each answer the place after its prompt, and that of its first token.
     """
+    tokens = np.zeros((4, len(rows) * length), dtype=np.int64)
+    prompt_ends = [0] * len(answers)
+    starts = [0] * len(answers)
 
-    shape: tuple[int, int]
-    starts: tuple[list[int], list[int]]
-    n_tokens: int
+    def write(ids: list[int], place: int, position: int, piece: int, prompt_piece: int) -> int:
+        end = place + len(ids)
+        tokens[0, place:end] = ids
+        tokens[1, place:end] = np.arange(position, position + len(ids))
+        tokens[2, place:end] = piece
+        tokens[3, place:end] = prompt_piece
+        return end
 
-    @property
-    def shares(self) -> bool:
-        """Whether a row holds several answers."""
-        return self.shape[0] < len(self.starts[0])
-
-
-def padded_rows(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Layout:
-    """Lays out each answer in a row of its own, after its prompt, the longest first."""
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
-    longest = max(lengths)
-    order = sorted(range(len(answers)), key=lambda number: -lengths[number])
-    prompt_starts = [0] * len(answers)
-    for row, number in enumerate(order):
-        prompt_starts[number] = row * longest
-    answer_starts = [start + len(prompt) for start, prompt in zip(prompt_starts, prompts)]
-    return Layout((len(answers), longest), (prompt_starts, answer_starts), sum(lengths))
-
-
-def shared_prompts(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Layout:
-    """Lays out each prompt once, before all its answers.
-
-    The longest such group gives the length of all rows. Each goes, the longest first, into the
-    first row that has room for it, else into a new one.
-    """
-    answers_after: dict[tuple[int, ...], list[int]] = {}  # by prompt, their numbers
-    for number, prompt in enumerate(prompts):
-        answers_after.setdefault(tuple(prompt), []).append(number)
-    lengths = {
-        prompt: len(prompt) + sum(len(answers[number]) for number in numbers)
-        for prompt, numbers in answers_after.items()
-    }
-    longest = max(lengths.values())
-    filled: list[int] = []  # tokens of each row
-    prompt_starts = [0] * len(answers)
-    answer_starts = [0] * len(answers)
-    for shared, length in sorted(lengths.items(), key=lambda item: -item[1]):
-        fitting = (row for row, tokens in enumerate(filled) if tokens + length <= longest)
-        row = next(fitting, len(filled))
-        if row == len(filled):
-            filled.append(0)
-        place = row * longest + filled[row]
-        filled[row] += length
-        start = place + len(shared)
-        for number in answers_after[shared]:
-            prompt_starts[number] = place
-            answer_starts[number] = start
-            start += len(answers[number])
-    return Layout((len(filled), longest), (prompt_starts, answer_starts), sum(filled))
-
-
-def of_targets(values: Sequence[Sequence[int]], learned: Sequence[Sequence]) -> np.ndarray:
-    """Returns the values that belong to targets, answer after answer, int64 `[targets]`."""
-    chosen: list[int] = []
-    for values_of_answer, flags in zip(values, learned):
-        chosen += itertools.compress(values_of_answer, flags)
-    return np.array(chosen, dtype=np.int64)  # of this type without any target, too
-
-
-# ============================================================ the mask of shared prompts
-def shared_inputs(
-    layout: Layout, prompts: Sequence[list[int]], answers: Sequence[list[int]], device
-) -> dict[str, torch.Tensor]:
-    """Returns `position_ids` and `attention_mask`, see `Packer.make_batch`.
-
-    A prompt or an answer is a piece. Answer i is piece i, prompts are numbered after the answers.
-    """
-    positions = np.zeros(layout.shape, dtype=np.int64)
-    pieces = np.full(layout.shape, PADDING)
-    prompt_pieces = np.full(layout.shape, PADDING)  # of each token, that of its prompt
-    for number, (prompt, answer) in enumerate(zip(prompts, answers)):
-        prompt_start, start = (starts[number] for starts in layout.starts)
-        prompt_piece = len(answers) + prompt_start
-        for ids, place, position, piece in (
-            (prompt, prompt_start, 0, prompt_piece),
-            (answer, start, len(prompt), number),
-        ):
-            part = slice(place, place + len(ids))
-            positions.flat[part] = np.arange(position, position + len(ids))
-            pieces.flat[part] = piece
-            prompt_pieces.flat[part] = prompt_piece
-    mask = attention_mask(batches.send(pieces, device), batches.send(prompt_pieces, device))
-    return {"position_ids": batches.send(positions, device), "attention_mask": mask}
+    pieces = itertools.count(1)
+    for row, groups in enumerate(rows):
+        place = row * length
+        for group in groups:
+            prompt = prompts[group[0]]
+            prompt_piece = next(pieces)
+            place = write(prompt, place, 0, prompt_piece, prompt_piece)
+            prompt_end = place
+            for number in group:
+                prompt_ends[number] = prompt_end
+                starts[number] = place
+                place = write(answers[number], place, len(prompt), next(pieces), prompt_piece)
+    return tokens.reshape(4, len(rows), length), prompt_ends, starts
 
 
 def attention_mask(pieces: torch.Tensor, prompt_pieces: torch.Tensor) -> torch.Tensor:
-    """Returns whether a query (third dimension) sees a key (fourth): its piece and its prompt.
+    """Returns whether a query (third dimension) sees a key (fourth): of its piece or its prompt.
 
-    Padding belongs to no piece, so it sees only padding, and no piece sees it. It sees at least
-    itself: attention over nothing would be NaN.
+    Padding sees padding, because attention over nothing would be
+    NaN; no piece sees it.
     """
-    n_rows, length = pieces.shape
-    key = pieces[:, None, None, :]
-    mask = torch.empty(n_rows, 1, length, length, dtype=torch.bool, device=pieces.device)
-    queries_at_once = max(1, MASK_AT_ONCE // (n_rows * length))
-    for start in range(0, length, queries_at_once):
-        part = slice(start, start + queries_at_once)
-        query = pieces[:, None, part, None]
-        prompt_of_query = prompt_pieces[:, None, part, None]
-        is_related = (key == query) | (key == prompt_of_query)
-        # Query i of this part is token start + i, which sees no token to its right.
-        mask[:, :, part] = is_related.tril(start)
-    return mask
+    keys = pieces[:, None, None, :]
+    mask = keys == pieces[:, None, :, None]
+    mask |= keys == prompt_pieces[:, None, :, None]
+    return mask.tril_()  # and no token sees one to its right
+
+
+def shared_rows(
+    prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> tuple[list[Row], int]:
+    """Lays out each prompt once, before all its answers; returns rows and their length.
+
+    The longest group gives the length of all rows. Each goes, the longest first, into the first row
+    that has room for it, else into a new one.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}  # by prompt
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(number)
+    lengths = [
+        len(prompt) + sum(len(answers[number]) for number in group)
+        for prompt, group in groups.items()
+    ]
+    longest = max(lengths)
+    rows: list[Row] = []
+    filled: list[int] = []  # tokens of each row
+    for length, group in sorted(zip(lengths, groups.values()), key=lambda pair: -pair[0]):
+        fitting = (row for row, tokens in enumerate(filled) if tokens + length <= longest)
+        row = next(fitting, len(rows))
+        if row == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[row].append(group)
+        filled[row] += length
+    return rows, longest

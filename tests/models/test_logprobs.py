@@ -90,37 +90,53 @@ def test_answers_that_share_a_prompt_are_read_as_each_alone():
     assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
 
 
-def test_padded_rows_are_those_of_the_worked_example():
-    """That of `Packer.make_batch`."""
-    batch = ALONE.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
-    inputs = batch.pop("inputs")
-    assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
-        "input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]
-    }
-    assert batch.pop("n_tokens") == 9
-    assert {name: tensor.int().tolist() for name, tensor in batch.items()} == {
-        "targets": [4, 5, 6, 7, 8, 9],
-        "predictors": [6, 7, 0, 1, 2, 3],
-        "last": [8, 4],
-        "mask": [[1, 1, 0, 0], [1, 1, 1, 1]],
-        "cells": [0, 1, 4, 5, 6, 7],
-    }
-
-
-def test_a_shared_prompt_stands_once_before_its_answers():
-    batch = SHARED.make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
+def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
+    batch = SHARED.make_batch([[1, 2], [1, 2]], [[4, 5], [6]])
     inputs = batch.pop("inputs")
     mask = inputs.pop("attention_mask")
     assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
-        "input_ids": [[1, 2, 4, 5, 6], [3, 7, 8, 9, 0]],
-        "position_ids": [[0, 1, 2, 3, 2], [0, 1, 2, 3, 0]],
+        "input_ids": [[1, 2, 4, 5, 6]],
+        "position_ids": [[0, 1, 2, 3, 2]],
     }
-    assert mask[:, 0].int().tolist() == [
-        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]],
-        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 0, 0, 0, 1]],
+    seen = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert mask.int().tolist() == [[seen]]
+    assert batch.pop("n_tokens") == 5
+    assert {name: tensor.int().tolist() for name, tensor in batch.items()} == {
+        "targets": [4, 5, 6],
+        "predictors": [1, 2, 1],
+        "last": [3, 4],
+        "mask": [[1, 1], [1, 0]],
+        "cells": [0, 1, 2],
+    }
+
+
+def test_rows_of_several_prompts():
+    """The second row is padded, and its padding sees itself."""
+    prompts = [[1, 2], [1, 2], [3], [7], [7]]
+    batch = SHARED.make_batch(prompts, [[4, 5], [6, 8, 9], [6], [7], [8, 9]])
+    assert batch["inputs"]["input_ids"].tolist() == [[1, 2, 4, 5, 6, 8, 9], [7, 7, 8, 9, 3, 6, 0]]
+    assert batch["inputs"]["position_ids"].tolist() == [
+        [0, 1, 2, 3, 2, 3, 4],
+        [0, 1, 1, 2, 0, 1, 0],
     ]
-    assert batch["n_tokens"] == 9 and batch["last"].tolist() == [3, 4, 8]
-    assert batch["predictors"].tolist() == [1, 2, 1, 5, 6, 7]
+    mask = batch["inputs"]["attention_mask"]
+    assert mask.shape == (2, 1, 7, 7)
+    assert mask[1, 0, 4:].int().tolist() == [
+        [0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1],
+    ]
+    assert batch["n_tokens"] == 13 and batch["last"].tolist() == [3, 6, 12, 8, 10]
+    assert batch["predictors"].tolist() == [1, 2, 1, 4, 5, 11, 7, 7, 9]
+
+
+def test_padded_rows_begin_with_the_longest():
+    batch = ALONE.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
+    assert {name: tensor.tolist() for name, tensor in batch["inputs"].items()} == {
+        "input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]
+    }
+    assert batch["predictors"].tolist() == [6, 7, 0, 1, 2, 3]
+    assert batch["last"].tolist() == [8, 4] and batch["cells"].tolist() == [0, 1, 4, 5, 6, 7]
 
 
 def test_the_first_token_after_an_empty_prompt_is_no_target():
@@ -286,9 +302,12 @@ def test_attention_of_a_part_of_longer_rows_shares_nothing(name):
 
 def test_prompts_are_shared_where_that_pays(monkeypatch):
     """Not sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
-    shape = lambda prompt, *answers: (
-        SHARED.lay_out([[5] * prompt] * len(answers), [[6] * answer for answer in answers]).shape
-    )
+
+    def shape(prompt: int, *answers: int) -> tuple[int, int]:
+        prompts = [[5] * prompt] * len(answers)
+        rows, length = SHARED.lay_out(prompts, [[6] * answer for answer in answers])
+        return len(rows), length
+
     assert shape(10, *[300] * 16) == (16, 310) and shape(300, *[10] * 16) == (1, 460)
     assert shape(100, 100, 100) == (1, 300)
     monkeypatch.setattr(packing, "MOST_MASK", 460**2)
