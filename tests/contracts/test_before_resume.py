@@ -7,8 +7,6 @@ import itertools
 import shutil
 from pathlib import Path
 
-import pytest
-
 from common import folders
 from common.checkpoint import Checkpoint
 from small_run import small_run, update
@@ -68,70 +66,39 @@ def expect_nothing_lost(folder: Path, before: dict[str, bytes]) -> None:
 
 
 def test_going_back_gives_the_logs_and_sets_aside_what_came_after(tmp_path, capsys):
-    wrote(tmp_path)
+    """A second time under the next names; a third time finds all in order."""
+    run = wrote(tmp_path)
     (tmp_path / "checkpoints/global_step_000004_best").mkdir()  # the user's own
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard/events").write_text("curves")  # it hides what came after by itself
-    before = files(tmp_path)
-    point = tmp_path / "checkpoints/global_step_000002"
-    assert resume(tmp_path, str(point)).run.global_step == 2
-    said = capsys.readouterr().out
-    expect_logs(tmp_path, 2)
-    expect_nothing_lost(tmp_path, before)
-    (line,) = [line for line in said.splitlines() if line.startswith("set aside")]
-    names = line.removeprefix(f"set aside in {tmp_path}: ").split(", ")
-    beyond = [f"global_step_00000{step}" for step in (3, 4, 4, 5)]
-    beyond = [f"{name}.before_resume" for name in [*beyond, "actor", *LOGS]]
-    assert sorted(names) == sorted(beyond)
-    aside = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.before_resume")}
-    assert len(aside) == len(beyond) and "checkpoints/global_step_000004.before_resume" in aside
-    assert (tmp_path / "checkpoints/global_step_000004_best").is_dir()
-
-
-def test_a_second_time_takes_the_next_names(tmp_path, capsys):
-    """Nothing of the first time is touched."""
-    run = wrote(tmp_path)
-    point = tmp_path / "checkpoints/global_step_000002"
-    resume(tmp_path, str(point))
+    # What became of a log does not matter: the checkpoint has its bytes.
+    (tmp_path / "metrics.jsonl").write_text(text_of(5, "metrics.jsonl").replace("1", "7")[:-9])
+    point = str(tmp_path / "checkpoints/global_step_000002")
+    beyond = [f"actors/global_step_00000{step}" for step in (3, 4, 5)]
+    beyond += ["checkpoints/global_step_000004", "actor", *LOGS]
+    for suffix in (".before_resume", ".before_resume.2"):
+        before = files(tmp_path)
+        assert resume(tmp_path, point).run.global_step == 2
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "set aside" in line]
+        expect_logs(tmp_path, 2)
+        expect_nothing_lost(tmp_path, before)
+        aside = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob(f"*{suffix}")}
+        assert aside == {f"{name}{suffix}" for name in beyond}
+        names = line.removeprefix(f"set aside in {tmp_path}: ").split(", ")
+        assert sorted(names) == sorted(Path(name).name for name in aside)
+        # It goes on, to another end.
+        beyond = ["checkpoints/global_step_000004", *LOGS]
+        for name in LOGS:
+            (tmp_path / name).write_text(text_of(2, name) + "a second time\n")
+        if suffix == ".before_resume":
+            run.run.global_step, run.last_saved = 4, None
+            run.save()
     for name in LOGS:
-        (tmp_path / name).write_text(text_of(2, name) + "a second time\n")
-    run.run.global_step = 4
-    run.last_saved = None
-    run.save()
+        (tmp_path / name).write_text(text_of(2, name))
     before = files(tmp_path)
-    resume(tmp_path, str(point))
-    expect_logs(tmp_path, 2)
-    expect_nothing_lost(tmp_path, before)
-    saved = "checkpoints/global_step_000004.before_resume"
-    for path in (*LOGS, "checkpoints/global_step_000004"):
-        assert (tmp_path / f"{path}.before_resume.2").exists()
-    assert files(tmp_path)[f"{saved}/state.json"] == before[f"{saved}/state.json"]
-    # A third one finds all in order, and renames nothing.
-    before = files(tmp_path)
-    capsys.readouterr()
-    resume(tmp_path, str(point))
+    resume(tmp_path, point)
     assert files(tmp_path) == before and "set aside" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: b"",
-        lambda text: text[:-9],  # torn in a line
-        lambda text: text.replace(b"1", b"7"),  # edited, of the same length
-        lambda text: text + b'{"global_step": 5}\n',
-    ],
-)
-def test_what_became_of_a_log_in_the_runs_folder_does_not_matter(tmp_path, damage):
-    """The checkpoint has its bytes; what is there instead stays aside."""
-    wrote(tmp_path, updates=4)
-    log = tmp_path / "metrics.jsonl"
-    damaged = damage(log.read_bytes())
-    log.write_bytes(damaged)
-    (tmp_path / "samples.jsonl").unlink()
-    resume(tmp_path)
-    expect_logs(tmp_path, 4)
-    assert (tmp_path / "metrics.jsonl.before_resume").read_bytes() == damaged
+    assert (tmp_path / "checkpoints/global_step_000004_best").is_dir()
 
 
 def test_a_log_that_the_checkpoint_lacks_is_set_aside(tmp_path):

@@ -1,7 +1,5 @@
 """Signals of what a run forks; where a resumed run goes, and what it cannot read or leaves behind."""
 
-import json
-import signal
 import types
 
 import pytest
@@ -38,31 +36,26 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
 
 
 FORKS = """
-import json, multiprocessing, os, signal
+import multiprocessing, os, signal
 from common import stopping
 
 signals = stopping.Signals()
 fork = multiprocessing.get_context("fork")
-# Ended at once: some while they are being forked, some while they wait for what never comes.
-ended = []
-for number in range(60):
+for number in range(60):  # some are ended while they are being forked, some while they wait
     process = fork.Process(target=fork.Event().wait)
     process.start()
     process.terminate()
     process.join(10)
-    ended.append(process.exitcode)
-    process.kill()
+    assert process.exitcode == -signal.SIGTERM, process.kill()
 os.kill(os.getpid(), signal.SIGUSR1)
-print(json.dumps([ended, signals.number]))
+assert signals.number == signal.SIGUSR1
 """
 
 
 def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
     """SIGTERM, by which a pool ends its workers, needs no Python there: it would not run while a worker waits for a lock."""
     (tmp_path / "forks.py").write_text(FORKS)
-    result = launch(LAUNCHERS["plain"], tmp_path / "forks.py", timeout=100)
-    ended, own = json.loads(result.stdout.splitlines()[-1])
-    assert ended == [-signal.SIGTERM] * 60 and own == signal.SIGUSR1
+    launch(LAUNCHERS["plain"], tmp_path / "forks.py", timeout=100)
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):
@@ -74,9 +67,8 @@ def test_what_a_killed_save_left_is_removed(tmp_path):
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(
-        Checkpoint, "write", lambda self, temporary, final: written.append(final.name)
-    )
+    write = lambda self, temporary, final: written.append(final.name)
+    monkeypatch.setattr(Checkpoint, "write", write)
     run = small_run(tmp_path)
     for run.run.global_step in (4, 4, 5):
         run.save()
@@ -97,9 +89,8 @@ def test_where_a_resumed_run_goes(tmp_path):
 
     def decide(resume, output_dir=None):
         folder = output_dir and str(output_dir)
-        return run_folder.decide(
-            types.SimpleNamespace(resume=str(resume), output_dir=folder), "sft"
-        )
+        args = types.SimpleNamespace(resume=str(resume), output_dir=folder)
+        return run_folder.decide(args, "sft")
 
     assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old")
     assert decide(old, tmp_path / "new") == decide(loose, tmp_path / "new") == str(tmp_path / "new")

@@ -37,13 +37,7 @@ FACTS = [
 
 
 class Form(NamedTuple):
-    """How a row is written.
-
-    Attributes:
-        row: of a question, its answer and a wrong answer.
-        flags: what the command needs besides model and data.
-        file: the name, whose suffix says the kind of file.
-    """
+    """How a row is written: a function of a question, its answer and a wrong one; flags; a file."""
 
     row: object
     flags: tuple = ()
@@ -62,14 +56,6 @@ def transcript(question: str, answer: str) -> str:
     return f"\n\nHuman: {question}\n\nAssistant: {answer}"
 
 
-def shared(question: str) -> list[dict]:
-    return [{"from": "human", "value": question}]
-
-
-def told(answer: str) -> dict:
-    return {"from": "gpt", "value": answer}
-
-
 CHAT = ("--strings_as_messages",)
 BRIEF = """
 def brief(prompts, responses, **columns):
@@ -78,8 +64,7 @@ def brief(prompts, responses, **columns):
 PAIRS = {
     "messages": Form(lambda q, a, b: {"prompt": user(q), "chosen": assistant(a), "rejected": assistant(b)}),
     "strings": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, CHAT),
-    "plain text": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}),
-    "csv": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, CHAT, "rows.csv"),
+    "plain text": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, (), "rows.csv"),
     "ultrafeedback": Form(
         lambda q, a, b: {"prompt": q, "chosen": user(q) + assistant(a), "rejected": user(q) + assistant(b)},
     ),
@@ -87,42 +72,30 @@ PAIRS = {
         lambda q, a, b: {"chosen": user(q) + assistant(a), "rejected": user(q) + assistant(b)}, (), "rows.parquet",
     ),
     "hh-rlhf": Form(lambda q, a, b: {"chosen": transcript(q, a), "rejected": transcript(q, b)}, CHAT),
-    "sharegpt": Form(lambda q, a, b: {"conversations": shared(q), "chosen": told(a), "rejected": told(b)}),
     "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "chosen": a, "rejected": b}, (), "rows.json"),
 }  # fmt: skip
 PROMPTS = {
     "messages": Form(lambda q, a, b: {"prompt": user(q), "answer": a}),
-    "strings": Form(lambda q, a, b: {"prompt": q, "answer": a}, CHAT),
     "gsm8k": Form(
         lambda q, a, b: {"question": q, "answer": f"So #### {a}"}, (*CHAT, "--columns", "prompt=question"),
     ),
-    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a, "answer": a}),
 }  # fmt: skip
 CONVERSATIONS = {
     "messages": Form(lambda q, a, b: {"messages": user(q) + assistant(a)}),
-    "csv": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT, "rows.csv"),
     "prompt": Form(lambda q, a, b: {"prompt": user(q), "completion": assistant(a)}),
-    "strings": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT),
-    "gsm8k": Form(
-        lambda q, a, b: {"question": q, "answer": a}, (*CHAT, "--columns", "prompt=question", "completion=answer"),
-    ),
+    "strings": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT, "rows.csv"),
     "text": Form(lambda q, a, b: {"text": f"{q} {a}"}, (), "rows.parquet"),
-    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a}, (), "rows.json"),
-    "sharegpt": Form(lambda q, a, b: {"conversations": [*shared(q), told(a)]}),
+    "sharegpt": Form(
+        lambda q, a, b: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}, (), "rows.json",
+    ),
 }  # fmt: skip
-MARGIN = {
-    "margin": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b, "margin": 0.5}, CHAT)
-}
 FORMS = {"sft": CONVERSATIONS, "preferences": PAIRS, "prompts": PROMPTS}
-TEN = {name: FORMS[of_recipe.data] for name, of_recipe in RECIPES.items()}
-TEN["reward"] = {**PAIRS, **MARGIN}  # it alone reads margins
-# A format for each recipe in `make test`; the others with the recipe whose data have them first.
-READS_ALL = ("sft", "dpo", "grpo")
+# A format for each recipe in `make test`; the others with one recipe that learns from such data.
 CASES = [
-    pytest.param(name, form, marks=[pytest.mark.slow] * (form != RECIPES[name].ten_rows_fast))
-    for name, forms in TEN.items()
-    for form in forms
-    if name in READS_ALL or form in (RECIPES[name].ten_rows_fast, "margin")
+    pytest.param(name, form, marks=[pytest.mark.slow] * (form != of_recipe.ten_rows_fast))
+    for name, of_recipe in RECIPES.items()
+    for form in FORMS[of_recipe.data]
+    if name in ("sft", "dpo", "grpo") or form == of_recipe.ten_rows_fast
 ]
 
 
@@ -143,16 +116,13 @@ def write(path: Path, rows: list[dict]) -> None:
 
 @pytest.mark.parametrize("name, form", CASES)
 def test_ten_rows_lead_to_an_actor_that_loads(name, form, tmp_path):
-    how = TEN[name][form]
+    how = FORMS[RECIPES[name].data][form]
     write(tmp_path / how.file, [how.row(*fact) for fact in FACTS])
     flags = ["--model_name_or_path", MODEL, "--dataset_name", tmp_path / how.file, *how.flags]
     flags += RECIPES[name].ten_rows_flags
     if RECIPES[name].generates:
         (tmp_path / "my_rewards.py").write_text(BRIEF)
-        flags += [
-            "--max_new_tokens",
-            4,
-        ]  # the model adds numbers: it does not know when to stop here
+        flags += ["--max_new_tokens", 4]  # the model does not know when to stop here
     run = launch([], recipe(name), *flags, "--output_dir", "run", cwd=tmp_path)
 
     assert f"data {tmp_path / how.file}: 10 usable rows" in run.stdout
