@@ -27,38 +27,21 @@ class NoFolder(Actor):
 
 
 class Extra:
-    """A recipe's own state."""
-
-    def __init__(self, content=None):
-        self.content = content
+    """A recipe's own state, which holds nothing."""
 
     def state(self):
-        return self.content
+        return None
 
     def load_state(self, state) -> None:
-        self.content = state
+        pass
 
 
-def small_run(folder: Path, extra=None, **settings) -> Checkpoint:
-    """A run before its first update: 100 rows, 4 in an update. Its parts are the checkpoint's.
-
-    Args:
-        extra: what the recipe holds.
-    """
+def small_run(folder: Path, **settings) -> Checkpoint:
+    """A run before its first update: 100 rows, 4 in an update. Its parts are the checkpoint's."""
     given = dict(
-        output_dir=str(folder),
-        train_batch_size=4,
-        max_epochs=1,
-        max_steps=0,
-        seed=0,
-        resume="auto",
-        report_to=["none"],
-        save_steps=0,
-        save_total_limit=2,
-        save_dtype=None,
-        keep_best=None,
-        stop_after=0,
-    )
+        output_dir=str(folder), train_batch_size=4, max_epochs=1, max_steps=0, seed=0, resume="auto", report_to=["none"], save_steps=0,
+        save_total_limit=2, save_dtype=None, keep_best=None, stop_after=0,
+    )  # fmt: skip
     args = Settings(**given | settings)
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
@@ -75,15 +58,14 @@ def small_run(folder: Path, extra=None, **settings) -> Checkpoint:
         scheduler=scheduler,
         means=Means(accelerator),
         identity={"data": "d"},
-        extra=Extra(extra),
+        extra=Extra(),
     )
 
 
-def update(checkpoint: Checkpoint, applied: bool = True) -> None:
-    """One update of 4 samples and 9 tokens, or one that is skipped."""
+def update(checkpoint: Checkpoint) -> None:
+    """One update of 4 samples and 9 tokens."""
     checkpoint.model["model"](torch.randn(4, 2)).sum().backward()
-    if applied:
-        checkpoint.optimizer.step()
-        checkpoint.scheduler.step()
+    checkpoint.optimizer.step()
+    checkpoint.scheduler.step()
     checkpoint.optimizer.zero_grad()
-    checkpoint.run.update_done(applied, samples=4, tokens=9)
+    checkpoint.run.update_done(True, samples=4, tokens=9)
