@@ -1,17 +1,10 @@
 """SFT and DPO by value: whole runs against the plain loop of plain_loop.py, or against TRL.
 
-What is compared: every number of every log line but `perf/*`, evaluations included, and the weights
-at the end. The reward model's loop is in test_reward.py.
-
-TRL's values are stored in tests/peers/trl_values.json, made by the script beside it. A slow test
-trains with TRL again and compares what is stored with that.
+What is compared: every number of every log line but `perf/*`, evaluations included, and the weights at the end. The
+reward model's loop is in test_reward.py. TRL's values are stored, see tests/peers/trl_values.py.
 """
 
-import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -105,13 +98,10 @@ def inputs(tmp_path_factory) -> Path:
     tiny_llama(folder / "model")
     tiny_llama(folder / "reference", initializer_range=0.2)
     tiny_llama(folder / "dropping", attention_dropout=0.2)  # DPO must switch it off
-    rows = {
-        "sft": [{"messages": messages} for messages in CONVERSATIONS],
-        "dpo": PAIRS,
-    }
-    unusable = {"sft": {"messages": EMPTY}, "dpo": EQUAL}
-    for name, usable in rows.items():
-        train = [*usable[:UNUSABLE], unusable[name], *usable[UNUSABLE:USABLE]]
+    conversations = [{"messages": messages} for messages in CONVERSATIONS]
+    rows = {"sft": (conversations, {"messages": EMPTY}), "dpo": (PAIRS, EQUAL)}
+    for name, (usable, unusable) in rows.items():
+        train = [*usable[:UNUSABLE], unusable, *usable[UNUSABLE:USABLE]]
         write_jsonl(folder / f"{name}.jsonl", train)
         write_jsonl(folder / f"{name}_eval.jsonl", usable[USABLE:])
     return folder
@@ -128,16 +118,13 @@ def logits_before(model: torch.nn.Module, ids: list[int], places: list[int]) -> 
 
 # ------------------------------------------------------------------------------- SFT
 
+COSINE = dict(lr_scheduler_type="cosine")
 SFT = {
     "assistant": dict(lr_scheduler_type="linear", max_epochs=2, micro_train_batch_size=2),
     "completion": dict(
-        launcher="ddp",
-        lr_scheduler_type="cosine",
-        max_steps=6,
-        micro_train_batch_size=4,
-        logging_steps=4,
+        COSINE, launcher="ddp", max_steps=6, micro_train_batch_size=4, logging_steps=4
     ),
-    "all": dict(lr_scheduler_type="cosine", max_steps=5, micro_train_tokens=150),
+    "all": dict(COSINE, max_steps=5, micro_train_tokens=150),
 }
 
 
@@ -205,18 +192,16 @@ def test_the_norm_of_a_large_gradient(tmp_path, launcher):
     folder = tiny_llama(tmp_path / "model", intermediate_size=100_000, num_hidden_layers=1)
     messages = CONVERSATIONS[1]
     write_jsonl(tmp_path / "sft.jsonl", [{"messages": messages}])
-    output = tmp_path / "run"
-    flags = ["--model_name_or_path", folder, "--dataset_name", tmp_path / "sft.jsonl"]
-    flags += ["--train_batch_size", 2, "--micro_train_batch_size", 1, "--max_steps", 1]
-    flags += ["--max_grad_norm", 0.5, "--report_to", "none", "--output_dir", output]
-    launch(LAUNCHERS[launcher], recipe("sft"), *flags)
+    settings = dict(train_batch_size=2, micro_train_batch_size=1, max_steps=1, max_grad_norm=0.5)
+    paths = dict(model_name_or_path=folder, dataset_name=tmp_path / "sft.jsonl")
+    run("sft", tmp_path / "run", launcher, report_to="none", **paths, **settings)
 
     model = load(folder)
     ids, targets = targets_of(AutoTokenizer.from_pretrained(folder), messages, "assistant")
     logits = logits_before(model, ids, targets)
     torch.nn.functional.cross_entropy(logits, torch.tensor(ids)[targets]).backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    (line,) = training_lines(output)
+    (line,) = training_lines(tmp_path / "run")
     assert line["grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-6)
 
 
@@ -338,25 +323,8 @@ def test_values_of_trl(case, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_stored_values_are_what_trl_computes(tmp_path):
-    try:
-        installed = importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError:
-        installed = "none"
-    if installed != trl_values.VERSION:
-        found = f"needs TRL {trl_values.VERSION}, found {installed}"
-        if sys.version_info < (3, 11):
-            pytest.skip(f"{found}, which needs Python 3.11")
-        if os.environ.get("NEWEST_VERSIONS") == "1":
-            pytest.skip(f"{found}, and it may not run with the newest versions of what it needs")
-        pytest.fail(f"{found}: pip install -e '.[peers]'")
-
-    computed = tmp_path / "trl_values.json"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, trl_values.__file__, computed]
-    script = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert script.returncode == 0, script.stderr[-4000:]
-    found, stored = (json.loads(path.read_text()) for path in (computed, trl_values.STORED))
+def test_what_is_stored_is_what_trl_computes():
+    found, stored = trl_values.values(), json.loads(trl_values.STORED.read_text())
     assert found.keys() == stored.keys()
     for case in stored:
         expect_values(found[case], stored[case])

@@ -172,24 +172,13 @@ def train(recipe: str, settings: dict, folder: Path) -> dict[str, list[float]]:
     model = load_model(recipe, path)
     unordered = rows(recipe)
     order = np.random.default_rng([settings["seed"], 0]).permutation(ROWS)  # that of epoch 0
+    given = {SETTINGS_OF_TRL.get(tag, tag): settings[tag] for tag in settings.keys() - LORA.keys()}
+    quiet = dict(save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1)
+    plain = dict(gradient_checkpointing=False, bf16=False, use_cpu=True)
+    config = config_class(folder / "run", num_train_epochs=1, **quiet, **plain, **given)
     trainer = InOrder(
         model=model,
-        args=config_class(
-            output_dir=folder / "run",
-            num_train_epochs=1,
-            logging_steps=1,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **{
-                SETTINGS_OF_TRL.get(name, name): value
-                for name, value in settings.items()
-                if name not in LORA
-            },
-        ),
+        args=config,
         peft_config=lora_config(settings),
         train_dataset=datasets.Dataset.from_list([unordered[row] for row in order]),
         processing_class=AutoTokenizer.from_pretrained(path),
@@ -206,18 +195,19 @@ def train(recipe: str, settings: dict, folder: Path) -> dict[str, list[float]]:
     return values | {"change of the weights": projections(trained_weights(trainer.model) - start)}
 
 
-def main(output: Path) -> None:
+def values() -> dict[str, dict[str, list[float]]]:
     import trl
 
     if trl.__version__ != VERSION:
         sys.exit(f"expected TRL {VERSION}, found {trl.__version__}: pip install -e '.[peers]'")
-    values = {}
+    found = {}
     for case, (recipe, settings) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            values[case] = train(recipe, settings, Path(folder))
-    output.write_text(json.dumps(values, indent=1) + "\n")
+            found[case] = train(recipe, settings, Path(folder))
+    return found
 
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else STORED)
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else STORED
+    output.write_text(json.dumps(values(), indent=1) + "\n")

@@ -8,7 +8,6 @@ from urllib.parse import urlparse
 
 import pytest
 import yaml
-from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -22,12 +21,6 @@ EXTRAS = {
     name: [Requirement(line) for line in lines]
     for name, lines in PROJECT["optional-dependencies"].items()
 }
-PINS = [
-    Requirement(line)
-    for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
-    if not line.startswith("#")
-]
-PYTHONS = ["3.10", "3.11", "3.13"]
 # Packages that are imported by another name than they are installed by.
 LIBRARIES = ("data", "models", "rollouts", "tools")
 INSTALLED_AS = {"yaml": "pyyaml"}
@@ -69,16 +62,6 @@ def names_of(requirements: list[Requirement]) -> set[str]:
     return {requirement.name for requirement in requirements}
 
 
-def pins_under(python: str) -> dict[str, str]:
-    """The pinned version of each package under a version of Python."""
-    environment = default_environment() | {"python_version": python}
-    return {
-        pin.name: str(pin.specifier).removeprefix("==")
-        for pin in PINS
-        if pin.marker is None or pin.marker.evaluate(environment)
-    }
-
-
 # ============================================================ packages
 
 
@@ -99,18 +82,6 @@ def test_every_import_is_a_declared_dependency():
     assert everything - (needed.keys() | around.keys()) <= loaded_by_others
 
 
-def test_every_dependency_has_a_lower_bound_that_its_pin_meets():
-    of_tests = [*DEPENDENCIES, *EXTRAS["lora"], *EXTRAS["qlora"], *EXTRAS["test"]]
-    for python in PYTHONS:
-        pins = pins_under(python)
-        assert names_of(of_tests) - pins.keys() == {"filelock", "packaging", "tokenizers"}
-        for requirement in of_tests:
-            operators = sorted(specifier.operator for specifier in requirement.specifier)
-            assert operators[-1:] == [">="] and set(operators[:-1]) <= {"!="}
-            if requirement.name in pins:
-                assert requirement.specifier.contains(pins[requirement.name]), requirement
-
-
 def test_the_lock_is_of_this_project_and_names_public_places_only():
     lock = tomllib.loads((REPOSITORY / "uv.lock").read_text())
     (own,) = [package for package in lock["package"] if package["name"] == PROJECT["name"]]
@@ -123,14 +94,6 @@ def test_the_lock_is_of_this_project_and_names_public_places_only():
     for extra, requirements in EXTRAS.items():
         declared |= {(each.name, str(each.specifier), extra) for each in requirements}
     assert locked == declared, "make lock"
-
-    versions = {}
-    for package in lock["package"]:
-        versions.setdefault(package["name"], set()).add(package["version"])
-    pinned = {}
-    for pin in PINS:
-        pinned.setdefault(pin.name, set()).add(str(pin.specifier).removeprefix("=="))
-    assert {name: versions[name] for name in pinned} == pinned, "make lock"
 
     text = (REPOSITORY / "uv.lock").read_text()
     hosts = {urlparse(url).netloc for url in re.findall(r'"(\w+://[^"]+)"', text)}
@@ -169,9 +132,7 @@ def test_workflows_run_foreign_code_by_its_hash_and_keep_no_token():
     for path in sorted((REPOSITORY / ".github/workflows").glob("*.yml")):
         used |= set(re.findall(r"uses: (.*)", path.read_text()))
         for job in yaml.safe_load(path.read_text())["jobs"].values():
-            checkouts = [
-                step for step in job["steps"] if "actions/checkout" in step.get("uses", "")
-            ]
-            assert [step["with"]["persist-credentials"] for step in checkouts] == [False], path
+            (first,) = [step for step in job["steps"] if "/checkout@" in step.get("uses", "")]
+            assert first["with"]["persist-credentials"] is False, path
     pinned = [re.fullmatch(r"actions/(\S+)@[0-9a-f]{40} # v6\.\d+\.\d+", action) for action in used]
     assert all(pinned) and sorted(match[1] for match in pinned) == ["checkout", "setup-python"]
