@@ -38,7 +38,7 @@ EVAL_STEPS = 4
 DROPOUT = 0.1
 
 # Arguments that a tiny run must not be given: they have no value that turns them off.
-LEFT_OUT = ("save_dtype",)
+LEFT_OUT = {"save_dtype"}
 # What every tiny run has, unless a promise changes it, as far as the recipe has such an argument.
 TINY_RUN = {
     "dataset_split": "train",
@@ -120,9 +120,7 @@ def updates_in(samples: int) -> int:
 
 
 class Bench:
-    """One recipe with tiny inputs, and all runs of it so far.
-
-    Several promises look at the same runs. The first one that asks for a run makes it.
+    """One recipe with tiny inputs, and all runs of it so far: who asks for a run first makes it.
 
     Args:
         argv: the recipe's arguments.
@@ -143,20 +141,20 @@ class Bench:
         train = self.first_rows("dataset")
         held_out = self.first_rows("eval_dataset") or train[-EVALUATION_ROWS:]
         self.rows = {"train": train, "held_out": held_out}
-        kept = {k: v for k, v in self.arguments.items() if k not in LEFT_OUT}
+        kept = {name: self.arguments[name] for name in self.arguments.keys() - LEFT_OUT}
         self.defaults_file = folder / "asked.yaml"
         self.defaults_file.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
 
     # ------------------------------------------------------------ what the recipe is
     def ask(self, argv: list[str]) -> dict:
-        """Returns the recipe's arguments: a run is stopped once it has recorded them."""
+        """The recipe's arguments: a run is stopped once it has recorded them."""
         record = self.folder / "asked" / "run.yaml"
         words = [*argv, "--output_dir", str(record.parent)]
         assert self.run_until("asked", "plain", words, record.exists), "no run.yaml was written"
         return yaml.safe_load(record.read_text(encoding="utf-8"))
 
     def first_rows(self, kind: str) -> list[dict]:
-        """Returns the first rows of the first set of `--dataset_name` or `--eval_dataset_name`."""
+        """The first rows of the first set of `--dataset_name` or `--eval_dataset_name`."""
         from preference_recipes.data import files  # slow to import
 
         names = as_list(self.arguments[f"{kind}_name"])
@@ -175,7 +173,7 @@ class Bench:
         return self.has("rollout_batch_size")
 
     def model_folder(self, dropout: float = 0.0) -> Path:
-        """Returns a copy of the model with this dropout, where its config names some."""
+        """A copy of the model with this dropout, where its config names some."""
         source = Path(self.arguments["model_name_or_path"])
         if not source.is_dir():
             from huggingface_hub import snapshot_download
@@ -197,7 +195,7 @@ class Bench:
     def flags(
         self, output: Path, n_rows: int | None = None, dropout: float = 0.0, **changes
     ) -> list[str]:
-        """Returns the flags of a tiny run, as far as the recipe has them.
+        """The flags of a tiny run, as far as the recipe has them.
 
         Args:
             n_rows: rows of training data; default `ROWS`, or `PROMPTS` if the recipe samples.
@@ -239,12 +237,11 @@ class Bench:
     def run(
         self, name: str, launcher: str | list[str] = "plain", fresh: bool = False, **changes
     ) -> Finished:
-        """Returns the run of this name, made with these changes by whoever asks first.
+        """The run of this name, made with these changes, see `flags`, by whoever asks first.
 
         Args:
             launcher: a name of `LAUNCHERS`, or the words of another one.
             fresh: in new interpreters, as a user starts it.
-            changes: see `flags`.
         """
         if name not in self.runs:
             output = self.folder / name
@@ -270,8 +267,7 @@ class Bench:
     ) -> bool:
         """Runs the recipe until a moment, at which all its processes are killed, or to its end.
 
-        Returns:
-            whether it came to that moment.
+        Returns whether it came to that moment.
         """
         console = self.folder / f"{name}.console"
         console.touch()  # a run that is killed at once may not come to it
@@ -296,12 +292,11 @@ ANSWERS = ["messages", "completion", "chosen", "rejected", "output", "conversati
 
 
 def uneven(rows: list[dict]) -> list[dict]:
-    """Returns rows of uneven lengths: as they are, unless they have three lengths or fewer.
+    """Rows of uneven lengths: as they are, unless they have three lengths or fewer.
 
-    Rows of one length would hide a mean of means. So their answers are repeated 1 to 3 times.
-    Prompts of one length would hide how generation pads them. So, where rows have no answers, every
-    fourth prompt is repeated once: no more, since the model may have no answer to it that is worth
-    a reward.
+    Rows of one length would hide a mean of means, prompts of one length how generation pads them.
+    Answers are repeated 1 to 3 times. Where there are none, every fourth prompt is, once: no more,
+    since the model may have no answer to it that is worth a reward.
     """
     if len({len(json.dumps(row, default=str)) for row in rows}) > 3:
         return rows
@@ -309,18 +304,15 @@ def uneven(rows: list[dict]) -> list[dict]:
         columns, role, times = ANSWERS, "assistant", [1, 2, 3]
     else:
         columns, role, times = ["prompt"], "user", [1, 2, 1, 1]
-    found = []
-    for row, n in zip(rows, itertools.cycle(times)):
-        longer = {name: repeated(row[name], n, role) for name in columns if name in row}
-        found.append({**row, **longer})
-    return found
+    return [
+        row | {name: repeated(row[name], n, role) for name in columns if name in row}
+        for row, n in zip(rows, itertools.cycle(times))
+    ]
 
 
 def repeated(value, times: int, role: str):
-    """Returns a text repeated, or in a list of messages what this role says."""
+    """A text repeated, or in a list of messages what this role says."""
     if isinstance(value, str):
         return value * times
-    return [
-        {**message, "content": message["content"] * times} if message["role"] == role else message
-        for message in value
-    ]
+    longer = lambda message: message | {"content": message["content"] * times}
+    return [longer(message) if message["role"] == role else message for message in value]
