@@ -55,7 +55,7 @@ from preference_recipes.rollouts.rollout import (
 )
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each
-from preference_recipes.tools import preview
+from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
@@ -370,7 +370,7 @@ def main():
     accelerator = launch.make_accelerator(args, "distill")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = load_prompts(accelerator, args, tokenizer)
-    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     check_completions(args, data)
     plan = RolloutSchedule(args, n_prompts=len(data.train))
 

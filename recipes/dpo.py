@@ -40,7 +40,7 @@ from preference_recipes.data import dataset, pairs
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.tools import preview
+from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
@@ -205,7 +205,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     how = dict(function=pairs.preference_row, exact_match=args.exact_match_rows != 0)
     data = dataset.load_data(accelerator, args, tokenizer, **how)
-    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
@@ -229,7 +229,9 @@ def main():
         share=args.share_prompts,
     )
     if args.precompute_ref_log_probs:
-        reference.precompute([train, *held_out.values()], collate, packer)
+        from preference_recipes.models.precompute import precompute
+
+        precompute(accelerator, args, reference, [train, *held_out.values()], collate, packer)
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)

@@ -52,7 +52,7 @@ from preference_recipes.rollouts.rewards import Judge, Scores
 from preference_recipes.rollouts.rollout import Position, Rollout, RolloutSchedule
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
-from preference_recipes.tools import preview
+from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
@@ -603,7 +603,7 @@ def main():
     accelerator = launch.make_accelerator(args, "grpo")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
-    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule(args, n_prompts=len(data.train))
 
     # Without dropout, because responses are sampled without.

@@ -42,7 +42,7 @@ from preference_recipes.data import dataset, pairs
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.tools import preview
+from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
@@ -148,7 +148,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     how = dict(function=pairs.labelled_row, exact_match=args.exact_match_rows != 0)
     data = dataset.load_data(accelerator, args, tokenizer, **how)
-    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
     answer_counts = dataset.column(data.train, "n_answers")

@@ -56,7 +56,7 @@ from preference_recipes.rollouts.rollout import (
 )
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
-from preference_recipes.tools import preview
+from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
@@ -465,7 +465,7 @@ def main():
     accelerator = launch.make_accelerator(args, "ppo")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
-    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule(args, n_prompts=len(data.train))
 
     policy = make_actor_critic(accelerator, args, tokenizer)

@@ -40,7 +40,7 @@ from preference_recipes.data import dataset, formats, pairs
 from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
-from preference_recipes.tools import preview
+from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
@@ -150,7 +150,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     scores.separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
-    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 

@@ -38,7 +38,7 @@ from preference_recipes.data.messages import is_learned, learned_turns
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
-from preference_recipes.tools import preview
+from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
@@ -165,7 +165,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     how = dict(function=sft_row, loss_on=args.loss_on, exact_match=args.exact_match_rows != 0)
     data = dataset.load_data(accelerator, args, tokenizer, **how)
-    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
+    show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Sequences(data.train)
     held_out = {prefix: Sequences(eval_set) for prefix, eval_set in data.eval_sets.items()}
     target_counts = dataset.column(data.train, "n_targets")

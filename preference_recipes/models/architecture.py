@@ -1,10 +1,7 @@
 """Reads from a `transformers` model what its architecture does, and what text never reaches."""
 
-import itertools
 import math
-import re
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -160,31 +157,21 @@ def unreached_parameters(model: PreTrainedModel) -> set[str]:
 
 
 def freeze_unreached(accelerator, wrapper: nn.Module) -> None:
-    """Freezes the modules that no text reaches, and prints which: weight decay would shrink them.
+    """Freezes what no text reaches, and says so: weight decay would shrink it.
 
     The experts of a mixture are reached, even if no token visits one.
     """
-    names = []
     for model in whole_models(wrapper).values():
         unreached = unreached_parameters(model)
-        parameters = dict(model.named_parameters())
-        trained = {path for name in parameters.keys() - unreached for path in paths_to(name)}
-        for name, parameter in parameters.items():
-            if name in unreached:
-                parameter.requires_grad_(False)
-                # The largest module around it in which nothing is trained, of all layers once.
-                module = next(path for path in paths_to(name) if path not in trained)
-                names.append(re.sub(r"\.\d+(?=\.|$)", ".*", module))
+        for name in sorted(unreached):
+            model.get_parameter(name).requires_grad_(False)
+        if unreached:
+            accelerator.print(
+                f"not trained: {len(unreached)} weights, such as {min(unreached)} "
+                "(text never reaches them)"
+            )
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             accelerator.print(
                 "not trained: the router's auxiliary loss, for which the config asks by "
                 "output_router_logits (no recipe's loss includes it)"
             )
-    if names:
-        once = ", ".join(dict.fromkeys(names))
-        accelerator.print(f"not trained: {once} (text never reaches them)")
-
-
-def paths_to(name: str) -> Iterator[str]:
-    """Returns `a`, `a.b` and `a.b.c` of the name `a.b.c`."""
-    return itertools.accumulate(name.split("."), "{}.{}".format)

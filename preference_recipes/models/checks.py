@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from common import engine
-from preference_recipes.models import architecture, cost
+from preference_recipes.models import architecture
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
@@ -53,7 +53,8 @@ def make_packer(
     if not share or not all(can_share(accelerator, model, max_length) for model in readers):
         return Packer(accelerator.device)
     inside = [model for reader in readers for model in architecture.whole_models(reader).values()]
-    return Packer(accelerator.device, True, cost.attention_equals_rest(inside))
+    widest = max(model.config.get_text_config().hidden_size for model in inside)
+    return Packer(accelerator.device, True, width=widest)
 
 
 @torch.no_grad()

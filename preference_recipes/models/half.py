@@ -5,7 +5,6 @@ FSDP2 rounds all weights when it gathers them, autocast some.
 
 import collections
 
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -17,37 +16,27 @@ from preference_recipes.models.logprobs import LogProbHead
 def round_frozen(accelerator, wrapper: nn.Module) -> None:
     """Holds frozen weights in half precision: all under FSDP2, else those that autocast rounds."""
     half = engine.half_precision(accelerator)
-    rounded = None if accelerator.is_fsdp2 else rounded_by_autocast(wrapper, accelerator.device)
-    for name, parameter in wrapper.named_parameters():
+    if accelerator.is_fsdp2:
+        weights = list(wrapper.parameters())
+    else:
+        weights = rounded_by_autocast(wrapper, accelerator.device.type == "cpu")
+    for weight in weights:
         # Packed weights of 4 bits are whole numbers.
-        is_held_in_fp32 = parameter.dtype == torch.float32 and not parameter.requires_grad
-        if is_held_in_fp32 and (rounded is None or name in rounded):
-            parameter.data = parameter.data.to(half)
+        if weight.is_floating_point() and not weight.requires_grad:
+            weight.data = weight.data.to(half)
 
 
-def rounded_by_autocast(wrapper: nn.Module, device: torch.device) -> set[str]:
-    """Returns the names of the parameters that autocast rounds in every use: of linear layers.
+def rounded_by_autocast(wrapper: nn.Module, on_cpu: bool) -> list[nn.Parameter]:
+    """Returns the weights of linear layers, which autocast rounds in every use.
 
-    A weight that other modules have, too, such as the embeddings', is used in fp32 elsewhere. Score
-    heads compute in fp32, output layers only on a CPU. Recurrent layers have kernels on a GPU that
-    read the weights of linear layers in their own way, so models with such layers are left out.
+    A weight that another module has, too, such as the embeddings', is used in fp32 there. Score
+    heads compute in fp32, and output layers on a CPU. Recurrent layers have kernels on a GPU that
+    read weights in their own way, so models with such layers are left out.
     """
     if any(model._is_stateful for model in architecture.whole_models(wrapper).values()):
-        return set()
-    owners = collections.Counter(
-        id(parameter)
-        for module in wrapper.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    found = set()
-    for path, module in wrapper.named_modules():
-        names = []
-        if type(module) in (nn.Linear, Conv1D):
-            names = ["weight", "bias"]
-        elif isinstance(module, LogProbHead) and device.type != "cpu":
-            names = ["weight"]  # its bias is added in fp32
-        for name in names:
-            parameter = getattr(module, name)
-            if parameter is not None and owners[id(parameter)] == 1:
-                found.add(f"{path}.{name}")
-    return found
+        return []
+    kinds = (nn.Linear, Conv1D) if on_cpu else (nn.Linear, Conv1D, LogProbHead)
+    modules = list(wrapper.modules())
+    owners = collections.Counter(id(p) for part in modules for p in part.parameters(recurse=False))
+    weights = [module.weight for module in modules if type(module) in kinds]
+    return [weight for weight in weights if owners[id(weight)] == 1]

@@ -47,12 +47,12 @@ class Packer:
     Attributes:
         device: where the batches go.
         share: whether prompts are shared where that pays.
-        attention_equals_rest: see `cost`.
+        width: the hidden size of the models.
     """
 
     device: torch.device
     share: bool = False
-    attention_equals_rest: int = 4096
+    width: int = 512
 
     def make_batch(
         self,
@@ -117,8 +117,8 @@ class Packer:
     ) -> tuple[list[Row], int]:
         """Returns rows, and the length of all: shared prompts where they are wanted and pay.
 
-        A row of length n costs about n * (n + e), where e is the length at which attention costs
-        as much as the rest. Shared prompts need a mask, which doubles attention: n * (2 n + e).
+        Of a layer of width h a row of length n takes about n * (12 h + n) products: of its weights,
+        12 h^2, and of causal attention. Shared prompts need a mask, which doubles the latter.
         """
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
         longest = max(lengths)
@@ -127,8 +127,8 @@ class Packer:
         if not self.share:
             return padded, longest
         shared, length = shared_rows(prompts, answers)
-        cost = len(shared) * length * (2 * length + self.attention_equals_rest)
-        cost_of_padded = len(padded) * longest * (longest + self.attention_equals_rest)
+        cost = len(shared) * length * (12 * self.width + 2 * length)
+        cost_of_padded = len(padded) * longest * (12 * self.width + longest)
         if cost <= cost_of_padded and len(shared) * length**2 <= MOST_MASK:
             return shared, length
         return padded, longest

@@ -6,13 +6,12 @@ The rows go through the run's own `Converter`, so what is shown is what would be
 from __future__ import annotations
 
 import json
-import sys
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common import as_list, counted, distributed
+from common import as_list, counted
 from preference_recipes.data import files, rendering
 from preference_recipes.data.conversion import Converter
 from preference_recipes.data.dataset import Data
@@ -26,16 +25,6 @@ class Sequence(NamedTuple):
     name: str
     ids: list[int]
     is_trained: list[bool]
-
-
-def show(accelerator, args, data: Data) -> None:
-    """With `--preview N`, prints the first N rows of each training set, and ends the run.
-
-    All processes must call it, before any model is loaded.
-    """
-    if args.preview:
-        distributed.on_main_process(accelerator, print_preview, args, data)
-        sys.exit(0)
 
 
 def print_preview(args, data: Data) -> None:

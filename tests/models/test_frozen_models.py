@@ -18,6 +18,7 @@ from common.shared_args import SharedArgs
 from preference_recipes.models import load, lora, prepare, reference, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
+from preference_recipes.models.precompute import precompute
 from runs import (
     launch,
     recipe,
@@ -143,8 +144,7 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
 def test_precomputing_frees_the_reference(accelerator):
     """Nothing holds the model any more; each row has the log-probs of both its answers."""
     held = reference.Reference.__new__(reference.Reference)
-    held.accelerator = accelerator
-    held.args = SharedArgs(micro_train_batch_size=2, micro_train_tokens=0)
+    args = SharedArgs(micro_train_batch_size=2, micro_train_tokens=0)
     held.model = LogProbModel(build("llama"))
     model = weakref.ref(held.model)
     packer = Packer(torch.device("cpu"))
@@ -160,7 +160,7 @@ def test_precomputing_frees_the_reference(accelerator):
 
     expected = held.logps(collate(columns, packer)).sum(1).view(2, 3).T
     data = Rows(datasets.Dataset.from_dict(columns))
-    held.precompute([data], collate, packer)
+    precompute(accelerator, args, held, [data], collate, packer)
     torch.testing.assert_close(torch.tensor(data.added["ref_logps"]), expected)
     gc.collect()
     assert model() is None

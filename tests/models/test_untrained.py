@@ -19,7 +19,7 @@ from runs import (
     write_jsonl,
 )
 
-SAYS = "not trained: model.vision_tower, model.multi_modal_projector (text never reaches them)"
+SAYS = "such as model.multi_modal_projector.mm_input_projection_weight (text never reaches them)"
 RATE, DECAY, UPDATES = 0.01, 0.5, 3
 SETTINGS = SharedArgs(weight_decay=DECAY)
 FLAGS = ["--train_batch_size", 4, "--micro_train_batch_size", 1, "--max_steps", UPDATES, "--max_length", 60, "--learning_rate", RATE, "--weight_decay", DECAY,
