@@ -222,11 +222,9 @@ def main():
     reference = None
     if args.loss_type not in REFERENCE_FREE:
         reference = Reference(accelerator, args, tokenizer, model)
+    readers = [model, reference.model if reference else None]
     packer = checks.make_packer(
-        accelerator,
-        [model, reference.model if reference else None],
-        max_length=args.max_length,
-        share=args.share_prompts,
+        accelerator, readers, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
         from preference_recipes.models.precompute import precompute
