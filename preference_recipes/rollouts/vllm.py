@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,17 +93,12 @@ def sample_ahead(sampler: Sampler, position: Position) -> None:
     servers.ahead = Ahead(requests, sampler.progress.global_step, answer)
 
 
-@dataclasses.dataclass
-class Ahead:
+class Ahead(NamedTuple):
     """A rollout that is sampled while the one before it is trained on."""
 
     requests: list[dict]  # one for each prompt
     weights_of: int  # `global_step` of the weights that sample it
     answer: Future | None  # its responses, when they are there; on the main process alone
-
-    def wait(self, sampler: Sampler) -> list[Response]:
-        """Returns the responses on all processes, once they are there."""
-        return on_main_process(sampler.accelerator, lambda: self.answer.result())
 
 
 class Servers:
@@ -133,17 +128,20 @@ class Servers:
     ) -> list[Response]:
         """Returns the responses to each prompt in turn, see `rollout.sample`."""
         requests = make_requests(sampler, prompts, uniforms, temperature)
-        ahead = self.ahead
-        if ahead is not None:
+        if self.ahead is not None:
             # Also for other requests: servers sample with one version of the weights at a time.
-            responses = ahead.wait(sampler)
-            if ahead.requests == requests:
-                staleness = sampler.progress.global_step - ahead.weights_of
+            responses = self.sampled_ahead(sampler)
+            if self.ahead.requests == requests:
+                staleness = sampler.progress.global_step - self.ahead.weights_of
                 sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
                 self.ahead = None
                 return responses
         self.synchronise(sampler)
         return on_main_process(sampler.accelerator, self.ask, requests)
+
+    def sampled_ahead(self, sampler: Sampler) -> list[Response]:
+        """Returns the responses of `ahead` on all processes, once they are there."""
+        return on_main_process(sampler.accelerator, lambda: self.ahead.answer.result())
 
     def state(self, sampler: Sampler) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
@@ -153,17 +151,14 @@ class Servers:
         """
         if self.ahead is None:
             return None
-        return {
-            "requests": self.ahead.requests,
-            "weights_of": self.ahead.weights_of,
-            "responses": [tuple(response) for response in self.ahead.wait(sampler)],
-        }
+        responses = list(map(tuple, self.sampled_ahead(sampler)))
+        return {**self.ahead._asdict(), "answer": responses}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over what `state` returned."""
         answer: Future = Future()
-        answer.set_result([Response(*response) for response in state["responses"]])
-        self.ahead = Ahead(state["requests"], state["weights_of"], answer)
+        answer.set_result([Response(*response) for response in state["answer"]])
+        self.ahead = Ahead(**{**state, "answer": answer})
 
     def ask(self, requests: list[dict]) -> list[Response]:
         """Returns the servers' responses to all requests, in their order."""
@@ -266,7 +261,7 @@ class Servers:
         bound = args.max_sampler_difference
         if bound is None:
             bound = LARGEST_DIFFERENCE[dtype]
-        largest = 0.0
+        found = []
         for server in self.servers:
             answered = on_main_process(
                 sampler.accelerator, lambda server=server: list(map(server.complete, requests))
@@ -287,16 +282,15 @@ class Servers:
                 (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
                 for response, logps in zip(responses, ours)
             ]
-            difference = torch.cat(differences).mean().item()
-            if not difference <= bound:  # also where it is not a number
+            found.append(torch.cat(differences).mean().item())
+            if not found[-1] <= bound:  # also where it is not a number
                 sys.exit(
                     f"{server.url}: its log-probs differ from those of training by "
-                    f"{difference:.3g} on average, more than {bound:g} ({dtype}; "
+                    f"{found[-1]:.3g} on average, more than {bound:g} ({dtype}; "
                     "--max_sampler_difference): wrong weights, log-probs without the temperature, "
                     "or another precision; see docs/vllm.md"
                 )
-            largest = max(largest, difference)
-        return largest
+        return max(found)
 
 
 # ============================================================ one server
@@ -315,26 +309,25 @@ class Server:
         return self.send("/collective_rpc", content).get("results", [])
 
     def complete(self, request: dict[str, Any]) -> list[Response]:
-        """Returns the responses to a request to `/v1/completions`."""
+        """Returns the responses to a request to `/v1/completions`, refuses what was not asked."""
         answer = self.send("/v1/completions", {"model": self.model, **request})
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != request["n"]:
-            sys.exit(f"{self.url} gave {len(choices)} responses, asked for {request['n']}")
-        return [self.response_of(choice, request) for choice in choices]
-
-    def response_of(self, choice: dict[str, Any], request: dict[str, Any]) -> Response:
-        """Returns a response, and refuses one that is not what was asked for."""
-        ids = choice["token_ids"]
-        logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        if choice.get("prompt_token_ids") != request["prompt"]:
-            sys.exit(f"{self.url} read another prompt than it was sent: {choice}")
-        if not ids or len(logps) != len(ids):
-            sys.exit(f"{self.url} gave {len(ids)} tokens with {len(logps)} log-probs")
-        if ids[-1] not in request["stop_token_ids"] and len(ids) != request["max_tokens"]:
-            sys.exit(
-                f"{self.url} cut a response after {len(ids)} of {request['max_tokens']} tokens"
+        responses = []
+        for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+            ids = choice["token_ids"]
+            logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            is_whole = len(ids) == request["max_tokens"] or (
+                bool(ids) and ids[-1] in request["stop_token_ids"]
             )
-        return Response(ids, logps if request["temperature"] else [])
+            has_prompt = choice.get("prompt_token_ids") == request["prompt"]
+            if not is_whole or not has_prompt or len(logps) != len(ids):
+                sys.exit(
+                    f"{self.url}: a response to another prompt, one that was cut, or one without a "
+                    f"log-prob for each token: {choice}"
+                )
+            responses.append(Response(ids, logps if request["temperature"] else []))
+        if len(responses) != request["n"]:
+            sys.exit(f"{self.url} gave {len(responses)} responses, asked for {request['n']}")
+        return responses
 
     def send(self, path: str, content: dict | None = None) -> dict[str, Any]:
         """Posts a request, and returns the JSON of the answer; an empty dict if it has none."""

@@ -330,11 +330,11 @@ def answer_of(**changes) -> dict:
     "status, answer, parts",
     [
         (500, {"error": "out of memory"}, ["answered 500", "out of memory"]),
-        (200, answer_of(prompt_token_ids=[2, 5, 6]), ["read another prompt", "[2, 5, 6]"]),
+        (200, answer_of(prompt_token_ids=[2, 5, 6]), ["to another prompt", "[2, 5, 6]"]),
         (200, {"choices": answer_of()["choices"][:1]}, ["gave 1 responses, asked for 2"]),
-        (200, answer_of(token_ids=[7]), ["gave 1 tokens with 2 log-probs"]),
-        (200, answer_of(token_ids=[7, 8]), ["cut a response after 2 of 3 tokens"]),
-        (200, answer_of(token_ids=[], logprobs=None), ["gave 0 tokens with 0 log-probs"]),
+        (200, answer_of(token_ids=[7]), ["without a log-prob for each"]),
+        (200, answer_of(token_ids=[7, 8]), ["one that was cut", "[7, 8]"]),
+        (200, answer_of(token_ids=[], logprobs=None), ["one that was cut"]),
     ],
 )
 def test_answers_that_are_refused(server, status, answer, parts):
