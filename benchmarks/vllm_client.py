@@ -92,7 +92,8 @@ def raw(url: str, requests: list[dict]) -> None:
 
 
 def ours(url: str, requests: list[dict]) -> None:
-    responses = vllm.Servers([url]).ask(requests)
+    args = types.SimpleNamespace(vllm_url=[url])
+    responses = vllm.Servers(types.SimpleNamespace(args=args)).ask(requests)
     assert len(responses) == PROMPTS * RESPONSES
 
 

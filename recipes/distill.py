@@ -42,16 +42,19 @@ from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.teachers import Teachers
-from preference_recipes.rollouts import correction, evaluation, vllm
+from preference_recipes.rollouts import correction, vllm
 from preference_recipes.rollouts.args import RolloutArgs
 from preference_recipes.rollouts.rollout import (
     Position,
     Rollout,
-    RolloutSchedule,
     State,
     check_rollout_size,
     compute_logps,
+    describe_updates,
+    n_updates,
+    results,
     sample,
+    sample_held_out,
 )
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each
@@ -372,7 +375,7 @@ def main():
     data = load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     check_completions(args, data)
-    plan = RolloutSchedule(args, n_prompts=len(data.train))
+    n_prompts = len(data.train)
 
     policy = make_student(accelerator, args, tokenizer)
     state = State(Position())  # where the run is in its prompts, and its rollout
@@ -383,7 +386,7 @@ def main():
         flop=cost.flop(policy),
         bar_metric="kl/reverse",
         charts=CHARTS,
-        updates_per_epoch=plan.updates_per_epoch,
+        updates_per_epoch=n_updates(args, n_prompts),
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -405,7 +408,7 @@ def main():
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
-    console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
+    console.begin(checkpoint, data=what, updates=describe_updates(args, n_prompts, run.total_steps))
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -473,7 +476,7 @@ def evaluate(
     examples = []
     with run.timed("paused"), checks.evaluation_mode(actor.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
-            samples = evaluation.sample_held_out(sampler, eval_set)
+            samples = sample_held_out(sampler, eval_set)
             rollout = rollout_of(sampler, samples, eval_set[:], n_own=len(eval_set))
             del rollout.tokens["sampler_logps"]  # so that nothing is corrected for the sampler
             means = Means(run.accelerator)
@@ -485,9 +488,9 @@ def evaluate(
                 )
                 means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
-            of_responses = evaluation.of_responses(sampler, samples, eval_set)  # lengths, right
-            line |= evaluation.means(of_responses, prefix)
-            examples += samples.examples(sampler.tokenizer, None, prefix.rstrip("/"))
+            of_responses, shown = results(sampler, samples, None, eval_set, prefix)
+            line |= of_responses
+            examples += shown
     run.log_evaluation(line, examples)
     actor.keep_best(line)  # may end the run, see --stop_after
 

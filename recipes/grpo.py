@@ -42,14 +42,13 @@ from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import (
     correction,
     episodes,
-    evaluation,
     rewards,
     rollout,
     vllm,
 )
 from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Judge, Scores
-from preference_recipes.rollouts.rollout import Position, Rollout, RolloutSchedule
+from preference_recipes.rollouts.rollout import Position, Rollout
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.tools import show_preview
@@ -604,14 +603,14 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
-    plan = RolloutSchedule(args, n_prompts=len(data.train))
+    n_prompts = len(data.train)
 
     # Without dropout, because responses are sampled without.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     state = State(Position())
     flop = cost.flop(policy)
     # As if no group were dropped: how much of the data is used up, the position tells.
-    epochs = dict(updates_per_epoch=plan.updates_per_epoch, position=state.position)
+    epochs = dict(updates_per_epoch=rollout.n_updates(args, n_prompts), position=state.position)
     run = Run(
         accelerator, args, len(data.train), flop=flop, bar_metric="reward", charts=CHARTS, **epochs
     )
@@ -639,7 +638,9 @@ def main():
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
-    console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
+    console.begin(
+        checkpoint, data=what, updates=rollout.describe_updates(args, n_prompts, run.total_steps)
+    )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -738,11 +739,11 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
     examples = []
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
-            samples = evaluation.sample_held_out(sampler, eval_set)
+            samples = rollout.sample_held_out(sampler, eval_set)
             scores = judge.score(sampler, samples, packer)
             penalties = length_penalties(samples.mask.sum(1), run.args)
             scores = scores._replace(total=scores.total - penalties)
-            values, shown = evaluation.results(sampler, samples, scores, eval_set, prefix)
+            values, shown = rollout.results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += shown
     run.log_evaluation(line, examples)

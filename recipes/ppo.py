@@ -43,16 +43,19 @@ from common.shared_args import arg, refuse_changed
 from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts import correction, episodes, evaluation, rewards, vllm
+from preference_recipes.rollouts import correction, episodes, rewards, vllm
 from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Judge, Scores
 from preference_recipes.rollouts.rollout import (
     Position,
     Rollout,
-    RolloutSchedule,
     State,
     compute_logps,
+    describe_updates,
+    n_updates,
+    results,
     sample,
+    sample_held_out,
 )
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
@@ -466,7 +469,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
-    plan = RolloutSchedule(args, n_prompts=len(data.train))
+    n_prompts = len(data.train)
 
     policy = make_actor_critic(accelerator, args, tokenizer)
     state = PPOState(Position(), kl_coef=args.kl_coef)  # what the loop carries
@@ -477,7 +480,7 @@ def main():
         flop=cost.flop(policy),
         bar_metric="objective/scores",
         charts=CHARTS,
-        updates_per_epoch=plan.updates_per_epoch,
+        updates_per_epoch=n_updates(args, n_prompts),
     )
     optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -503,7 +506,7 @@ def main():
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
-    console.begin(checkpoint, data=what, updates=plan.describe(run.total_steps))
+    console.begin(checkpoint, data=what, updates=describe_updates(args, n_prompts, run.total_steps))
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -565,9 +568,9 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
     examples = []
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
-            samples = evaluation.sample_held_out(sampler, eval_set)
+            samples = sample_held_out(sampler, eval_set)
             scores = score(sampler, judge, samples, packer)
-            values, answered = evaluation.results(sampler, samples, scores, eval_set, prefix)
+            values, answered = results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += answered
     run.log_evaluation(line, examples)

@@ -39,7 +39,7 @@ def start(sampler: Sampler) -> None:
         chat.check_turns(sampler.tokenizer, user_class.tools)
     except BadRow as error:
         sys.exit(f"--environment {name}: {error}")
-    sampler.stage = Stage(user_class)
+    sampler.stage = Stage(sampler, user_class)
 
 
 def tools(args) -> list[dict] | None:
@@ -53,7 +53,6 @@ def tools(args) -> list[dict] | None:
 class Episode:
     """One conversation; `ids` are its tokens after the prompt, of the model or the template."""
 
-    data_row: int  # the number of the prompt's row in the data
     prompt: list[int]  # token ids of what the model reads first
     messages: list[dict]  # so far
     variables: dict | str | None = None  # of the chat template, by name, as the row gives them
@@ -87,34 +86,34 @@ class Episode:
 class Stage:
     """Plays the episodes of a run with the class of `--environment`."""
 
-    def __init__(self, user_class: UserClass):
+    def __init__(self, sampler: Sampler, user_class: UserClass):
+        self.sampler = sampler
         self.user_class = user_class
         # Of the latest samples, by their row. Each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
     # ======================================================== playing
-    def play(
-        self, sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: float
-    ) -> Samples:
+    def play(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Plays an episode for each sample, see `rollout.sample`. All processes must call it.
 
         The k-th token that a model draws in an episode is decided by its k-th number (a server: all
         of an answer by the number at its start), whatever other episodes there are. Each process
         plays its share.
         """
-        self.close(sampler)
+        self.close()
+        sampler = self.sampler
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
 
         def play_mine() -> dict[int, Episode]:
-            episodes = self.begin(sampler, prompts, per_prompt)
+            episodes = self.begin(prompts, per_prompt)
             while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
-                self.take_turn(sampler, live, draws[list(live)], temperature)
+                self.take_turn(live, draws[list(live)], temperature)
             return episodes
 
         with contextlib.ExitStack() as stack:
             if sampler.servers is not None:
-                sampler.servers.synchronise(sampler)  # they get the current weights
+                sampler.servers.synchronise()  # they get the current weights
             else:
                 stack.enter_context(generation.ready_to_generate(sampler))
             mine = distributed.all_or_none(sampler.accelerator, True, play_mine)
@@ -123,7 +122,7 @@ class Stage:
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
             row_texts=repeat_each(prompts["columns"], per_prompt),
-            data_rows=[episode.data_row for episode in episodes],
+            data_rows=repeat_each(prompts["row"], per_prompt),
             ended=torch.tensor([episode.ended for episode in episodes]),
             per_prompt=per_prompt,
             sampler_logps=[episode.logps if temperature else [] for episode in episodes],
@@ -132,33 +131,33 @@ class Stage:
             of_episodes=statistics(episodes),
         )
 
-    def begin(self, sampler: Sampler, prompts: dict, per_prompt: int) -> dict[int, Episode]:
+    def begin(self, prompts: dict, per_prompt: int) -> dict[int, Episode]:
         """Makes and resets this process's environments; returns their episodes by number."""
-        mine = share_of_groups(sampler.accelerator, len(prompts["row"]), per_prompt)
-        rows = {
-            number: {name: values[number // per_prompt] for name, values in prompts.items()}
-            for number in mine
-        }
+        mine = share_of_groups(self.sampler.accelerator, len(prompts["row"]), per_prompt)
         self.instances = {number: self.user_class.make() for number in mine}
-        calls = environments.Calls(sampler.args.environment_timeout)
+        calls = environments.Calls(self.sampler.args.environment_timeout)
         for number, instance in self.instances.items():
-            calls.start(number, instance.reset, **json.loads(rows[number]["columns"]))
-        added = calls.wait()
-        return {number: self.opening(sampler, rows[number], added[number]) for number in mine}
+            columns = json.loads(prompts["columns"][number // per_prompt])
+            calls.start(number, instance.reset, **columns)
+        return {
+            number: self.opening(
+                {name: values[number // per_prompt] for name, values in prompts.items()}, added
+            )
+            for number, added in calls.wait().items()
+        }
 
-    def opening(self, sampler: Sampler, columns: dict, added: str | list[dict] | None) -> Episode:
+    def opening(self, columns: dict, added: str | list[dict] | None) -> Episode:
         """Returns an episode that has not begun, with what `reset` added to its prompt.
 
         That is a text, which is appended to the last message, or messages, which follow it.
         """
+        args = self.sampler.args
         option = f"--environment {self.user_class.name}, data row {columns['row']}"
-        # Parsed again: `reset` may have changed what it was given.
-        row = json.loads(columns["columns"])
-        if isinstance(row["prompt"], str) and not sampler.args.strings_as_messages:
+        row = json.loads(columns["columns"])  # anew: `reset` may have changed what it was given
+        if isinstance(row["prompt"], str) and not args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string, no messages: give --strings_as_messages")
         messages = as_messages(row["prompt"], "user")
-        variables = row.get("chat_template_kwargs")
-        episode = Episode(columns["row"], columns["prompt_ids"], messages, variables)
+        episode = Episode(columns["prompt_ids"], messages, row.get("chat_template_kwargs"))
         if added is None:
             return episode
         if isinstance(added, str):
@@ -166,73 +165,72 @@ class Stage:
             episode.messages = [*earlier, {**last, "content": last["content"] + added}]
         else:
             episode.messages = [*messages, *added]
-        tokenizer = rendering.with_variables(sampler.tokenizer, variables)
+        tokenizer = rendering.with_variables(self.sampler.tokenizer, episode.variables)
         episode.prompt = chat.encode_prompt(tokenizer, episode.messages, self.user_class.tools).ids
-        if episode.places_left(sampler.args) <= 0:
+        if episode.places_left(args) <= 0:
             sys.exit(f"{option}: with what `reset` added, --max_length leaves no room")
         return episode
 
-    def take_turn(
-        self, sampler: Sampler, live: dict[int, Episode], draws: np.ndarray, temperature: float
-    ) -> None:
+    def take_turn(self, live: dict[int, Episode], draws: np.ndarray, temperature: float) -> None:
         """Generates an answer in each live episode, and lets the environment reply to it.
 
         An environment replies while answers are still generated in other episodes. `draws` are
         `[live episodes, max_new_tokens]`.
         """
+        args = self.sampler.args
         # All answers of a turn get as many random numbers as the longest may need. Those of an
         # episode begin where its last answer ended; a shorter rest is filled with zeros. What these
         # draw is beyond the episode's room, and `add_answer` cuts it off.
-        longest = max(episode.room(sampler.args) for episode in live.values())
+        longest = max(episode.room(args) for episode in live.values())
         uniforms = np.zeros((len(live), longest))
         for row, episode in enumerate(live.values()):
             rest = draws[row, episode.n_sampled :][:longest]
             uniforms[row, : len(rest)] = rest
         ids = [episode.prompt + episode.ids for episode in live.values()]
         numbers = list(live)  # of the episodes, by row
-        calls = environments.Calls(sampler.args.environment_timeout)
-        for row, response in self.generate(sampler, ids, uniforms, temperature):
+        calls = environments.Calls(args.environment_timeout)
+        for row, response in self.generate(ids, uniforms, temperature):
             number = numbers[row]
             episode = live[number]
-            self.add_answer(sampler, episode, response)
+            self.add_answer(episode, response)
             if episode.is_live:
                 calls.start(number, self.reply, self.instances[number], episode)
         for number, messages in calls.wait().items():
-            self.continue_or_end(sampler, live[number], messages)
+            self.continue_or_end(live[number], messages)
 
     def generate(
-        self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> Iterator[tuple[int, Response]]:
-        """Generates a response to each prompt, for this process alone.
+        """Yields the number of each prompt with its response, once that has ended.
 
-        Yields the number of each prompt with its response, once that has ended. `uniforms` are
-        `[prompts, tokens]`.
+        For this process alone. `uniforms` are `[prompts, tokens]`.
         """
+        sampler = self.sampler
         if sampler.servers is not None:
-            yield from sampler.servers.generate_locally(sampler, prompts, uniforms, temperature)
+            yield from sampler.servers.generate_locally(prompts, uniforms, temperature)
             return
         longest = uniforms.shape[1]
-        n_batches = math.ceil(
-            len(prompts) / generation.responses_at_once(sampler, prompts, longest)
-        )
+        at_once = generation.responses_at_once(sampler, prompts, longest)
         lengths = np.array([len(prompt) for prompt in prompts])
         longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
-        for numbers in np.array_split(longest_first, n_batches):
+        for numbers in np.array_split(longest_first, math.ceil(len(prompts) / at_once)):
             yield from generation.generate_some(
                 sampler, prompts, numbers.tolist(), longest, temperature, uniforms
             )
 
-    def add_answer(self, sampler: Sampler, episode: Episode, response: Response) -> None:
+    def add_answer(self, episode: Episode, response: Response) -> None:
         """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
-        room = episode.room(sampler.args)
+        tokenizer = self.sampler.tokenizer
+        tools = self.user_class.tools
+        room = episode.room(self.sampler.args)
         ids = response.ids[:room]
         logps = response.logps[:room] or [0.0] * len(ids)  # a greedy one has none
-        is_whole = ids[-1] in sampler.stop_tokens()
-        text = rendering.decode(sampler.tokenizer, ids[:-1] if is_whole else ids)  # no stop token
+        is_whole = ids[-1] in self.sampler.stop_tokens()
+        text = rendering.decode(tokenizer, ids[:-1] if is_whole else ids)  # no stop token
         message = {"role": "assistant", "content": text}
-        if is_whole and self.user_class.tools:  # a cut answer calls nothing
-            before = rendering.decode(sampler.tokenizer, episode.prompt + episode.ids)
-            message = environments.parsed(sampler.tokenizer, text, before, self.user_class.tools)
+        if is_whole and tools:  # a cut answer calls nothing
+            before = rendering.decode(tokenizer, episode.prompt + episode.ids)
+            message = environments.parsed(tokenizer, text, before, tools)
         episode.add(ids, logps, is_sampled=True)
         episode.turns += 1
         episode.messages.append(message)
@@ -248,36 +246,35 @@ class Stage:
         episode.failed_calls += n_failed
         return messages
 
-    def continue_or_end(
-        self, sampler: Sampler, episode: Episode, messages: list[dict] | None
-    ) -> None:
+    def continue_or_end(self, episode: Episode, messages: list[dict] | None) -> None:
         """Adds what the environment said to an episode; without a message it ends."""
         if not messages:  # also an answer that calls nothing
             episode.is_live = False
             episode.ended = True
             return
-        tokenizer = rendering.with_variables(sampler.tokenizer, episode.variables)
+        args = self.sampler.args
+        tokenizer = rendering.with_variables(self.sampler.tokenizer, episode.variables)
         ids = chat.ids_after_answer(tokenizer, messages, self.user_class.tools)
-        has_room = episode.room(sampler.args) > 0 and episode.places_left(sampler.args) > len(ids)
-        if episode.turns >= sampler.args.max_turns or not has_room:
+        has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
+        if episode.turns >= args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply
             return
         episode.add(ids, [0.0] * len(ids), is_sampled=False)
         episode.messages += messages
 
     # ======================================================== the end of episodes
-    def call(self, sampler: Sampler, method: str) -> list:
+    def call(self, method: str) -> list:
         """Returns what a method of each of this process's environments that has it returns."""
-        calls = environments.Calls(sampler.args.environment_timeout)
+        calls = environments.Calls(self.sampler.args.environment_timeout)
         for number, instance in self.instances.items():
             if hasattr(instance, method):
                 calls.start(number, getattr(instance, method))
         return list(calls.wait().values())
 
-    def close(self, sampler: Sampler) -> None:
+    def close(self) -> None:
         """Closes all environments of the latest samples; an error in that is of no consequence."""
         with contextlib.suppress(Exception):
-            self.call(sampler, "close")
+            self.call("close")
         self.instances = {}
 
 

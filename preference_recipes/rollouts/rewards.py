@@ -105,7 +105,7 @@ class Judge:
         if self.weights.keys() - {OF_MODEL}:
             parts |= self.scores_of_functions(sampler, samples)
         if sampler.stage is not None:
-            sampler.stage.close(sampler)
+            sampler.stage.close()
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
@@ -156,7 +156,7 @@ class Judge:
             }
             if OF_ENVIRONMENT in self.weights:
                 source = f"--environment {sampler.args.environment}: `get_reward`"
-                found[source] = sampler.stage.call(sampler, "get_reward")
+                found[source] = sampler.stage.call("get_reward")
             return [as_numbers(source, scores, len(mine)) for source, scores in found.items()]
 
         # If it ends the run on one process, the others would wait for its scores forever.

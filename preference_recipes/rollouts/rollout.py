@@ -14,8 +14,9 @@ from common.checkpoint import carried
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts.args import RolloutArgs
+from preference_recipes.rollouts import answers
 from preference_recipes.rollouts.generation import generate
+from preference_recipes.rollouts.rewards import Scores
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each
 
@@ -37,11 +38,11 @@ def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: f
             a server draws with seeds that are made from them.
     """
     if sampler.stage is not None:  # with --environment
-        return sampler.stage.play(sampler, prompts, uniforms, temperature)
+        return sampler.stage.play(prompts, uniforms, temperature)
     _, per_prompt, max_new_tokens = uniforms.shape  # a number for each token of each response
     prompt_of_each = repeat_each(prompts["prompt_ids"], per_prompt)
     if sampler.servers is not None:
-        responses = sampler.servers.generate(sampler, prompts["prompt_ids"], uniforms, temperature)
+        responses = sampler.servers.generate(prompts["prompt_ids"], uniforms, temperature)
     else:
         draws = uniforms.reshape(-1, max_new_tokens)  # a row for each response
         responses = generate(
@@ -209,38 +210,32 @@ class State:
             self.rollout = None
 
 
-# ============================================================ how many rollouts and updates
+# ============================================================ how many updates
 
 
-class RolloutSchedule:
-    """How a pass over the prompts is cut into rollouts, the last maybe short, and into updates."""
+def n_updates(args, n_prompts: int) -> int:
+    """Returns the updates of so many prompts, cut into rollouts, of which the last may be short."""
+    n_full, rest = divmod(n_prompts, args.rollout_batch_size)
 
-    def __init__(self, args: RolloutArgs, n_prompts: int):
-        self.args = args
-        self.rollouts_per_epoch = math.ceil(n_prompts / args.rollout_batch_size)
-        full_rollouts = self.rollouts_per_epoch - 1
-        prompts_of_last = n_prompts - full_rollouts * args.rollout_batch_size
-        self.updates_per_rollout = self.updates_of(args.rollout_batch_size)
-        of_full = full_rollouts * self.updates_per_rollout
-        self.updates_per_epoch = of_full + self.updates_of(prompts_of_last)
+    def of_rollout(prompts: int) -> int:
+        samples = prompts * args.n_samples_per_prompt
+        return args.num_epochs_per_rollout * math.ceil(samples / args.train_batch_size)
 
-    def updates_of(self, prompts: int) -> int:
-        """Returns the number of updates of a rollout of `prompts` prompts."""
-        samples = prompts * self.args.n_samples_per_prompt
-        return self.args.num_epochs_per_rollout * math.ceil(samples / self.args.train_batch_size)
+    return n_full * of_rollout(args.rollout_batch_size) + of_rollout(rest)
 
-    def describe(self, total_steps: int) -> str:
-        """Returns the arithmetic in one line; `total_steps` are the updates of the whole run."""
-        prompts = self.args.rollout_batch_size
-        responses = self.args.n_samples_per_prompt
-        return (
-            f"a rollout: {counted(prompts, 'prompt')} x {counted(responses, 'response')} "
-            f"= {counted(prompts * responses, 'sample')}, "
-            f"{counted(self.updates_per_rollout, 'update')}; "
-            f"{counted(self.rollouts_per_epoch, 'rollout')} and "
-            f"{counted(self.updates_per_epoch, 'update')} per epoch; "
-            f"{counted(total_steps, 'update')} in all"
-        )
+
+def describe_updates(args, n_prompts: int, total_steps: int) -> str:
+    """Returns the arithmetic in one line; `total_steps` are the updates of the whole run."""
+    prompts = args.rollout_batch_size
+    responses = args.n_samples_per_prompt
+    return (
+        f"a rollout: {counted(prompts, 'prompt')} x {counted(responses, 'response')} "
+        f"= {counted(prompts * responses, 'sample')}, "
+        f"{counted(n_updates(args, prompts), 'update')}; "
+        f"{counted(math.ceil(n_prompts / prompts), 'rollout')} and "
+        f"{counted(n_updates(args, n_prompts), 'update')} per epoch; "
+        f"{counted(total_steps, 'update')} in all"
+    )
 
 
 def check_rollout_size(args) -> None:
@@ -252,3 +247,35 @@ def check_rollout_size(args) -> None:
             f"a rollout has {samples} samples, fewer than --train_batch_size "
             f"{args.train_batch_size}. Smallest valid size: --rollout_batch_size {least}"
         )
+
+
+# ============================================================ evaluation
+
+
+def sample_held_out(sampler: Sampler, eval_set) -> Samples:
+    """Returns the policy's greedy responses to a held-out set. All processes must call it."""
+    unused = np.zeros((len(eval_set), 1, sampler.args.max_new_tokens))  # nothing is drawn
+    return sample(sampler, eval_set[:], unused, temperature=0.0)
+
+
+def results(
+    sampler: Sampler, samples: Samples, scores: Scores | None, eval_set, prefix: str
+) -> tuple[dict[str, float], list[dict]]:
+    """Returns the line of a held-out set's evaluation, and its samples for `samples.jsonl`."""
+    values: dict[str, Any] = {} if scores is None else {"scores": scores.total}
+    values |= {"length": samples.mask.sum(1), "eos_rate": samples.ended, **samples.of_episodes}
+    if "answer" in eval_set.column_names:
+        prompts = sampler.tokenizer.batch_decode(samples.prompts)
+        texts = map(answers.with_opened_thought, prompts, samples.answers(sampler.tokenizer))
+        values["exact_match"] = [
+            answers.is_right(text, answer) if answer else np.nan
+            for text, answer in zip(texts, eval_set["answer"][:])
+        ]
+    if scores is not None:
+        values |= {f"rewards/{name}/mean": part for name, part in scores.parts.items()}
+    line = {}
+    for name, of_samples in values.items():
+        numbers = np.asarray(of_samples, dtype=float)
+        if not np.isnan(numbers).all():  # NaN counts nowhere
+            line[prefix + name] = float(np.nanmean(numbers))
+    return line, samples.examples(sampler.tokenizer, scores, prefix.rstrip("/"))

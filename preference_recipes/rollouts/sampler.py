@@ -49,7 +49,7 @@ class Sampler:
 
     def state(self) -> Any:
         """Returns what a checkpoint holds: a rollout that servers sampled ahead, or None."""
-        return None if self.servers is None else self.servers.state(self)
+        return None if self.servers is None else self.servers.state()
 
     def load_state(self, state: Any) -> None:
         """Takes over what `state` returned."""

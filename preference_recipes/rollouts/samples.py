@@ -19,16 +19,6 @@ from preference_recipes.rollouts.sampler import Sampler
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without
 # gradients a token takes about a third of the memory that it takes in training.
 SCORED_TOKENS = 2**15
-# The attributes of `Samples` that are lists with an entry for each sample.
-LISTS = (
-    "prompts",
-    "responses",
-    "row_texts",
-    "data_rows",
-    "sampler_logps",
-    "is_sampled",
-    "messages",
-)
 
 
 @carried
@@ -147,7 +137,11 @@ class Samples:
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns the samples that are kept; those of a prompt are together or not at all."""
         flags = is_kept.tolist()
-        kept: dict[str, Any] = {name: list(compress(getattr(self, name), flags)) for name in LISTS}
+        kept: dict[str, Any] = {
+            name: list(compress(values, flags))
+            for name, values in vars(self).items()
+            if isinstance(values, list)
+        }
         of_episodes = {name: values[is_kept] for name, values in self.of_episodes.items()}
         return replace(self, ended=self.ended[is_kept], of_episodes=of_episodes, **kept)
 
@@ -155,7 +149,9 @@ class Samples:
     def joined(parts: list["Samples"]) -> "Samples":
         """Returns the samples of all parts, one part after the other."""
         lists: dict[str, Any] = {
-            name: [row for part in parts for row in getattr(part, name)] for name in LISTS
+            name: [value for part in parts for value in getattr(part, name)]
+            for name, values in vars(parts[0]).items()
+            if isinstance(values, list)
         }
         of_episodes = {
             name: torch.cat([part.of_episodes[name] for part in parts])

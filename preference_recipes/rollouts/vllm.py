@@ -25,7 +25,7 @@ from common import actor, adapters
 from common.distributed import on_main_process
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts.rollout import Position, RolloutSchedule
+from preference_recipes.rollouts.rollout import Position, n_updates
 from preference_recipes.rollouts.sampler import Response, Sampler
 
 # Where the servers find the weights, in the run's folder.
@@ -53,14 +53,13 @@ def connect(sampler: Sampler) -> None:
 
     All processes must call it.
     """
-    if not sampler.args.vllm_url:
-        return
-    servers = Servers(sampler.args.vllm_url)
-    workers = on_main_process(sampler.accelerator, servers.workers)
-    dtypes = [worker["dtype"] for worker in workers]
-    servers.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
-    servers.synchronise(sampler)
-    sampler.servers = servers
+    if sampler.args.vllm_url:
+        servers = Servers(sampler)
+        workers = on_main_process(sampler.accelerator, servers.workers)
+        dtypes = [worker["dtype"] for worker in workers]
+        servers.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+        servers.synchronise()
+        sampler.servers = servers
 
 
 def sample_ahead(sampler: Sampler, position: Position) -> None:
@@ -71,11 +70,10 @@ def sample_ahead(sampler: Sampler, position: Position) -> None:
     All processes must call it.
     """
     args = sampler.args
-    servers = sampler.servers
-    if servers is None or not args.rollouts_ahead:
+    if sampler.servers is None or not args.rollouts_ahead:
         return
     position = dataclasses.replace(position)  # the run's own stays where it is
-    updates = RolloutSchedule(args, len(sampler.data.train)).updates_per_rollout
+    updates = n_updates(args, args.rollout_batch_size)
     at_end_of_run = sampler.progress.updates_seen + updates >= sampler.progress.total_steps
     at_end_of_data = position.prompts_seen >= args.max_epochs * len(sampler.data.train)
     if at_end_of_run or (at_end_of_data and not args.max_steps):
@@ -83,14 +81,7 @@ def sample_ahead(sampler: Sampler, position: Position) -> None:
     position.end_rollout()  # the number of the rollout is part of its seeds
     prompts = position.take_prompts(sampler, args.rollout_batch_size)
     uniforms = position.draw_uniforms(args, len(prompts["row"]))
-    servers.synchronise(sampler)
-    requests = make_requests(sampler, prompts["prompt_ids"], uniforms, args.temperature)
-    answer = None
-    if sampler.accelerator.is_main_process:
-        background = ThreadPoolExecutor(1)
-        answer = background.submit(servers.ask, requests)
-        background.shutdown(wait=False)  # ends the thread once it has the answer
-    servers.ahead = Ahead(requests, sampler.progress.global_step, answer)
+    sampler.servers.begin(prompts["prompt_ids"], uniforms)
 
 
 class Ahead(NamedTuple):
@@ -107,8 +98,9 @@ class Servers:
     The main process alone talks to them, except in episodes: each process asks for its own.
     """
 
-    def __init__(self, urls: list[str]):
-        self.servers = [Server(url) for url in urls]
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+        self.servers = [Server(url) for url in sampler.args.vllm_url]
         self.version = ""  # names the weights that the servers were last given
         self.synced_at: int | None = None  # `global_step` of these weights
         # What each server last answered to a probe, and training's log-probs of that, computed when
@@ -117,6 +109,9 @@ class Servers:
         self.dtype = "float32"  # the coarsest of those in which the servers compute
         self.ahead: Ahead | None = None  # see `sample_ahead`
 
+    def on_main_process(self, function: Callable, *args) -> Any:
+        return on_main_process(self.sampler.accelerator, function, *args)
+
     def workers(self) -> list[dict]:
         """Returns the dtype and the version of the weights of all workers of all servers."""
         return [worker for server in self.servers for worker in server.call("describe")]
@@ -124,26 +119,38 @@ class Servers:
     # ======================================================== sampling
 
     def generate(
-        self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> list[Response]:
         """Returns the responses to each prompt in turn, see `rollout.sample`."""
+        sampler = self.sampler
         requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None:
             # Also for other requests: servers sample with one version of the weights at a time.
-            responses = self.sampled_ahead(sampler)
+            responses = self.sampled_ahead()
             if self.ahead.requests == requests:
                 staleness = sampler.progress.global_step - self.ahead.weights_of
                 sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
                 self.ahead = None
                 return responses
-        self.synchronise(sampler)
-        return on_main_process(sampler.accelerator, self.ask, requests)
+        self.synchronise()
+        return self.on_main_process(self.ask, requests)
 
-    def sampled_ahead(self, sampler: Sampler) -> list[Response]:
+    def begin(self, prompts: list[list[int]], uniforms: np.ndarray) -> None:
+        """Begins to sample responses, which `generate` returns once it is asked for them."""
+        self.synchronise()
+        requests = make_requests(self.sampler, prompts, uniforms, self.sampler.args.temperature)
+        answer = None
+        if self.sampler.accelerator.is_main_process:
+            background = ThreadPoolExecutor(1)
+            answer = background.submit(self.ask, requests)
+            background.shutdown(wait=False)  # ends the thread once it has the answer
+        self.ahead = Ahead(requests, self.sampler.progress.global_step, answer)
+
+    def sampled_ahead(self) -> list[Response]:
         """Returns the responses of `ahead` on all processes, once they are there."""
-        return on_main_process(sampler.accelerator, lambda: self.ahead.answer.result())
+        return self.on_main_process(lambda: self.ahead.answer.result())
 
-    def state(self, sampler: Sampler) -> dict[str, Any] | None:
+    def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
 
         A resumed run could not sample it again: the weights that it began with are gone. All
@@ -151,11 +158,9 @@ class Servers:
         """
         if self.ahead is None:
             return None
-        responses = list(map(tuple, self.sampled_ahead(sampler)))
-        return {**self.ahead._asdict(), "answer": responses}
+        return {**self.ahead._asdict(), "answer": list(map(tuple, self.sampled_ahead()))}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` returned."""
         answer: Future = Future()
         answer.set_result([Response(*response) for response in state["answer"]])
         self.ahead = Ahead(**{**state, "answer": answer})
@@ -166,10 +171,10 @@ class Servers:
         return [response for number in range(len(requests)) for response in responses[number]]
 
     def generate_locally(
-        self, sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> Iterator[tuple[int, Response]]:
         """Asks for a response to each prompt; for this process alone; see `Stage.generate`."""
-        requests = make_requests(sampler, prompts, uniforms[:, None], temperature)
+        requests = make_requests(self.sampler, prompts, uniforms[:, None], temperature)
         for number, (response,) in self.responses_as_they_come(requests):
             yield number, response
 
@@ -189,35 +194,33 @@ class Servers:
 
     # ======================================================== weights
 
-    def synchronise(self, sampler: Sampler) -> None:
+    def synchronise(self) -> None:
         """Gives the servers the actor's weights, if theirs are others, and proves it by a probe.
 
         All processes must call it.
         """
         started = time.perf_counter()
-        accelerator = sampler.accelerator
+        sampler = self.sampler
         is_current = self.synced_at == sampler.progress.global_step
-        if is_current and on_main_process(accelerator, self.all_have_version):
+        if is_current and self.on_main_process(self.all_have_version):
             return
         folder = Path(sampler.args.output_dir) / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
         models = {folder: sampler.unwrapped.model}
-        tokenizer = sampler.tokenizer
-        actor.save(accelerator, sampler.args, sampler.model, models, tokenizer, dtype=dtype)
+        whose = (sampler.accelerator, sampler.args, sampler.model)
+        actor.save(*whose, models, sampler.tokenizer, dtype=dtype)
         is_adapter = adapters.has_adapter(sampler.unwrapped)
-        self.version = on_main_process(accelerator, self.load_weights, folder, is_adapter)
+        self.version = self.on_main_process(self.load_weights, folder, is_adapter)
         if is_adapter:
             for server in self.servers:
                 server.model = ADAPTER
-        difference = self.prove(sampler)
+        difference = max(map(self.prove, self.servers))
         self.synced_at = sampler.progress.global_step
         seconds = time.perf_counter() - started
-        if sampler.progress.finished:
-            return  # no training line follows
-        sampler.means.add_rollout({"sync/seconds": torch.tensor([seconds])})
-        sampler.means.add_rollout(
-            {"sync/probe_difference": torch.tensor([difference])}, reduce="max"
-        )
+        if not sampler.progress.finished:  # else no training line follows
+            means = sampler.means
+            means.add_rollout({"sync/seconds": torch.tensor([seconds])})
+            means.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
 
     def load_weights(self, folder: Path, is_adapter: bool) -> str:
         """Lets all servers load the weights in a folder, and returns their new version."""
@@ -243,54 +246,55 @@ class Servers:
         """Whether all workers of all servers have the weights that they were last given."""
         return {worker["version"] for worker in self.workers()} == {self.version}
 
-    def prove(self, sampler: Sampler) -> float:
-        """Returns the mean absolute difference of log-probs of some responses, servers to training.
+    @torch.no_grad()
+    def prove(self, server: "Server") -> float:
+        """Returns the mean absolute difference of log-probs of some responses, server to training.
 
-        It is that of the worst server. The run ends if it is too large, or if training's log-probs
-        have changed while those of a server are the same to the last bit.
+        The run ends if it is too large, or if training's log-probs have changed while those of the
+        server are the same to the last bit.
         """
+        sampler = self.sampler
         args = sampler.args
         prompts = sampler.data.train[:PROBE_PROMPTS]["prompt_ids"]
         # Every probe draws from seed 0, so that unchanged weights give the same answer.
         same_seed = np.zeros((len(prompts), 1, min(PROBE_TOKENS, args.max_new_tokens)))
         requests = make_requests(sampler, prompts, same_seed, args.temperature)
+        answered = self.on_main_process(lambda: list(map(server.complete, requests)))
+        responses = [response for (response,) in answered]
+        packer = Packer(sampler.accelerator.device)
+        batch = packer.make_batch(prompts, [response.ids for response in responses])
+        with checks.evaluation_mode(sampler.model):
+            ours = sampler.model(batch, args.temperature)["logps"].cpu()
+
         of_training = {"bf16": "bfloat16", "fp16": "float16"}.get(
             sampler.accelerator.mixed_precision, "float32"
         )
         dtype = max(of_training, self.dtype, key=LARGEST_DIFFERENCE.__getitem__)
+        last_responses, last_ours = self.probes.get(server.url, (None, None))
+        if last_responses != responses:
+            # Responses hold log-probs, so new weights make them differ, if in the last bit.
+            self.probes[server.url] = (responses, ours)
+        # Else the old probe is kept: training's small changes add up against it.
+        elif (change := (ours - last_ours).abs().max().item()) > VISIBLE_CHANGE[dtype]:
+            sys.exit(
+                f"{server.url} does not have the weights that it was given: its log-probs are the "
+                f"old ones to the last bit, while those of training changed by {change:.3g}"
+            )
+        differences = [
+            (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
+            for response, logps in zip(responses, ours)
+        ]
+        difference = torch.cat(differences).mean().item()
         bound = args.max_sampler_difference
         if bound is None:
             bound = LARGEST_DIFFERENCE[dtype]
-        found = []
-        for server in self.servers:
-            answered = on_main_process(
-                sampler.accelerator, lambda server=server: list(map(server.complete, requests))
+        if not difference <= bound:  # also where it is not a number
+            sys.exit(
+                f"{server.url}: its log-probs differ from those of training by {difference:.3g} on "
+                f"average, more than {bound:g} ({dtype}; --max_sampler_difference): wrong weights, "
+                "log-probs without the temperature, or another precision; see docs/vllm.md"
             )
-            responses = [response for (response,) in answered]
-            ours = logps_in_training(sampler, prompts, responses)
-            last_responses, last_ours = self.probes.get(server.url, (None, None))
-            if last_responses != responses:
-                # Responses hold log-probs, so new weights make them differ, if in the last bit.
-                self.probes[server.url] = (responses, ours)
-            # Else the old probe is kept: training's small changes add up against it.
-            elif (change := (ours - last_ours).abs().max().item()) > VISIBLE_CHANGE[dtype]:
-                sys.exit(
-                    f"{server.url} does not have the weights that it was given: its log-probs are "
-                    f"the old ones to the last bit, while those of training changed by {change:.3g}"
-                )
-            differences = [
-                (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
-                for response, logps in zip(responses, ours)
-            ]
-            found.append(torch.cat(differences).mean().item())
-            if not found[-1] <= bound:  # also where it is not a number
-                sys.exit(
-                    f"{server.url}: its log-probs differ from those of training by "
-                    f"{found[-1]:.3g} on average, more than {bound:g} ({dtype}; "
-                    "--max_sampler_difference): wrong weights, log-probs without the temperature, "
-                    "or another precision; see docs/vllm.md"
-                )
-        return max(found)
+        return difference
 
 
 # ============================================================ one server
@@ -393,15 +397,3 @@ def in_parallel(function: Callable, jobs: Sequence) -> Iterator:
             yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@torch.no_grad()
-def logps_in_training(
-    sampler: Sampler, prompts: list[list[int]], responses: list[Response]
-) -> torch.Tensor:
-    """Returns training's log-probs of responses, fp32 `[prompts, longest response]` on the CPU."""
-    batch = Packer(sampler.accelerator.device).make_batch(
-        prompts, [response.ids for response in responses]
-    )
-    with checks.evaluation_mode(sampler.model):
-        return sampler.model(batch, sampler.args.temperature)["logps"].cpu()

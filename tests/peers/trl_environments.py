@@ -70,7 +70,9 @@ def played(accelerator, tokenizer, model, respond=None):
         environment_timeout=0.0, strings_as_messages=False,
     )  # fmt: skip
     schemas = [environments.get_json_schema(Calculator().add)]
-    sampler.stage = episodes.Stage(environments.UserClass("E", Calculator, False, True, schemas))
+    sampler.stage = episodes.Stage(
+        sampler, environments.UserClass("E", Calculator, False, True, schemas)
+    )
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in SAID]
     prompts = {
         "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"], schemas).ids for row in rows],
@@ -88,7 +90,7 @@ def scripted(tokenizer):
     """Says what `SAID` has for the question that is in the prompt, turn by turn."""
     spoken = dict.fromkeys(SAID, 0)
 
-    def respond(sampler, prompts, uniforms, temperature):
+    def respond(prompts, uniforms, temperature):
         for place, prompt in enumerate(prompts):
             text = tokenizer.decode(prompt)
             question = next(one for one in SAID if f"{one} Use the tool." in text)
