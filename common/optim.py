@@ -1,8 +1,7 @@
-"""Parameter groups, AdamW and Muon, the schedule and its words, step counts held at zero."""
+"""Parameter groups, AdamW and Muon, the schedule and its words."""
 
 import math
 import sys
-from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -149,30 +148,3 @@ def describe_schedule(args, total_updates: int, scheduler) -> str:
         warmup = warmup_updates(args.warmup_steps, total_updates)
     updates = f"{counted(total_updates, 'update')}, {warmup} of them warm-up"
     return f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"
-
-
-def set_learning_rates(optimizer, scheduler, held: Collection[str]) -> dict[str, float]:
-    """Gives each named group its scheduled learning rate, or zero if it does not learn (`held`).
-
-    Returns the rates by name. `prepare.for_training` holds the step counts of such groups, too.
-    """
-    for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
-        group["learns"] = group["name"] not in held
-        # At a rate of zero, weight decay moves nothing either.
-        group["lr"] = learning_rate if group["learns"] else 0.0
-    return {group["name"]: group["lr"] for group in optimizer.param_groups}
-
-
-def hold_step_counts(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Keeps Adam's step count at zero in parameter groups whose `learns` is false.
-
-    A hook after the optimizer's step, see `set_learning_rates`. Otherwise Adam would not correct
-    the bias of the moments when the group begins to learn.
-    """
-    for group in optimizer.param_groups:
-        if group.get("learns", True):
-            continue
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if "step" in state:
-                state["step"] = state["step"] * 0

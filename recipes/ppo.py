@@ -86,7 +86,6 @@ class Args(RewardArgs):
     dual_clip: float = arg(0.0, "largest ratio at a negative advantage; 0: no bound")
     value_clip_range: float = arg(0.2, "clipping around the old values; 0: none", at_least=0)
     vf_coef: float = arg(0.1, "weight of the value loss", at_least=0)
-    critic_warmup_rollouts: int = arg(0, "first rollouts, for the critic alone", at_least=0)
     train_batch_size: int = arg(128, "samples of one update", at_least=1)
     max_length: int = arg(1024, "tokens of prompt and --max_new_tokens together", at_least=2)
     learning_rate: float = arg(1e-6, "peak learning rate of the actor", with_lora=1e-5, at_least=0)
@@ -270,8 +269,7 @@ def token_losses(
     if args.kl_in == "loss":  # then `check_settings` has seen to it that there is a reference
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_terms = actor_terms + rollout.kl_coef * kl
-    # While only the critic learns, the actor's gradient is zero. It must exist: engines expect it.
-    losses = actor_terms * float(rollout.actor_learns) + args.vf_coef * critic_losses
+    losses = actor_terms + args.vf_coef * critic_losses
     return losses, values | {
         "loss/policy_avg": (actor_losses, mask),  # without correction and KL
         "loss/value_avg": (critic_losses, mask),
@@ -295,7 +293,6 @@ class PPORollout(Rollout):
     """
 
     kl_coef: float  # when the rollout was made
-    actor_learns: bool  # false while only the critic does
 
     def rows_of_update(self, position: Position, args: Args) -> np.ndarray:
         """Returns which samples form the next update: a pass is like an epoch of a data set."""
@@ -359,11 +356,9 @@ def make_rollout(
         },
         started_at=run.global_step,
         kl_coef=state.kl_coef,
-        actor_learns=position.rollouts_seen >= args.critic_warmup_rollouts,
     )
     log_rollout(run, sampler, rollout, scores, kl, per_token_rewards)
-    # While only the critic learns, the actor's KL tells nothing about the coefficient.
-    if args.kl_target and rollout.actor_learns:
+    if args.kl_target:
         mean_kl = kl.sum(1).mean().item()
         state.kl_coef = next_kl_coef(
             state.kl_coef, mean_kl, args.kl_target, args.kl_horizon, len(samples)
@@ -439,17 +434,6 @@ def parameter_groups(policy: scores.ActorCritic, args: Args) -> list[dict]:
     return actor_groups + critic_groups
 
 
-def set_learning_rates(optimizer, scheduler, rollout: PPORollout) -> dict[str, float]:
-    """Sets the learning rates of actor and critic for the next update; returns them as metrics.
-
-    In the critic's warm-up the actor's is 0, so its weights do not decay either, and Adam does not
-    count its steps, see `optim.hold_step_counts`.
-    """
-    held = [] if rollout.actor_learns else ["actor"]
-    rates = optim.set_learning_rates(optimizer, scheduler, held)
-    return {"learning_rate": rates["actor"], "critic_learning_rate": rates["critic"]}
-
-
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "scores": ["objective/scores", "eval/scores"],
@@ -521,7 +505,6 @@ def main():
         update = run.update_of(rows, rollout.samples.lengths, rollout.n_tokens(rows))
         response_tokens = int(rollout.tokens["mask"][rows].sum())  # the loss is their mean
         policy_has_moved = run.global_step > rollout.started_at  # since it made the rollout
-        rates = set_learning_rates(optimizer, scheduler, rollout)
         for rows, weights in update.micro_batches:
             with run.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in rows]
@@ -543,6 +526,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        actor_rate, *_, critic_rate = scheduler.get_last_lr()  # of the parameter groups
+        rates = dict(learning_rate=actor_rate, critic_learning_rate=critic_rate)
         means.close_update(applied, grad_norm=grad_norm, **rates, loss_scale=update.loss_scale)
         if applied:
             scheduler.step()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common import engine, optim
+from common import engine
 from common.adapters import has_adapter
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbModel
@@ -88,10 +88,8 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
         round_frozen(accelerator, model)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
-    innermost = engine.innermost_optimizer(optimizer)
-    innermost.register_step_post_hook(optim.hold_step_counts)
     if not engine.zero_stage(accelerator):
-        innermost.register_step_pre_hook(fill_in_gradients)
+        engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
     model.train()
     return model, optimizer
 

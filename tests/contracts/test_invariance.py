@@ -52,12 +52,12 @@ CASES = [
 ]
 # How the runs of a recipe differ from the proof's; and how many updates they make.
 SETTINGS = {
-    # Rollouts of 16 and 4 prompts: in the first only the critic learns. The KL of the third is so near the target
+    # Rollouts of 16 and 4 prompts. The KL of the third is so near the target
     # that the step to the next coefficient is not clipped. The last update reads that one.
     "ppo": (
         dict(
             reward_function="rewarding:vowels", reward_model_name_or_path="scorer", normalize_reward=True, n_rows=20,
-            n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11, critic_warmup_rollouts=1,
+            n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11,
             critic_learning_rate=0.003, learning_rate=0.003, kl_target=0.2, kl_horizon=50,
         ),
         11,

@@ -143,14 +143,11 @@ class PlainRun:
             for places in np.array_split(np.arange(len(ordered)), count):
                 yield [ordered[place] for place in places]
 
-    def step(
-        self, samples: list, loss: torch.Tensor, *, total: int = 100, held=(), **peaks
-    ) -> dict:
+    def step(self, samples: list, loss: torch.Tensor, *, total: int = 100, **peaks) -> dict:
         """One step of each model; returns what its line has of it.
 
         Args:
             total: updates of the whole run, for the schedule.
-            held: tags of the models that learn nothing yet.
             peaks: the peak learning rate of each model, by the tag of its rate.
         """
         s, step = self.set, len(self.lines)
@@ -163,10 +160,7 @@ class PlainRun:
         rates = {}
         for adam, (tag, peak) in zip(self.adams, peaks.items(), strict=True):
             rates[tag] = schedule(s.lr_scheduler_type, step, s.warmup_steps, total, peak)
-            if tag in held:
-                rates[tag] = 0.0
-            else:
-                adam.step(rates[tag])
+            adam.step(rates[tag])
         self.samples_seen += len(samples)
         self.tokens_seen += sum(len(each.prompt) + len(each.response) for each in samples)
         counts = {"samples": self.samples_seen, "tokens": self.tokens_seen, "skipped_steps": 0}

@@ -75,6 +75,13 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, said):
     assert said in refusal_of(ppo, {**good, **settings})
 
 
+def test_the_estimates_of_the_kl():
+    logps, ref_logps = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
+    expected = {"k1": [1, -0.5], "k2": [0.5, 0.125], "k3": [math.exp(-1), math.exp(0.5) - 1.5]}
+    for estimator, values in expected.items():
+        assert ppo.kl_estimate(logps, ref_logps, estimator).tolist() == pytest.approx(values)
+
+
 # ---------------------------------------------------------------------------------------------- whole runs
 
 REWARDING = """
@@ -103,16 +110,6 @@ WHOLE = {
             value_clip_range=0.0, gae_lambda=1.0,
         ),
         "model",
-        "function",
-    ),
-    # One epoch, so two updates a rollout; the actor learns from the fifth on, and its Adam has not
-    # counted those before.
-    "critic first": (
-        dict(
-            SETTINGS, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=8, kl_coef=0.4, kl_estimator="k2",
-            kl_in="loss", kl_target=0.5, kl_horizon=100.0, max_grad_norm=1.0,
-        ),
-        "reference",
         "function",
     ),
     "no reference": (dict(SETTINGS, kl_coef=0.0, gae_lambda=1.0, max_steps=6), None, "function"),
@@ -238,7 +235,7 @@ class Reference(PlainRun):
             line["rewards/reward_model/mean"] = mean(lambda x: x.judged)
         return samples, line
 
-    def losses_of(self, sample, kl_coef: float, actor_learns: bool) -> dict:
+    def losses_of(self, sample, kl_coef: float) -> dict:
         """The loss of each token, and what is logged as means over tokens."""
         s = self.set
         logps, entropy = self.of_tokens(self.policy, sample)
@@ -257,11 +254,9 @@ class Reference(PlainRun):
             step = (values - sample.values).clamp(-s.value_clip_range, s.value_clip_range)
             error_near = (sample.values + step - sample.returns) ** 2
         value_loss = 0.5 * torch.maximum(error, error_near)
-        loss = s.vf_coef * value_loss
-        if actor_learns:
-            loss = loss - gain
-            if s.kl_in == "loss":
-                loss = loss + kl_coef * self.kl(logps, sample.ref_logps)
+        loss = s.vf_coef * value_loss - gain
+        if s.kl_in == "loss":
+            loss = loss + kl_coef * self.kl(logps, sample.ref_logps)
         return {
             "loss": loss,
             "loss/policy_avg": -gain,
@@ -273,16 +268,15 @@ class Reference(PlainRun):
             "val/ratio": ratio,
         }
 
-    def update(self, samples, kl_coef: float, actor_learns: bool, total: int) -> dict:
+    def update(self, samples, kl_coef: float, total: int) -> dict:
         """One step of both models; returns its log line."""
-        each = [self.losses_of(sample, kl_coef, actor_learns) for sample in samples]
+        each = [self.losses_of(sample, kl_coef) for sample in samples]
         means = {name: torch.cat([losses[name] for losses in each]).mean() for name in each[0]}
         rates = dict(
             learning_rate=self.set.learning_rate,
             critic_learning_rate=self.set.critic_learning_rate,
         )
-        held = () if actor_learns else ("learning_rate",)
-        line = self.step(samples, means["loss"], total=total, held=held, **rates)
+        line = self.step(samples, means["loss"], total=total, **rates)
         return line | {name: value.item() for name, value in means.items()}
 
     def go(self):
@@ -297,21 +291,20 @@ class Reference(PlainRun):
             number = len(self.begins)
             self.begins.append(len(self.lines) + 1)
             samples, line = self.roll_out(number)
-            actor_learns = number >= s.critic_warmup_rollouts
             kl_coef = self.kl_coef
             for index in range(min(of_rollouts[number % 2], total - len(self.lines))):
                 seed = (s.seed, number, 2)
                 rows = batches.rows_of_update(len(samples), s.train_batch_size, seed, index)
-                found = self.update([samples[row] for row in rows], kl_coef, actor_learns, total)
+                found = self.update([samples[row] for row in rows], kl_coef, total)
                 epoch = {"epoch": (len(self.lines) + 1) / sum(of_rollouts)}
                 self.lines.append(found | epoch | (line if index == 0 else {}))
-            if s.kl_target and actor_learns:
+            if s.kl_target:
                 error = min(max(line["objective/kl"] / s.kl_target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + error * len(samples) / s.kl_horizon
         return self
 
 
-@pytest.fixture(scope="module", params=["kl in the reward", "kl in the loss", "critic first"])
+@pytest.fixture(scope="module", params=["kl in the reward", "kl in the loss"])
 def whole(request, inputs):
     """A run with all its checkpoints and actors, and its reference."""
     output = inputs / request.param.replace(" ", "_")
@@ -338,8 +331,7 @@ def test_every_logged_number_of_a_run(whole):
     # The run is one in which everything happens.
     column = lambda tag: [line[tag] for line in found if tag in line]
     assert 0 < min(column("responses/eos_rate")) < 1
-    if reference.set.critic_warmup_rollouts == 0:
-        assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
+    assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
     if reference.set.value_clip_range and reference.set.kl_target and reference.judge:
         assert max(column("val/clipfrac_avg")) > 0 and min(column("grad_norm")) > 0.5
         # A pass over the prompts and the beginning of the next.
@@ -355,10 +347,6 @@ def test_the_weights_of_actor_and_critic_after_a_run(whole):
         other = torch.cat([saved[prefix + name].flatten() for name in sorted(parts)])
         assert (vector(model) - other).norm() <= 1e-5 * vector(model).norm()
     assert torch.equal(weights(output), weights(output, f"{last}/actor"))
-    # While only the critic learns, nothing moves the actor, not even weight decay.
-    for step in range(1, 4 * (reference.set.critic_warmup_rollouts == 2) + 1):
-        actor = weights(output, f"actors/global_step_{step:06d}")
-        assert torch.equal(actor, weights(output.parent, "model"))
 
 
 def test_the_critic_is_taken_out_of_a_checkpoint(whole, tmp_path, monkeypatch):
