@@ -31,10 +31,10 @@ def names_and_paths(args) -> dict[str, str | None]:
     if args.teacher_model_name_or_path:
         return {ONLY: args.teacher_model_name_or_path}
     if args.teacher:
-        teachers: dict[str, str | None] = dict(pair.partition("=")[::2] for pair in args.teacher)
-        if len(teachers) < len(args.teacher) or not all(map(all, teachers.items())):
+        named: dict[str, str | None] = dict(pair.partition("=")[::2] for pair in args.teacher)
+        if len(named) < len(args.teacher) or not all(named.values()):
             sys.exit(f"--teacher {' '.join(args.teacher)}: expected NAME=PATH, each name once")
-        return teachers
+        return named
     if args.lora_r and args.teacher_prompt:
         return {ONLY: None}
     sys.exit(
@@ -73,8 +73,7 @@ def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:
 class Teacher(NamedTuple):
     """A prepared `DistillModel`, and its output layer at the run's temperature.
 
-    That is whole on every process: an engine that cuts weights would otherwise gather it in each
-    forward and backward pass of the student, when the most memory is in use.
+    That is whole on every process: else the student's passes would gather it.
     """
 
     model: nn.Module
@@ -135,17 +134,16 @@ class Teachers:
             prompts: what the teacher of each answer reads before it.
             names: of these teachers.
         """
-        counts = [sum(flags) for flags in learned]
-        ends = np.cumsum(counts)
+        # Of each target the number of its answer.
+        owners = np.repeat(np.arange(len(answers)), [sum(flags) for flags in learned])
         lessons = []
         for name, teacher in self.by_name.items():
             mine = [number for number, owner in enumerate(names) if owner == name]
-            has_all = len(mine) == len(answers)
             if not mine and not self.is_sharded:
                 continue
             own_batch = batch
-            if not has_all or self.have_own_prompts:
-                read = mine or [len(answers) - 1]  # a padding row, since the others wait
+            if len(mine) < len(answers) or self.have_own_prompts:
+                read = mine or [-1]  # a padding row, since the others wait
                 own_batch = packer.make_batch(
                     [prompts[number] for number in read],
                     [answers[number] for number in read],
@@ -153,7 +151,6 @@ class Teachers:
                 )
             hidden = teacher.model(own_batch, as_teacher=True)
             if mine:
-                spans = [np.arange(ends[n] - counts[n], ends[n]) for n in mine]
-                places = batches.send(np.concatenate(spans), packer.device)
+                places = batches.send(np.flatnonzero(np.isin(owners, mine)), packer.device)
                 lessons.append(Lesson(hidden, teacher.head, places))
         return lessons

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from architectures import build
 from common.batches import Rows
 from common.shared_args import SharedArgs
-from preference_recipes.models import load, lora, prepare, reference, scores
+from preference_recipes.models import load, prepare, reference, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.precompute import precompute
@@ -39,58 +39,27 @@ def change(model, by=0.1):
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
 
 
-LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {
-    f"mlp.{name}_proj" for name in ("gate", "up", "down")
-}
-
-
-def bf16(device="cpu", is_fsdp2=False, precision="bf16", stage=None):
-    plugin = stage and types.SimpleNamespace(
-        deepspeed_config={"zero_optimization": {"stage": stage}}
-    )
-    return types.SimpleNamespace(
-        mixed_precision=precision,
-        device=torch.device(device),
-        is_fsdp2=is_fsdp2,
-        state=types.SimpleNamespace(deepspeed_plugin=plugin),
-    )
-
-
-def in_half(model) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
-
-
-def linear_weights(prefix="", suffix=".weight") -> set[str]:
-    return {f"{prefix}layers.{layer}.{name}{suffix}" for layer in range(2) for name in LINEAR}
-
-
-def test_the_base_below_adapters_is_held_in_half():
-    """Outputs and gradients of the adapters are the same, bit for bit; the adapters stay in fp32."""
+def test_the_base_below_adapters_is_held_in_half(accelerator, monkeypatch):
+    """Log-probs and gradients of the adapters are the same, bit for bit; the adapters stay in fp32."""
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")
     policy = LogProbModel(build("llama"))
-    settings = types.SimpleNamespace(
-        lora_r=4, lora_alpha=8.0, lora_dropout=0.0, lora_target_modules=["all-linear"]
-    )
-    accelerator = bf16()
-    accelerator.print = lambda text: None
-    lora.add_adapters(accelerator, policy, settings)
+    prepare.choose_parameters(accelerator, policy, SharedArgs(lora_r=4))
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    for parameter in trained:  # at zero, where B begins, A would get no gradient
+        torch.nn.init.normal_(parameter)
     batch = Packer(torch.device("cpu")).make_batch([[5, 6]], [[7, 8, 9]])
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:  # it starts at zero, and A would get no gradient
-            torch.nn.init.normal_(parameter)
 
     def learn() -> list[torch.Tensor]:
-        policy.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             logps = policy(batch)["logps"]
-        logps.sum().backward()
-        return [logps, *(p.grad for p in policy.parameters() if p.requires_grad)]
+        return [logps, *torch.autograd.grad(logps.sum(), trained)]
 
-    before = [value.clone() for value in learn()]
+    before = learn()
     prepare.round_frozen(accelerator, policy)
-    after = learn()
-    assert len(before) == 1 + 2 * 7 * 2
-    assert all(map(torch.equal, before, after))
-    assert in_half(policy) == linear_weights("model.model.", ".base_layer.weight")
+    assert all(map(torch.equal, before, learn()))
+    in_half = {name for name, p in policy.named_parameters() if p.dtype == torch.bfloat16}
+    layers = {name for name, _ in policy.named_parameters() if "base_layer" in name}
+    assert in_half == layers and len(layers) == 14
 
 
 def test_a_fingerprint_is_that_of_the_content(inputs, tmp_path):

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from architectures import TEXT, build
 from common import cpu
 from common.shared_args import SharedArgs
-from preference_recipes.models import architecture, checks, load, logprobs, packing, prepare
+from preference_recipes.models import architecture, checks, load, logprobs, packing
 from preference_recipes.models.logprobs import ByChunks, LogProbModel, LogProbs
 from preference_recipes.models.packing import Packer
 from runs import tiny_llama
@@ -59,35 +59,6 @@ def own(model, ids, scored, temperature=1.0):
         means[row, 1:length] = logits.mean(-1) * mask
         hits[row, 1:length] = (logits.argmax(-1) == target) * mask
     return logps, means, hits
-
-
-def test_answers_that_share_a_prompt_are_read_as_each_alone():
-    """Log-probs, their gradient and the mask's pattern: prompts of which two are shared, one is empty, one a single token."""
-    wrapper = LogProbModel(build("llama")).eval()
-    numbers = iter(
-        torch.randint(3, 300, (200,), generator=torch.Generator().manual_seed(2)).tolist()
-    )
-    some = lambda n: [next(numbers) for _ in range(n)]
-    shared, other, empty, single = some(5), some(3), [], some(1)
-    prompts = [shared, other, shared, empty, shared, other, empty, single]
-    answers = [some(n) for n in (2, 7, 9, 6, 1, 2, 1, 3)]
-    assert can_share(wrapper)
-    found, gradients = {}, {}
-    for share in (False, True):
-        scored = [
-            [len(prompt) > 0 or t > 0 for t in range(len(answer))]
-            for prompt, answer in zip(prompts, answers)
-        ]
-        batch = Packer(CPU, share).make_batch(prompts, answers, scored)
-        wrapper.zero_grad()
-        found[share] = wrapper(batch)["logps"]
-        (found[share] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()
-        gradients[share] = torch.cat([p.grad.flatten() for p in wrapper.parameters()])
-    # 17 = 5 + 2 + 9 + 1, 3 + 7 + 2 + 4 of the single, 7 of the empty
-    assert batch["inputs"]["input_ids"].shape == (3, 17)
-    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
-    assert (found[False] != 0).sum() == sum(map(len, answers)) - 2
-    assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
 
 
 def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
@@ -199,28 +170,6 @@ def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
         checks.check_logprobs(ON_CPU, wrapper, list(range(3, 19)))
     with torch.autocast("cpu", torch.bfloat16):
         checks.check_logprobs(IN_BF16, wrapper, list(range(3, 19)))
-
-
-def test_log_softmax_is_fp32_under_half_weights():
-    """Logits near 60000, a log-prob of about -40 beside ones of -1e-4: fp16's log-softmax gives inf and 0."""
-    dtype = torch.float16
-    hidden = torch.zeros(3, 4, dtype=dtype)
-    hidden[:, 0] = 200.0
-    weight = torch.zeros(1000, 4, dtype=dtype)
-    weight[:, 0] = 250.0
-    weight[0, 1], weight[1, 2] = 1.0, 1.0
-    hidden[0, 1], hidden[1, 1], hidden[2, 2] = 16.0, 40.0, 16.0
-    targets = torch.tensor([0, 5, 1])
-    exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    hidden.requires_grad_(), weight.requires_grad_()
-    job = LogProbs(targets, extras=("mean_logits",))
-    logps, means = ByChunks.apply(hidden, weight, None, job)
-    assert logps.dtype == torch.float32 and torch.isfinite(means).all()
-    torch.testing.assert_close(
-        logps.double(), exact, rtol=1e-4, atol=4e-3
-    )  # fp32 holds 50000 to 0.004
-    logps.sum().backward()
-    assert hidden.grad.dtype == weight.grad.dtype == dtype and torch.isfinite(weight.grad).all()
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
@@ -406,20 +355,6 @@ def test_attention_of_short_rows_is_attention(length):
     scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
     expected = (scores.softmax(-1) @ value.double()).transpose(1, 2)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_what_is_compared_meets_no_noise():
-    """That of a router: a policy that trains and its reference, which does not, begin with the same log-probs."""
-    torch.manual_seed(0)
-    experts = dict(num_local_experts=4, num_experts_per_tok=2)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("mixtral", **TEXT, **experts, router_jitter_noise=0.3)
-    )
-    ids = torch.arange(20).view(2, 10)
-    found = lambda: model(ids).logits
-    still, noisy = model.eval() and found(), model.train() and found()
-    prepare.disable_dropout(model)
-    assert not still.allclose(noisy, rtol=1e-3) and found().equal(still)
 
 
 def test_half_products_on_a_cpu_are_recomputed_as_they_were():

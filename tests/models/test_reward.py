@@ -14,8 +14,6 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -248,26 +246,6 @@ def test_moments_are_of_the_weights_they_are_saved_with(whole, inputs, accelerat
     found = [json.loads((folder / "config.json").read_text()) for folder in folders]
     assert [bool(config.get("reward_std")) for config in found] == [False, False, True, True]
     assert found[3]["reward_mean"] != found[2]["reward_mean"]
-
-
-def test_held_out_rows_longer_than_the_window_are_scored_as_alone(inputs, accelerator, tokenizer):
-    """Training rows that are all shorter than the window say nothing of the held-out ones."""
-    sizes = dict(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16, pad_token_id=0)
-    MistralForCausalLM(MistralConfig(**sizes, sliding_window=20)).save_pretrained(inputs / "window")
-    tokenizer.save_pretrained(inputs / "window")
-    short = [
-        {"prompt": say("user", a), "chosen": say("assistant", a), "rejected": say("assistant", "e")}
-        for a in "abcd"
-    ]
-    write_jsonl(inputs / "short.jsonl", short)
-    found = {}
-    for share in ("true", "false"):
-        output = inputs / f"short-{share}"
-        more = dict(model="window", data="short", share_prompts=share, max_steps=1)
-        train_here(*flags(inputs, output, train_batch_size=4, **more))
-        found[share] = evaluation_lines(output)
-    expect_lines(found["true"], found["false"], rel=2e-5, abs=2e-6)
 
 
 @pytest.mark.parametrize("margin", [float("nan"), True])
