@@ -161,11 +161,11 @@ def make_equal() -> None:
         import trl.trainer.distillation_trainer
 
         trl.trainer.distillation_trainer._use_triton = lambda device: True
-    path = Path(__file__).resolve().parent.parent / "common" / "cpu.py"
-    spec = importlib.util.spec_from_file_location("cpu", path)
-    cpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cpu)
-    cpu.use_onednn()
+    path = Path(__file__).resolve().parent.parent / "preference_recipes/models/onednn.py"
+    spec = importlib.util.spec_from_file_location("onednn", path)
+    onednn = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(onednn)
+    onednn.use_onednn()
 
 
 def main() -> None:

@@ -1,15 +1,11 @@
-"""Half precision, exact norms and fast products where there is no GPU."""
+"""Half precision and exact norms where there is no GPU."""
 
 import contextlib
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # Numbers whose norm is taken at once. Their copy in fp64 still fits into a processor's cache.
 NORM_AT_ONCE = 2**20
@@ -84,30 +80,3 @@ def clip_by_exact_norm(accelerator) -> None:
             return clip_grad_norm_(parameters, max_norm, norm_type)
 
     accelerator.clip_grad_norm_ = clip_exactly
-
-
-def use_onednn() -> None:
-    """Takes fp32 products on a CPU from oneDNN instead of MKL: on AMD's, half the time.
-
-    Despite its name, the setting "bf16" only permits rounding to bf16, where a CPU has matrix units
-    for it (AMX). On such a CPU everything stays as it was.
-    """
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    # bf16 would round these elements to 1.
-    product = torch.full((256, 256), 1 + 2**-12) @ torch.eye(256)
-    if product.min() > 1:
-        AttentionInterface.register("sdpa", sdpa_of_short_rows)
-    else:
-        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
-
-
-def sdpa_of_short_rows(module: nn.Module, query: torch.Tensor, *args, **kwargs):
-    """Computes transformers' attention, without the flash kernel where rows are short.
-
-    Its products are too small for oneDNN there. `query`: `[batch, heads, length, head dimension]`.
-    """
-    backends = [SDPBackend.MATH]
-    if query.shape[2] >= 256:
-        backends.append(SDPBackend.FLASH_ATTENTION)
-    with sdpa_kernel(backends):
-        return sdpa_attention_forward(module, query, *args, **kwargs)

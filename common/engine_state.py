@@ -19,17 +19,11 @@ def choose(accelerator: Accelerator, model: nn.Module, unwrapped: nn.Module) -> 
     """Makes accelerate save and load the trained model alone, and no frozen one.
 
     Of a model with adapters these are the adapters alone; but DeepSpeed needs its whole engine.
-    Names are without DDP's `module.`, so that another number of processes can load them.
     """
     engine.reshard(model)
-    saved = unwrapped
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        saved = model
-    elif adapters.has_adapter(unwrapped):
-        saved = adapters.trained_part(unwrapped)
-    elif engine.is_sharded(accelerator):
-        saved = model
-    accelerator._models = [saved]
+    needs_all = accelerator.distributed_type == DistributedType.DEEPSPEED
+    takes_part = adapters.has_adapter(unwrapped) and not needs_all
+    accelerator._models = [adapters.trained_part(unwrapped) if takes_part else model]
 
 
 def save(accelerator: Accelerator, model: nn.Module, unwrapped: nn.Module, folder: Path) -> None:

@@ -19,16 +19,12 @@ def run(main: Callable[[], None]) -> None:
     global failed
     try:
         main()
-    except SystemExit as error:
-        failed = bool(error.code)
-        if isinstance(error.code, str) and launcher_says(error.code):
+    except (SystemExit, Exception) as error:
+        message = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+        failed = bool(message)
+        if isinstance(message, str) and launcher_says(message):
             sys.exit(1)
-        raise  # Python prints the message
-    except Exception:
-        failed = True
-        if launcher_says(traceback.format_exc()):
-            sys.exit(1)
-        raise
+        raise  # Python prints it
 
 
 def launcher_says(message: str) -> bool:

@@ -107,17 +107,6 @@ def delay_scale_growth() -> None:
     DynamicLossScaler.scale_loss = scale_loss
 
 
-def shard_frozen(accelerator, model: nn.Module) -> nn.Module:
-    """Shards a model that is only read, as ZeRO-3 shards the trained one."""
-    import deepspeed
-
-    # A model without an optimizer has none to offload.
-    config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
-    config["zero_optimization"] = dict(config["zero_optimization"])
-    config["zero_optimization"].pop("offload_optimizer", None)
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
 def gathered(parameters: list[nn.Parameter], writer: int | None = None):
     """Returns a context in which every process holds all of parameters that ZeRO-3 has cut.
 

@@ -35,7 +35,7 @@ def process_as_it_began():
     """Takes back what models set for the whole process, so that no test depends on those before it."""
     # `stopping.Signals`
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # `cpu.use_onednn`, for a wide model
+    # `onednn.use_onednn`, for a wide model
     torch.backends.mkldnn.matmul.fp32_precision = PRECISION_OF_PRODUCTS
     AttentionInterface.register("sdpa", sdpa_attention_forward)
 

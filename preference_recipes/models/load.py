@@ -154,7 +154,9 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         model._weight_conversions = used
     is_on_cpu = PartialState().device.type == "cpu"
     if is_on_cpu and model.config.get_text_config().hidden_size > 128:
-        cpu.use_onednn()
+        from preference_recipes.models import onednn
+
+        onednn.use_onednn()
     if args.gradient_checkpointing and not frozen:
         contexts = {"context_fn": cpu.contexts_of_checkpoint} if is_on_cpu else {}
         # transformers renamed it, warns of the old name, and will take that away in version 6.

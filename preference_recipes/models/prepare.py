@@ -122,9 +122,12 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
         return accelerator.prepare_model(model, evaluation_mode=True)
     with exact_buffers(accelerator, model):
         if stage == 3:
-            from common import zero
+            import deepspeed
 
-            return zero.shard_frozen(accelerator, model)
+            # A model without an optimizer has none to offload.
+            config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+            config["zero_optimization"].pop("offload_optimizer", None)
+            return deepspeed.initialize(model=model, config=config)[0]
         half = engine.half_precision(accelerator)
         return model.to(accelerator.device, half)  # None: it stays in fp32, as it was loaded
 

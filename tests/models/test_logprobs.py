@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from architectures import TEXT, build
 from common import cpu
 from common.shared_args import SharedArgs
-from preference_recipes.models import architecture, checks, load, logprobs, packing
+from preference_recipes.models import architecture, checks, load, logprobs, onednn, packing
 from preference_recipes.models.logprobs import ByChunks, LogProbModel, LogProbs
 from preference_recipes.models.packing import Packer
 from runs import tiny_llama
@@ -303,7 +303,7 @@ def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
     assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
     load.causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=192)), tokenizer, SharedArgs())
     asked = setting.fp32_precision == "bf16"
-    assert asked == (attention["sdpa"] is cpu.sdpa_of_short_rows)
+    assert asked == (attention["sdpa"] is onednn.sdpa_of_short_rows)
     torch.manual_seed(0)
     for rows, length in ((3, 150), (700, 1)):
         x, weight, grad = (
@@ -350,7 +350,7 @@ def test_attention_of_short_rows_is_attention(length):
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 4, length, 16).unbind()
     module = types.SimpleNamespace(is_causal=True, training=True)
-    found, _ = cpu.sdpa_of_short_rows(module, query, key, value, None)
+    found, _ = onednn.sdpa_of_short_rows(module, query, key, value, None)
     scores = query.double() @ key.double().mT / 4
     scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
     expected = (scores.softmax(-1) @ value.double()).transpose(1, 2)
