@@ -56,9 +56,6 @@ class Recipe:
         glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
         board_flags: for test_board.py.
 
-        resume_on, resume_on_slow: the launchers under which a killed run is resumed, in `make test`
-            and in `make test-slow`.
-        resume_flags: for test_resume.py.
         overflow: for test_fp16.py; None: not tested there.
         fp16_flags: for test_fp16.py.
 
@@ -76,9 +73,6 @@ class Recipe:
     glossary_flags: list = field(default_factory=list)
     board_flags: list = field(default_factory=list)
 
-    resume_on: list[str]
-    resume_on_slow: list[str] = field(default_factory=list)
-    resume_flags: list = field(default_factory=list)
     overflow: Overflow | None = None
     fp16_flags: list = field(default_factory=list)
 
@@ -107,15 +101,12 @@ RECIPES = {
         data="sft",
         evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
-        resume_on=[],
-        resume_on_slow=["ddp", "offload"],
         overflow=Overflow(stage=2, processes=2, slow=True),
         ten_rows_fast="messages",
     ),
     "reward": Recipe(
         data="preferences",
         demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
-        resume_on=[],
         overflow=Overflow(stage=3, processes=2),
         ten_rows_fast="hh-rlhf",
     ),
@@ -123,8 +114,6 @@ RECIPES = {
         data="preferences",
         evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.15, adapters=(2e-3, 0.15)),
-        resume_on=["plain", "growing"],
-        resume_on_slow=["fsdp2"],
         overflow=Overflow(stage=1, processes=1),
         device_flags=["--lora_r", 2],
         ten_rows_fast="strings",
@@ -133,8 +122,6 @@ RECIPES = {
         data="preferences",  # a pair is two samples; rows with a label are in test_labels.py
         evaluates_answers=True,
         demo=Demo("cpu", "eval/exact_match", 0.15),
-        resume_on=[],
-        resume_on_slow=["zero3"],
         ten_rows_fast="strings",
     ),
     "ppo": Recipe(
@@ -145,15 +132,6 @@ RECIPES = {
         board_flags=[
             *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
             *("--generate_batch_size", 8, "--score_batch_size", 8),
-        ],
-        resume_on=[],
-        resume_on_slow=["zero3"],
-        # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
-        resume_flags=[
-            *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
-            *("--num_epochs_per_rollout", 2, "--max_steps", 12, "--max_new_tokens", 6),
-            *("--generate_batch_size", 8, "--score_batch_size", 8),
-            *("--critic_learning_rate", 0.01, "--kl_target", 1),
         ],
         overflow=Overflow(stage=2, processes=1),
         # One rollout of 48 samples, twice, is as many updates as two epochs of the others' rows.
@@ -176,14 +154,6 @@ RECIPES = {
         demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
         glossary_flags=["--kl_coef", 0.01, "--off_policy_limit", 0.1],
-        resume_on=["plain"],
-        # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout
-        # has 1 to 3 updates.
-        resume_flags=[
-            *("--reward_function", TIES, "--rollout_batch_size", 6, "--n_samples_per_prompt", 4),
-            *("--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6),
-            *("--max_steps", 12, "--refill_rounds", 1),
-        ],
         device_flags=[
             *("--reward_function", "test_waits:unequal", "--rollout_batch_size", 8),
             *("--n_samples_per_prompt", 2, "--max_new_tokens", 4, "--kl_coef", 0.1),
@@ -198,7 +168,6 @@ RECIPES = {
         demo_batches_divided_by=8,
         # Two updates of sampled tokens need log-probs of the rollout, which are timed.
         glossary_flags=["--loss_type", "sampled", "--num_epochs_per_rollout", 2],
-        resume_on=[],  # test_recipe.py shows it
         device_flags=[
             *(*TAUGHT, "--rollout_batch_size", 16, "--max_new_tokens", 4),
             *("--share_prompts", "false"),

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -67,32 +66,27 @@ def start(
     *flags,
     cwd: Path = REPOSITORY,
     env: dict | None = None,
-    stdout=subprocess.PIPE,
-):
-    """Starts a script under a launcher as a user does, offline, its stdout and stderr together."""
-    return subprocess.Popen(
-        [sys.executable, *command_of(launcher, script, *flags)],
-        cwd=cwd,
-        env=os.environ | OFFLINE | (env or {}),
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def start_warm(
-    launcher: list[str],
-    script: Path,
-    *flags,
-    cwd: Path = REPOSITORY,
-    env: dict | None = None,
     output: str = os.devnull,
+    fresh: bool = False,
 ):
-    """The same in processes that have the libraries already, see warm.py."""
-    return warm.Process(
-        command_of(launcher, script, *flags), cwd, os.environ | OFFLINE | (env or {}), output
-    )
+    """Starts a script under a launcher, offline, its stdout and stderr together in a file.
+
+    Args:
+        fresh: each process is a new interpreter, as a user's are; else see warm.py.
+    """
+    words = command_of(launcher, script, *flags)
+    environment = os.environ | OFFLINE | (env or {})
+    if not fresh:
+        return warm.Process(words, cwd, environment, output)
+    with open(output, "wb") as console:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=cwd,
+            env=environment,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def workers(process: subprocess.Popen) -> list[int]:
@@ -125,18 +119,15 @@ def kill(process: subprocess.Popen | warm.Process) -> None:
 
 
 def launch(
-    launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, check: bool = True, env: dict | None = None, fresh: bool = False,
-    timeout: float = TIMEOUT,
-):  # fmt: skip
-    """Runs a script under a launcher, offline; returns the completed process with stdout and stderr together.
+    launcher: list[str], script: Path, *flags, check: bool = True, timeout: float = TIMEOUT, **how
+) -> subprocess.CompletedProcess:
+    """Runs a script as `start` does; returns the completed process with stdout and stderr together.
 
     Args:
-        fresh: each process is a new interpreter, as a user's are; else see warm.py.
         timeout: seconds that it may take.
     """
     with tempfile.NamedTemporaryFile() as console:
-        way = partial(start, stdout=console) if fresh else partial(start_warm, output=console.name)
-        process = way(launcher, script, *flags, cwd=cwd, env=env)
+        process = start(launcher, script, *flags, output=console.name, **how)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
         if hung := process.returncode is None:

@@ -4,15 +4,12 @@ test_recipe.py shows it of processes, micro-batches and engines. Here prompts ar
 again, log-probs of the reference are known before, and adapters are trained.
 """
 
-import json
-
 import pytest
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from contracts.proof.bench import Bench
 from contracts.proof.compare import same_lines, same_models
-from recipes import RECIPES, TAUGHT
-from runs import ASSETS, recipe, tiny_llama
+from recipes import TAUGHT
+from runs import tiny_llama
 
 SHARED, AGAIN = {"share_prompts": True}, {"gradient_checkpointing": True}
 KNOWN = {"precompute_ref_log_probs": True}
@@ -20,7 +17,7 @@ BY_TOKENS = {"micro_train_tokens": 180, "micro_train_batch_size": 4}
 TWOS, FOURS = {"micro_train_batch_size": 2}, {"micro_train_batch_size": 4}
 # What a recipe does not start without.
 REWARDED = ["--reward_function", "rewarding:vowels"]
-OF_RECIPE = {"ppo": REWARDED, "grpo": REWARDED, "distill": list(map(str, TAUGHT))}
+OF_RECIPE = {"ppo": REWARDED, "grpo": REWARDED, "distill": TAUGHT}
 LORA = {"lora_r": 4, "lora_alpha": 16}
 # What differs from one process with one micro-batch an update, and the recipes.
 FAST = [
@@ -94,59 +91,46 @@ def ties(prompts, responses, **columns):
 """
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    """`recipe -> Bench` of a tiny random model, whose responses end at many tokens, and the demo's data."""
-    folder = tmp_path_factory.mktemp("inputs")
-    file = tiny_llama(folder / "model") / "generation_config.json"
-    ends = {"eos_token_id": [1, *range(20, 60)]}
-    file.write_text(json.dumps(json.loads(file.read_text()) | ends))
+@pytest.fixture(scope="module", autouse=True)
+def current_directory(tmp_path_factory):
+    """Has a reward model, `scorer`, and the reward functions."""
+    folder = tmp_path_factory.mktemp("current")
     config = LlamaConfig.from_pretrained(tiny_llama(folder / "scorer"), num_labels=1)
     config.update({"reward_mean": 0.1, "reward_std": 0.7})
     LlamaForSequenceClassification(config).save_pretrained(folder / "scorer")
     (folder / "rewarding.py").write_text(REWARDING)
-    benches = {}
-
-    def bench_of(name: str) -> Bench:
-        if name not in benches:
-            (folder / name).mkdir()
-            argv = ["--model_name_or_path", str(folder / "model")]
-            argv += ["--dataset_name", str(ASSETS / RECIPES[name].held_out_file)]
-            argv += OF_RECIPE.get(name, [])
-            benches[name] = Bench(recipe(name), argv, folder / name, quick=True)
-        return benches[name]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        yield bench_of
+        yield
 
 
-def run(bench: Bench, launcher: str, changes: dict):
-    settings, _ = SETTINGS.get(bench.recipe.stem, ({"learning_rate": 0.01}, 6))
+def run(bench_of, name: str, launcher: str, changes: dict):
+    bench = bench_of(name, *OF_RECIPE.get(name, []))
+    settings, _ = SETTINGS.get(name, ({"learning_rate": 0.01}, 6))
     given = {"save_steps": 1000, "max_grad_norm": 0.5, "max_new_tokens": 6, **settings, **changes}
-    name = "-".join([launcher, *changes])
-    return bench.run(name, launcher, **given)
+    return bench.run("-".join([launcher, *changes]), launcher, **given)
 
 
 @pytest.mark.parametrize("name, launcher, changes", CASES)
-def test_every_split_is_the_same_run(bench, request, name, launcher, changes):
+def test_every_split_is_the_same_run(bench_of, request, name, launcher, changes):
     """With adapters, too. The reference of DPO and PPO is then the base below them."""
     if launcher == "offload":
         request.getfixturevalue("cpu_adam")
     whole = {tag: changes[tag] for tag in changes.keys() & LORA.keys()}
-    expected = run(bench(name), "plain", whole)
+    expected = run(bench_of, name, "plain", whole)
     _, updates = SETTINGS.get(name, ({}, 6))
     assert len(expected.training) == updates
-    found = run(bench(name), launcher, changes | {"generate_batch_size": 3, "score_batch_size": 5})
+    sizes = {"generate_batch_size": 3, "score_batch_size": 5}
+    found = run(bench_of, name, launcher, changes | sizes)
     is_shared = any(what in found.console for what in ("once for both", "once for their"))
     assert is_shared == ("share_prompts" in changes)
     same_lines(name, expected.lines, found.lines)
     same_models(name, expected, found)
 
 
-def test_the_kl_coefficient_is_adapted_to_a_kl_near_its_target(bench):
+def test_the_kl_coefficient_is_adapted_to_a_kl_near_its_target(bench_of):
     """Far from it the step is clipped, and every split would adapt alike, whichever KL it took."""
-    lines = run(bench("ppo"), "plain", {}).training
+    lines = run(bench_of, "ppo", "plain", {}).training
     *_, before, after = [line["objective/kl_coef"] for line in lines if "objective/kl_coef" in line]
     longest_step = 0.2 * 16 * 2 / 50  # of 16 prompts with 2 responses each, and the horizon
     assert 0 < abs(after / before - 1) < 0.9 * longest_step

@@ -3,7 +3,6 @@
 It ends with the same weights and the same metrics.jsonl.
 """
 
-import functools
 import json
 import os
 import resource
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,122 +20,116 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import recipes
 from common import folders
 from common.checkpoint import LOGS
+from contracts.proof.bench import Bench
 from preference_recipes.tools import export
-from recipes import RECIPES
+from recipes import ANSWER_REWARD, TIES
 from runs import (
     LAUNCHERS,
-    kill,
     launch,
-    lines,
-    recipe,
     refuses,
     samples,
-    start,
-    start_warm,
     timeless,
-    tiny_inputs,
+    training_lines,
     weights,
     workers,
 )
 from small_run import small_run
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
-CASES = [
-    pytest.param(name, launcher, "", marks=[pytest.mark.slow] * (launcher in slow))
-    for name, of_recipe in RECIPES.items()
-    for slow in [of_recipe.resume_on_slow]
-    for launcher in (*of_recipe.resume_on, *slow)
+FAST = [
+    ("dpo", "plain", ""),
+    ("dpo", "growing", ""),
+    ("grpo", "plain", ""),
+    ("dpo", "plain", "lora"),
 ]
-CASES += [
-    pytest.param(name, launcher, "lora", marks=[pytest.mark.slow] * (launcher != "plain"))
-    for name, launcher in [
-        ("dpo", "plain"),
-        ("sft", "ddp"),
-        ("dpo", "growing"),
-        ("dpo", "fsdp2"),
-        ("ppo", "zero3"),
-    ]
+SLOW = [
+    *(("sft", "ddp", ""), ("sft", "offload", ""), ("dpo", "fsdp2", "")),
+    *(("kto", "zero3", ""), ("ppo", "zero3", ""), ("sft", "ddp", "lora")),
+    *(("dpo", "growing", "lora"), ("dpo", "fsdp2", "lora"), ("ppo", "zero3", "lora")),
 ]
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+# Two epochs of 6 updates, with dropout, so that random states count.
+RUN = dict(n_rows=44, dropout=0.2, train_batch_size=8, micro_train_batch_size=2)
+RUN |= dict(logging_steps=3, eval_steps=0, save_steps=2, save_total_limit=2)
+RUN |= dict(learning_rate=0.01, report_to="tensorboard")
+SAMPLED = RUN | dict(max_steps=12, max_new_tokens=6, generate_batch_size=8, score_batch_size=8)
+OF_RECIPE = {
+    # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
+    "ppo": SAMPLED | dict(n_samples_per_prompt=1, num_epochs_per_rollout=2, kl_target=1),
+    # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout has 1 to 3 updates.
+    "grpo": SAMPLED | dict(rollout_batch_size=6, n_samples_per_prompt=4, refill_rounds=1),
+}
+REWARDS = {"ppo": ANSWER_REWARD, "grpo": TIES}
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return tiny_inputs(tmp_path_factory.mktemp("resume"))
+def bench(bench_of):
+    """`recipe -> Bench`."""
+    flags = {name: ["--reward_function", function] for name, function in REWARDS.items()}
+    return lambda name: bench_of(name, *flags.get(name, []))
 
 
-def flags(inputs, name, output):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output,
-            "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_epochs", 2, "--learning_rate", 0.01, "--logging_steps", 3,
-            "--save_steps", 2, "--save_total_limit", 2, *RECIPES[name].resume_flags]  # fmt: skip
+def flags(bench: Bench, output: Path, **changes) -> list[str]:
+    return bench.flags(output, **OF_RECIPE.get(bench.recipe.stem, RUN) | changes)
 
 
-def run_until(inputs, name, launcher, output, ready, *more, fresh=False):
-    """Starts a run and returns its process as soon as `ready()` holds."""
-    command = [LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), *more]
-    process = start(*command) if fresh else start_warm(*command, output=f"{output}.console")
-    end = time.time() + 120
-    while not ready() and process.poll() is None and time.time() < end:
-        time.sleep(0.005)
-    assert process.poll() is None, f"the run ended with {process.poll()} too early"
-    return process
+def unbroken(bench: Bench, launcher: str = "plain", **changes) -> Path:
+    name = "-".join(["unbroken", launcher, *changes])
+    return bench.run(name, launcher, **OF_RECIPE.get(bench.recipe.stem, RUN) | changes).folder
 
 
-def kill_when(inputs, name, launcher, output, ready, *more):
-    """Starts a run and kills all its processes as soon as `ready()` holds."""
-    kill(run_until(inputs, name, launcher, output, ready, *more))
+def stopped(bench: Bench, name: str, ready, launcher: str = "plain", changes=None, **how) -> Path:
+    """A run that is killed, or what else `how` says, as soon as `ready(folder)` holds."""
+    output = bench.folder / name
+    given = flags(bench, output, **changes or {})
+    assert bench.run_until(name, launcher, given, lambda: ready(output), **how), (
+        "it ended too early"
+    )
+    return output
 
 
-def resume(inputs, name, launcher, output, *more, check=True):
-    given = [*flags(inputs, name, output), "--resume", "auto", *more]
-    return launch(LAUNCHERS[launcher], recipe(name), *given, check=check)
+def resume(bench: Bench, output: Path, launcher="plain", check=True, point="auto", **changes):
+    given = [*flags(bench, output, **changes), "--resume", point]
+    return launch(LAUNCHERS[launcher], bench.recipe, *given, check=check)
 
 
-def wrote(output, step):
-    file = output / "metrics.jsonl"
-    return file.exists() and f'"global_step": {step},' in file.read_text()
+def wrote(step: int):
+    """Whether a run has a log line of this update."""
+    has = lambda file: file.exists() and f'"global_step": {step},' in file.read_text()
+    return lambda output: has(output / "metrics.jsonl")
 
 
-@pytest.fixture(scope="module")
-def unbroken(inputs):
-    @functools.cache
-    def run(name, launcher, *more):
-        output = inputs / f"unbroken-{name}-{launcher}{''.join(map(str, more))}"
-        launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), *more)
-        return output
-
-    return run
+def saved(step: int):
+    return lambda output: (output / f"checkpoints/global_step_{step:06d}").exists()
 
 
-def expect_same(output, reference):
+def expect_same(output: Path, reference: Path) -> None:
     assert timeless(output) == timeless(reference)
     assert samples(output) == samples(reference)
     assert torch.equal(weights(output), weights(reference))
 
 
 @pytest.mark.parametrize("name, launcher, adapters", CASES)
-def test_killed_and_resumed_is_the_run_never_killed(
-    request, inputs, unbroken, name, launcher, adapters
-):
+def test_killed_and_resumed_is_the_run_never_killed(request, bench, name, launcher, adapters):
     if launcher == "offload":
         request.getfixturevalue("cpu_adam")
-    more = ["--lora_r", 4] if adapters else []
-    if adapters and not RECIPES[name].generates:  # the policies of the others have no dropout
-        more += ["--lora_dropout", 0.1]
-    reference = unbroken(name, launcher, *more)
-    output = inputs / f"killed-{name}-{launcher}{adapters}"
+    changes = {"lora_r": 4} if adapters else {}
+    if adapters and name not in OF_RECIPE:  # policies that sample have no dropout
+        changes["lora_dropout"] = 0.1
+    reference = unbroken(bench(name), launcher, **changes)
     kept = sorted(path.name for path in (reference / "checkpoints").iterdir())
     assert kept == ["global_step_000010", "global_step_000012"]
     # Line 9 stands beyond checkpoint 8, which holds a line half filled since line 6.
-    kill_when(inputs, name, launcher, output, lambda: wrote(output, 9), *more)
-    assert "resumed from" in resume(inputs, name, launcher, output, *more).stdout
+    output = stopped(bench(name), f"killed-{launcher}{adapters}", wrote(9), launcher, changes)
+    assert "resumed from" in resume(bench(name), output, launcher, **changes).stdout
     expect_same(output, reference)
-    assert bool(samples(reference)) == RECIPES[name].generates
     if name == "grpo":  # the checkpoint is within a rollout; some groups were left out
         with torch.serialization.safe_globals([(recipes.load(name).State, "__main__.State")]):
             file = reference / "checkpoints/global_step_000010/rollout.pt"
             state = torch.load(file, weights_only=True)
         assert state.position.rollouts_seen >= 3 and state.position.update > 0
-        dropped = [line["frac_groups_dropped"] for line in lines(reference) if "reward" in line]
+        made = [line for line in training_lines(reference) if "reward" in line]
+        dropped = [line["frac_groups_dropped"] for line in made]
         assert min(dropped) > 0 and max(dropped) < 1
     board = EventAccumulator(str(output / "tensorboard"))
     board.Reload()
@@ -145,16 +137,14 @@ def test_killed_and_resumed_is_the_run_never_killed(
     assert [event.step for event in board.Scalars("loss")] == [1, 3, 6, 9, 12]
 
 
-def test_killed_where_an_epoch_ends(inputs, unbroken):
+def test_killed_where_an_epoch_ends(bench):
     """The rows that come next are those of the second epoch."""
-    output = inputs / "killed-at-epoch"
-    at_end = lambda: (output / "checkpoints/global_step_000006").exists()
-    kill_when(inputs, "dpo", "plain", output, at_end)
-    resume(inputs, "dpo", "plain", output)
-    expect_same(output, unbroken("dpo", "plain"))
+    output = stopped(bench("dpo"), "killed-at-epoch", saved(6))
+    resume(bench("dpo"), output)
+    expect_same(output, unbroken(bench("dpo")))
 
 
-LONGER = ["--max_epochs", 8, "--report_to", "none"]
+LONGER = {"max_epochs": 8, "report_to": "none"}
 
 
 @pytest.mark.parametrize(
@@ -165,33 +155,39 @@ LONGER = ["--max_epochs", 8, "--report_to", "none"]
         pytest.param("zero2", signal.SIGUSR1, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, number):
+def test_a_signal_ends_the_run_with_a_checkpoint(bench, launcher, number):
     """In a world of two one process alone gets SIGUSR1; SIGTERM goes to a user's launcher, which passes it on."""
-    output = inputs / f"signal-{launcher}"
-    began = lambda: wrote(output, 6)
-    fresh = launcher == "ddp"
-    process = run_until(inputs, "sft", launcher, output, began, *LONGER, fresh=fresh)
-    os.kill(workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
-    console, _ = process.communicate(timeout=60)
+    ended = []
+
+    def send(process):
+        os.kill(workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
+        ended.append(process.wait(60))
+
+    how = dict(act=send, fresh=launcher == "ddp")
+    output = stopped(bench("sft"), f"signal-{launcher}", wrote(6), launcher, LONGER, **how)
     done = folders.step_of(folders.by_step(output / "checkpoints")[-1])
-    assert process.returncode and 6 <= done < 48 and not (output / "actor").exists()
-    assert launcher != "plain" or process.returncode == 128 + number
+    assert ended != [0] and 6 <= done < 48 and not (output / "actor").exists()
+    assert launcher != "plain" or ended == [128 + number]
+    console = output.with_name(f"signal-{launcher}.console").read_text()
     assert f"stopped by {number.name} after update {done}, saved in {output}" in console
-    resume(inputs, "sft", launcher, output, *LONGER)
-    expect_same(output, unbroken("sft", launcher, *LONGER))
+    resume(bench("sft"), output, launcher, **LONGER)
+    expect_same(output, unbroken(bench("sft"), launcher, **LONGER))
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
+def test_a_full_disk_leaves_the_checkpoint_before_whole(bench):
     """No file may grow beyond 20 kB after the first checkpoint: what a full disk does, as far as a process can see."""
-    output = inputs / "full"
-    has_one = lambda: folders.by_step(output / "checkpoints")
-    process = run_until(inputs, "sft", "plain", output, has_one, *LONGER)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
-    console, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" in console
-    assert has_one() and all(folders.fault_of(path) is None for path in has_one())
-    resume(inputs, "sft", "plain", output, *LONGER)
-    expect_same(output, unbroken("sft", "plain", *LONGER))
+    ended = []
+
+    def fill(process):
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+        ended.append(process.wait(60))
+
+    has_one = lambda output: folders.by_step(output / "checkpoints")
+    output = stopped(bench("sft"), "full", has_one, changes=LONGER, act=fill)
+    assert ended == [1] and "Traceback" in output.with_name("full.console").read_text()
+    assert has_one(output) and not any(map(folders.fault_of, has_one(output)))
+    resume(bench("sft"), output, **LONGER)
+    expect_same(output, unbroken(bench("sft"), **LONGER))
 
 
 def test_a_recipe_that_holds_something_more_does_not_go_on_without_it(tmp_path):
@@ -236,10 +232,10 @@ def test_random_states_that_cannot_be_read_are_refused(tmp_path):
         small_run(tmp_path).load(final)
 
 
-def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
+def test_damage_is_named_and_the_checkpoint_before_taken(bench):
     """Any file of the newest checkpoint: deleted, emptied, cut by a byte, one bit flipped."""
-    reference = unbroken("dpo", "plain")
-    output = shutil.copytree(reference, inputs / "damaged")
+    reference = unbroken(bench("dpo"))
+    output = shutil.copytree(reference, reference.with_name("damaged"))
     newest = output / "checkpoints/global_step_000012"
     manifest = json.loads((newest / "manifest.json").read_text())
     parts = {path.split("/")[0] for path in manifest}
@@ -257,21 +253,21 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
             assert fault and (name in fault or name == "manifest.json"), (name, fault)
         (newest / name).write_bytes(whole)
     (newest / "state.json").unlink()
-    said = resume(inputs, "dpo", "plain", output).stdout
+    said = resume(bench("dpo"), output).stdout
     assert f"passed over {newest}: {newest}/state.json is missing" in said
     assert "global_step_000010" in said
     expect_same(output, reference)
     for folder in (output / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
-    result = resume(inputs, "dpo", "plain", output, check=False)
+    result = resume(bench("dpo"), output, check=False)
     assert result.returncode and "--resume auto: no whole checkpoint" in result.stdout
 
 
 @pytest.mark.parametrize(
     "name, launcher", [("dpo", "plain"), pytest.param("kto", "zero3", marks=pytest.mark.slow)]
 )
-def test_export_gives_the_actor_the_run_saved(unbroken, tmp_path, name, launcher):
-    reference = unbroken(name, launcher)
+def test_export_gives_the_actor_the_run_saved(bench, tmp_path, name, launcher):
+    reference = unbroken(bench(name), launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
     command = [sys.executable, "-m", "preference_recipes.tools.export", checkpoint]
     subprocess.run([*command, tmp_path / "out"], check=True, cwd=tmp_path)
@@ -288,43 +284,46 @@ def test_export_gives_the_actor_the_run_saved(unbroken, tmp_path, name, launcher
     refuses("actor/model.safetensors has [bytes, CRC-32]", call=call)
 
 
-def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroken):
+def test_a_longer_run_has_its_own_rates_from_the_first_update_on(bench):
     """Update 13 of 18, after a run of 12: the falling rate of a horizon of 18, not the zero at which the 12 ended."""
-    output = shutil.copytree(unbroken("dpo", "plain"), inputs / "longer")
-    resume(inputs, "dpo", "plain", output, "--max_epochs", 3, "--logging_steps", 1)
-    rates = {line["global_step"]: line["learning_rate"] for line in lines(output)}
-    expected = {step: 0.01 * (18 - (step - 1)) / 16 for step in range(13, 19)}
+    reference = unbroken(bench("dpo"))
+    output = shutil.copytree(reference, reference.with_name("longer"))
+    resume(bench("dpo"), output, max_epochs=3, logging_steps=1)
+    rates = {line["global_step"]: line["learning_rate"] for line in training_lines(output)}
+    expected = {step: 0.01 * (18 - (step - 1)) / 18 for step in range(13, 19)}
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
-def test_auto_does_not_begin_again_what_has_ended(inputs, tmp_path):
-    few = ["--max_steps", 1, "--save_steps", 0]
-    resume(inputs, "dpo", "plain", tmp_path / "ended", *few)
-    result = resume(inputs, "dpo", "plain", tmp_path / "ended", *few, check=False)
+def test_auto_does_not_begin_again_what_has_ended(bench, tmp_path):
+    few = {"max_steps": 1, "save_steps": 0}
+    resume(bench("dpo"), tmp_path / "ended", **few)
+    result = resume(bench("dpo"), tmp_path / "ended", check=False, **few)
     assert result.returncode and "has ended and left no checkpoint" in result.stdout
 
 
-def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
+def test_a_checkpoint_of_another_run_is_refused(bench):
     """All differences are named. Of data the content decides: here one character of the last row."""
-    point = unbroken("dpo", "plain") / "checkpoints/global_step_000012"
-    *rows, last = (inputs / "dpo.jsonl").read_text().splitlines()
-    edited = inputs / "edited.jsonl"
-    edited.write_text("\n".join([*rows, last.replace("!", "?")]))
+    reference = unbroken(bench("dpo"))
+    point = reference / "checkpoints/global_step_000012"
+    *rows, last = bench("dpo").data_file("train", RUN["n_rows"]).read_text().splitlines()
+    edited = reference.with_name("edited.jsonl")
+    edited.write_text("\n".join([*rows, last.replace("=", "?")]))
     for changes, parts in [
-        (["--beta", 0.2, "--max_length", 9], ["beta: 0.1 in the checkpoint, 0.2", "max_length: "]),
-        (["--dataset_name", edited], ["belongs to another run: data: "]),
-        (["--eval_dataset_name", edited], ["belongs to another run: held-out data: {}"]),
+        ({"beta": 0.2, "max_length": 90}, ["beta: 0.1 in the checkpoint, 0.2", "max_length: "]),
+        ({"dataset_name": edited}, ["belongs to another run: data: "]),
+        ({"eval_dataset_name": edited}, ["belongs to another run: held-out data: "]),
     ]:
-        flags = [*changes, "--resume", point]
-        said = resume(inputs, "dpo", "plain", inputs / "other", *flags, check=False)
+        said = resume(
+            bench("dpo"), reference.with_name("other"), check=False, point=point, **changes
+        )
         assert said.returncode and "Traceback" not in said.stdout
         assert all(part in said.stdout for part in parts), said.stdout
 
 
 @pytest.mark.slow
-def test_each_process_draws_its_own_dropout(unbroken):
+def test_each_process_draws_its_own_dropout(bench):
     """From one seed all would drop the same places, each of other samples."""
-    engine = unbroken("sft", "ddp") / "checkpoints/global_step_000012/engine"
+    engine = unbroken(bench("sft"), "ddp") / "checkpoints/global_step_000012/engine"
     seeds = []
     for rank in (0, 1):
         states = torch.load(engine / f"random_states_{rank}.pkl", weights_only=False)
@@ -335,15 +334,16 @@ def test_each_process_draws_its_own_dropout(unbroken):
 
 
 @pytest.mark.slow
-def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path):
+def test_a_critic_that_was_sharded_is_taken_out_whole(bench, tmp_path):
     """It has learned: every weight matrix of it differs from the model that it started from."""
-    checkpoint = unbroken("ppo", "zero3") / "checkpoints/global_step_000012"
+    checkpoint = unbroken(bench("ppo"), "zero3") / "checkpoints/global_step_000012"
     export.export(checkpoint, tmp_path / "critic", model="critic")
-    critic, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "critic", output_loading_info=True
-    )
+    kind = AutoModelForSequenceClassification
+    critic, info = kind.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not info["missing_keys"] and critic.score.weight.shape == (1, 32)
-    start = dict(AutoModelForCausalLM.from_pretrained(inputs / "model").named_parameters())
+    start = dict(
+        AutoModelForCausalLM.from_pretrained(bench("ppo").model_folder()).named_parameters()
+    )
     for name, parameter in critic.named_parameters():
         assert parameter.isfinite().all()
         if name.startswith("model.layers") and parameter.ndim == 2:

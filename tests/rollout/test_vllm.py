@@ -26,7 +26,7 @@ from runs import (
     recipe,
     refuses,
     samples,
-    start_warm,
+    start,
     timeless,
     tiny_llama,
     training_lines,
@@ -214,7 +214,7 @@ def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp
     settings = dict(GRPO, rollouts_ahead=1, max_steps=8, max_epochs=3, save_steps=3, eval_steps=4)  # fmt: skip
     run(inputs, tmp_path / "whole", settings, server.url)
     flags = all_flags(inputs, tmp_path / "half", settings, server.url)
-    process = start_warm(LAUNCHERS["plain"], recipe("grpo"), *flags, cwd=inputs)
+    process = start(LAUNCHERS["plain"], recipe("grpo"), *flags, cwd=inputs)
     checkpoint = tmp_path / "half/checkpoints/global_step_000003"
     while not checkpoint.exists():
         assert process.poll() is None

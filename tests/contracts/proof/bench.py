@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from common import as_list, folders
 from contracts.proof import warm
-from runs import LAUNCHERS, TIMEOUT, kill, launch, start_warm, timeless
+from runs import LAUNCHERS, TIMEOUT, kill, launch, start, timeless
 
 # Samples of an update, unless a promise says otherwise.
 BATCH = 16
@@ -263,23 +263,34 @@ class Bench:
         pytest.fail(f"the run `{name}` ended with an error:\n{last}", pytrace=False)
 
     def run_until(
-        self, name: str, launcher: str, flags: list[str], moment: Callable[[], bool]
+        self,
+        name: str,
+        launcher: str,
+        flags: list[str],
+        moment: Callable[[], bool],
+        act: Callable = kill,
+        fresh: bool = False,
     ) -> bool:
         """Runs the recipe until a moment, at which all its processes are killed, or to its end.
 
-        Returns whether it came to that moment.
+        Args:
+            act: what is done to the running process instead.
+            fresh: in new interpreters, as a user starts it.
+
+        Returns:
+            whether it came to that moment.
         """
         console = self.folder / f"{name}.console"
         console.touch()  # a run that is killed at once may not come to it
-        process = start_warm(
-            LAUNCHERS[launcher], self.recipe, *flags, cwd=Path.cwd(), output=str(console)
-        )
+        words = (LAUNCHERS[launcher], self.recipe, *flags)
+        process = start(*words, cwd=Path.cwd(), output=str(console), fresh=fresh)
         latest = time.monotonic() + TIMEOUT
         came_to_it = False
-        while process.poll(0.001) is None and not came_to_it and time.monotonic() < latest:
+        while process.poll() is None and not came_to_it and time.monotonic() < latest:
             came_to_it = moment()
+            time.sleep(0.001)
         if process.returncode is None:
-            kill(process)
+            (act if came_to_it else kill)(process)
         elif process.returncode:
             self.fail(name, console.read_text(errors="replace"))
         return came_to_it

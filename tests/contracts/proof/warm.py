@@ -24,7 +24,6 @@ import threading
 import traceback
 from functools import cache
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 
 # Libraries read these when they are imported. One thread adds sums in the same order everywhere.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -100,11 +99,6 @@ class Process:
         if self.poll(timeout) is None:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Waits for its end and returns what it wrote, as `Popen.communicate` does."""
-        self.wait(timeout)
-        return Path(self.output).read_text(errors="replace"), None
 
 
 def import_libraries() -> None:
