@@ -1,7 +1,6 @@
-"""Five updates of SGD at learning rate 1 on a loss whose gradient is 0.5, under DeepSpeed with a loss scale that grows after every second one.
-
-Prints what each update took from a weight and the norm DeepSpeed reports, times the root of the number of weights: with the project's guard,
-and without it.
+"""Five updates of SGD at learning rate 1 on a loss whose gradient is 0.5, under DeepSpeed with a loss scale that grows
+after every second one. Prints what each took from a weight, the norm that DeepSpeed reports, times the root of the
+number of weights, and the scale: with the project's guard, and without it.
 """
 
 import sys
@@ -12,19 +11,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
 
 update_scale = DynamicLossScaler.update_scale
 
-from common import (  # noqa: E402
-    engine,
-    launch,
-)
+from common import engine, launch  # noqa: E402
 
+SIZES = dict(train_batch_size=2, micro_train_batch_size=1, micro_train_tokens=0)
 args = types.SimpleNamespace(
-    train_batch_size=2,
-    micro_train_batch_size=1,
-    micro_train_tokens=0,
-    max_grad_norm=0.0,
-    output_dir=sys.argv[1],
-    resume="never",
-    seed=0,
+    **SIZES, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0
 )
 accelerator = launch.make_accelerator(args, "growth")
 
@@ -32,10 +23,8 @@ accelerator = launch.make_accelerator(args, "growth")
 class Weights(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight, self.config = (
-            torch.nn.Parameter(torch.full((16,), 8.0)),
-            types.SimpleNamespace(hidden_size=16),
-        )
+        self.weight = torch.nn.Parameter(torch.full((16,), 8.0))
+        self.config = types.SimpleNamespace(hidden_size=16)
 
     def forward(self, factor):
         return (self.weight * factor).sum()
@@ -62,8 +51,6 @@ def updates() -> list[tuple[float, float, float]]:
 
 
 print("guarded", updates())
-DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = (
-    update_scale,
-    LossScalerBase.scale_loss,
-)
+DynamicLossScaler.update_scale = update_scale
+DynamicLossScaler.scale_loss = LossScalerBase.scale_loss
 print("unguarded", updates())

@@ -33,14 +33,6 @@ class Demo(NamedTuple):
     adapters: tuple[float, float] | None = None
 
 
-class Overflow(NamedTuple):
-    """Under which ZeRO stage, and on how many processes, a run overflows."""
-
-    stage: int
-    processes: int
-    slow: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What the tests of every recipe need to know about one. Flags are those of tiny runs.
@@ -56,8 +48,6 @@ class Recipe:
         glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
         board_flags: for test_board.py.
 
-        overflow: for test_fp16.py; None: not tested there.
-        fp16_flags: for test_fp16.py.
 
         device_flags: for test_waits.py.
         ten_rows_fast: the format of test_ten_rows.py that is tested in `make test`.
@@ -72,9 +62,6 @@ class Recipe:
     demo_batches_divided_by: int = 1
     glossary_flags: list = field(default_factory=list)
     board_flags: list = field(default_factory=list)
-
-    overflow: Overflow | None = None
-    fp16_flags: list = field(default_factory=list)
 
     device_flags: list = field(default_factory=list)
     ten_rows_fast: str | None = None
@@ -101,20 +88,17 @@ RECIPES = {
         data="sft",
         evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
-        overflow=Overflow(stage=2, processes=2, slow=True),
         ten_rows_fast="messages",
     ),
     "reward": Recipe(
         data="preferences",
         demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
-        overflow=Overflow(stage=3, processes=2),
         ten_rows_fast="hh-rlhf",
     ),
     "dpo": Recipe(
         data="preferences",
         evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.15, adapters=(2e-3, 0.15)),
-        overflow=Overflow(stage=1, processes=1),
         device_flags=["--lora_r", 2],
         ten_rows_fast="strings",
     ),
@@ -132,14 +116,6 @@ RECIPES = {
         board_flags=[
             *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
             *("--generate_batch_size", 8, "--score_batch_size", 8),
-        ],
-        overflow=Overflow(stage=2, processes=1),
-        # One rollout of 48 samples, twice, is as many updates as two epochs of the others' rows.
-        fp16_flags=[
-            *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 48),
-            *("--num_epochs_per_rollout", 2, "--max_new_tokens", 6),
-            *("--generate_batch_size", 8, "--score_batch_size", 8),
-            *("--critic_learning_rate", 0.01),
         ],
         device_flags=[
             *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
