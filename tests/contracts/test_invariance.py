@@ -35,7 +35,7 @@ SLOW = [
     ("fsdp2", FOURS | SHARED, ["ppo"]),
     # torch.compile is tried with PPO, whose actor is a policy like the others.
     ("compiled", FOURS | SHARED, ["ppo"]),
-    # DeepSpeed's own Adam: the critic's warm-up and the norms of the groups reach into it.
+    # DeepSpeed's own Adam: the norms of the groups reach into it.
     ("offload", TWOS, ["ppo"]),
     ("zero2", BY_TOKENS | LORA, ["ppo"]),
     ("zero3", BY_TOKENS | SHARED | AGAIN | LORA, ["dpo"]),
