@@ -282,8 +282,8 @@ class Bench:
         """
         console = self.folder / f"{name}.console"
         console.touch()  # a run that is killed at once may not come to it
-        words = (LAUNCHERS[launcher], self.recipe, *flags)
-        process = start(*words, cwd=Path.cwd(), output=str(console), fresh=fresh)
+        how: Changes = dict(cwd=Path.cwd(), output=str(console), fresh=fresh)
+        process = start(LAUNCHERS[launcher], self.recipe, *flags, **how)
         latest = time.monotonic() + TIMEOUT
         came_to_it = False
         while process.poll() is None and not came_to_it and time.monotonic() < latest:
