@@ -13,17 +13,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from common import (
-    arguments,
-    counted,
-    distributed,
-    engine,
-    engine_state,
-    folders,
-    log,
-    record,
-    stopping,
-)
+from common import adapters, arguments, counted, distributed, engine, folders, log, record, stopping
 from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
 from common.metrics import Means
 from common.run import Run
@@ -80,6 +70,7 @@ class Checkpoint:
         self.means = means
         self.identity = identity
         self.others = others
+        self.is_deepspeed = engine.zero_stage(run.accelerator) > 0
         self.folder = run.output_dir / "checkpoints"
         self.last_saved: int | None = None
         self.signals = stopping.Signals()
@@ -124,7 +115,11 @@ class Checkpoint:
         """Writes a checkpoint to `temporary` and renames it to `final`."""
         accelerator = self.accelerator
         # All processes write their parts of the engine's state. This makes both folders.
-        engine_state.save(accelerator, self.model, self.actor.unwrapped, temporary / "engine")
+        engine.reshard(self.model)
+        of_engine = {}
+        if self.is_deepspeed:
+            of_engine["exclude_frozen_parameters"] = adapters.has_adapter(self.actor.unwrapped)
+        accelerator.save_state(str(temporary / "engine"), **of_engine)
 
         # The main process writes what all have alike; all help to collect it.
         others = {name: part.state() for name, part in self.others.items()}
@@ -169,9 +164,11 @@ class Checkpoint:
         """
         run = self.run
         accelerator = self.accelerator
-        # Only the trained model is saved and loaded. This also frees a reference model that is no
-        # longer needed.
-        engine_state.choose(accelerator, self.model, self.actor.unwrapped)
+        # Only the trained model is saved and loaded, or its adapters; DeepSpeed needs its whole
+        # engine. This also frees a reference model that is no longer needed.
+        unwrapped = self.actor.unwrapped
+        takes_part = adapters.has_adapter(unwrapped) and not self.is_deepspeed
+        accelerator._models = [adapters.trained_part(unwrapped) if takes_part else self.model]
         # The models were made alike on all processes. From here on, dropout differs between them.
         set_seed(run.args.seed, device_specific=True)
         path = distributed.on_main_process(accelerator, self.find)
@@ -221,9 +218,17 @@ class Checkpoint:
         state = folders.read_json(path / "state.json")
         self.refuse_another_run(path, state["arguments"])
 
-        # 1. What the engine holds.
-        engine_state.load(accelerator, self.actor.unwrapped, path / "engine")
-        engine_state.load_random_states(accelerator, path / "engine")
+        # 1. What the engine holds, and random states.
+        engine.reshard(self.model)
+        of_engine: dict[str, Any] = {}
+        if not engine.is_sharded(accelerator):
+            # Adam keeps its step counts on the CPU, unless it is fused. accelerate would load them
+            # onto the GPU, and each update would wait to read them back, one for each parameter.
+            of_engine["map_location"] = "cpu"
+        if self.is_deepspeed:
+            # The base below adapters is not in the checkpoint, see `load.base_fingerprints`.
+            of_engine["load_module_strict"] = not adapters.has_adapter(self.actor.unwrapped)
+        accelerator.load_state(str(path / "engine"), **of_engine)
         # DeepSpeed's Adam for CPUs has other groups since it was loaded.
         self.scheduler.optimizer.param_groups = self.optimizer.param_groups
 
