@@ -178,10 +178,6 @@ class Batch:
             eos_token_id=sorted(sampler.stop_tokens()) or None,
             suppress_tokens=sampler.tokens_without_probability() or None,
         )
-        settings = {CACHE: self.cache}
-        if getattr(model.config.get_text_config(), "output_router_logits", False):
-            # Else the auxiliary loss is computed, too, and fails: padding's mask covers the cache.
-            settings["output_router_logits"] = False
         is_real = torch.from_numpy(np.arange(self.ids.shape[1]) >= self.padding[:, None])
         self.ids = model.generate(
             self.ids,
@@ -189,7 +185,7 @@ class Batch:
             generation_config=config,
             logits_processor=[] if self.draw is None else [self.draw],
             synced_gpus=False,
-            **settings,
+            **{CACHE: self.cache},
         )
         drawn = self.ids[:, self.length :].tolist()
         return drawn, [[]] * len(drawn) if self.draw is None else self.draw.logps.tolist()

@@ -1,12 +1,9 @@
-"""The divergence of a student from its teacher: values and gradients against plain fp64, TRL's, and what is held meanwhile."""
-
-import json
+"""The divergence of a student from its teacher: values and gradients against plain fp64."""
 
 import pytest
 import torch
 
 from architectures import build
-from peers import trl_distill
 from preference_recipes.models import logprobs, packing
 from preference_recipes.models.divergence import (
     VALUES,
@@ -136,58 +133,6 @@ def test_probabilities_that_fp32_cannot_hold_overflow_nothing(beta):
     torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
     for gradient, exact_gradient in zip(found[2], expected[2]):
         assert (gradient.double() - exact_gradient).norm() <= 3e-5 * (1 + exact_gradient.norm())
-
-
-@pytest.mark.parametrize("beta", [0, 0.3, 1, None])
-def test_a_block_at_a_time_gives_the_same_bit_for_bit(beta, monkeypatch):
-    found = []
-    for rows in (1, 4, 11):
-        monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", 61 * rows)
-        first, values, gradients = ours(drawn(), FORMULAS["plain"], beta, 0.7, 61)
-        found.append([first, *values.values(), *gradients])
-    assert found[0][0].all() and found[0][-1].any()
-    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other))
-
-
-# ---------------------------------------------------------------------------------------------- TRL
-
-
-STORED = json.loads(trl_distill.STORED.read_text())
-
-
-@pytest.mark.parametrize("case", trl_distill.CASES, ids=lambda case: trl_distill.name_of(*case))
-def test_losses_and_gradients_are_those_of_trl(case):
-    beta, temperature, formula = case
-    given = trl_distill.tensors()
-    mask = given.pop("mask")
-    n = int(mask.sum())
-    for name in ("hidden", "teacher_hidden"):
-        given[name] = given[name][mask]
-    given |= {"targets": torch.zeros(n, dtype=torch.long), "weights": torch.ones(n) / n}
-    formulas = [(scale, cap or 0.0) for scale, cap in trl_distill.FORMULAS[formula]]
-    first, values, (of_hidden, *of_head) = ours(given, formulas, beta, temperature, trl_distill.VOCABULARY)  # fmt: skip
-    stored = STORED[trl_distill.name_of(*case)]
-    assert first.mean().item() == pytest.approx(stored["loss"][0], abs=1e-6, rel=1e-6)
-    entropy = values["entropy"].mean().item()
-    assert entropy == pytest.approx(stored["entropy"][0], abs=1e-6, rel=1e-6)
-    of_all = torch.zeros(*mask.shape, trl_distill.SIZE)
-    of_all[mask] = of_hidden
-    gradients = torch.cat([gradient.flatten() for gradient in (of_all, *of_head)])
-    expected = torch.tensor(stored["gradient"])
-    # Each is up to 1.7e-6 off what fp64 gives.
-    assert (gradients - expected).norm() <= 3e-6 * expected.norm()
-    if formula == "plain":
-        of_gkd = STORED[f"gkd {beta} {temperature}"]["loss"][0]
-        assert first.mean().item() == pytest.approx(of_gkd, abs=1e-6, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_what_is_stored_is_what_trl_computes():
-    found = trl_distill.values()
-    assert found.keys() == STORED.keys()
-    for name, values in found.items():
-        for kind, numbers in values.items():
-            assert numbers == pytest.approx(STORED[name][kind], abs=1e-6), (name, kind)
 
 
 # ---------------------------------------------------------------------------------------------- whole models

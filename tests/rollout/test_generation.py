@@ -112,22 +112,6 @@ def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     assert {name: getattr(model.generation_config, name) for name in others} == others
 
 
-@pytest.mark.parametrize("name", ["mixtral", "llama4"])
-def test_a_router_that_is_asked_for_its_logits_generates_too(accelerator, tokenizer, name):
-    """Prompts of unequal length have a mask, which fits only the tokens of the first step."""
-    model = build(name)
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    prompts = [PROMPTS[0], PROMPTS[0][:2], PROMPTS[1]]
-    sampler = bare_sampler(accelerator, tokenizer, model)
-    found = {}
-    for wanted in (False, True):
-        for config in configs:
-            config.output_router_logits = wanted
-        found[wanted] = generation.generate(sampler, prompts, 6, batch_size=4)
-    assert found[True] == found[False]
-    assert all(config.output_router_logits is True for config in configs)
-
-
 def test_sampling_is_the_inverse_of_the_cumulative_probability():
     scores = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.2, -0.8, 2.0, -torch.inf]])
     chances = np.exp(scores[0].numpy() / TEMPERATURE)

@@ -47,7 +47,8 @@ WHOLE = {
                                    overlong_penalty=0.4, max_steps=9),
     "refilled": dict(SHARED, train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, loss_type="cispo", average="constant", max_epochs=2, mask_truncated=True,
                      overlong_buffer=3, overlong_penalty=0.4),
-    "no baseline": dict(SHARED, baseline="none", advantage_std="none", ratio="sequence", kl_coef=0.2, kl_estimator="k2", max_epochs=1, drop_equal_groups=False, clip_range_high=0.01),
+    "no baseline": dict(SHARED, baseline="none", advantage_std="none", ratio="sequence", kl_coef=0.2, kl_estimator="k2", max_epochs=2, drop_equal_groups=False, clip_range_high=0.01,
+                        mask_truncated=True),
 }  # fmt: skip
 
 

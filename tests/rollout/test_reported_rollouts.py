@@ -5,11 +5,9 @@ No other test here would notice them. docs/counting.md describes them.
 
 import json
 
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import test_grpo
 from runs import launch, recipe, tiny_llama, training_lines, write_jsonl
 
 
@@ -60,17 +58,3 @@ def test_trained_are_the_ids_that_the_trained_weights_sampled(tmp_path):
         for text, ids in zip(responses, response_ids, strict=True):
             ambiguous += tokenizer(text).input_ids != [one for one in ids if one > 1]
     assert ambiguous > 16
-
-
-def test_cut_responses_count_nowhere_in_a_mean_over_tokens(tmp_path_factory):
-    """`--mask_truncated` leaves them out of what is summed, and out of what divides it."""
-    inputs = test_grpo.inputs.__wrapped__(tmp_path_factory)
-    settings = dict(test_grpo.SHARED, max_epochs=1, mask_truncated=True)
-    test_grpo.run(inputs, inputs / "cut", settings, "--report_to", "none")
-    expected = test_grpo.Reference(inputs, **settings).go().lines
-    found = training_lines(inputs / "cut")
-    assert len(found) == len(expected) > 1
-    for line, right in zip(found, expected):
-        assert 0 < line["completions/clipped_ratio"] < 1 if "reward" in line else True
-        for tag in ("loss", "grad_norm", "entropy"):
-            assert line[tag] == pytest.approx(right[tag], rel=1e-4, abs=1e-5), tag

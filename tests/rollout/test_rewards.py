@@ -12,7 +12,7 @@ import torch
 from bare_runs import SHARING, alone_in, bare_sampler, data_of
 from preference_recipes.rollouts import rewards
 from preference_recipes.rollouts.samples import Samples, share_of_groups
-from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, refuses, tiny_inputs
+from runs import LAUNCHERS, REPOSITORY, launch, refuses
 
 # Three prompts with two responses each; the third response does not end.
 TEXTS = ["12", "3456", "78", "90", "1", "5555"]
@@ -255,31 +255,6 @@ def test_the_columns_of_several_sets_are_those_of_all_its_sets(accelerator, toke
 
 
 # ---------------------------------------------------------------------------------------------- runs
-
-WAYWARD = """
-import os
-os.chdir("/")
-def length(prompts, responses, **columns):
-    os.chdir("/tmp")
-    return [len(response) / 8 for response in responses]
-"""
-
-
-def test_a_function_that_goes_elsewhere_is_harmless(tmp_path):
-    tiny_inputs(tmp_path)
-    (tmp_path / "wayward.py").write_text(WAYWARD)
-    command = [
-        *("--model_name_or_path", "model", "--dataset_name", "grpo.jsonl", "--output_dir", "out"),
-        *("--reward_function", "wayward:length", "--rollout_batch_size", 4, "--save_steps", 1),
-        *("--n_samples_per_prompt", 4, "--train_batch_size", 8, "--max_new_tokens", 6),
-        *("--resume", "auto", "--report_to", "none", "--max_steps"),
-    ]
-    for updates in (2, 3):
-        launch([], recipe("grpo"), *command, updates, cwd=tmp_path)
-    card = (tmp_path / "out/actor/README.md").read_text()
-    assert "base_model" not in card and "datasets:" not in card  # no names of the hub
-    assert [line["global_step"] for line in lines(tmp_path / "out")] == [1, 2, 3]
-
 
 TWO = """
 import sys

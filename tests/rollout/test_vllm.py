@@ -198,17 +198,6 @@ def test_several_servers_and_processes_give_the_same_run(inputs, server, tmp_pat
     assert weights(tmp_path / "two") == pytest.approx(weights(tmp_path / "one"), abs=1e-5)
 
 
-def test_every_process_knows_in_which_precision_the_servers_compute(inputs, tmp_path):
-    """One that did not compared the log-probs of bf16 to the bound of fp32, and ended the run."""
-    server = FakeServer(inputs / "model", dtype=torch.bfloat16)
-    try:
-        run(inputs, tmp_path / "out", dict(GRPO, max_steps=2), server.url, launcher="ddp")
-    finally:
-        server.stop()
-    first, second = training_lines(tmp_path / "out")
-    assert 1e-4 < first["sync/probe_difference"] < 0.2 and second["global_step"] == 2
-
-
 def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp_path):
     """At a checkpoint between the two updates of a rollout, while the next one is sampled ahead."""
     settings = dict(GRPO, rollouts_ahead=1, max_steps=8, max_epochs=3, save_steps=3, eval_steps=4)  # fmt: skip
