@@ -268,20 +268,12 @@ def test_an_environment_that_fails_ends_the_run(play):
         play(Blocks, environment_timeout=0.5)
 
 
-def test_methods_may_be_coroutines_and_a_reward_that_is_no_number_ends_the_run(play):
-    class Later:
-        def reset(self, **columns):
-            self.reward = 1.5
+def test_a_reward_that_is_no_number_ends_the_run(play):
+    class Wrong(MINE.Once):
+        def get_reward(self):
+            return float("nan")
 
-        async def step(self, message):
-            return None
-
-        async def get_reward(self):
-            return self.reward
-
-    sampler, _, _, found = play(Later)
-    assert rewards_of(sampler, found) == [1.5] * 4
-    sampler.stage.instances[0].reward = float("nan")
+    sampler, _, _, found = play(Wrong)
     refuses("--environment", "get_reward", "got [nan", call=lambda: rewards_of(sampler, found))
 
 
@@ -380,21 +372,21 @@ def test_each_process_asks_servers_for_its_own_episodes(folder, tmp_path):
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
 
 
-def test_reward_functions_get_conversations_and_environments(folder, tmp_path):
-    (folder / "environment_rewards.py").write_text(
-        "def told(prompts, responses, messages, environments, **columns):\n"
-        "    for response, conversation, environment in zip(responses, messages, environments):\n"
-        "        assert conversation[-1]['role'] == 'assistant'\n"
-        "        assert conversation[-1]['content'].startswith(response[:1])\n"
-        "    return [float(len(environment.said)) for environment in environments]\n"
-    )
-    settings = dict(GRPO, reward_function="environment_rewards:told", max_steps=1)
-    run(folder, tmp_path / "out", settings)
-    line = training_lines(tmp_path / "out")[0]
-    # A last answer that is cut does not reach the environment.
-    assert 0 < line["rewards/told/mean"] <= line["environment/turns"]
-    total = line["rewards/told/mean"] + line["rewards/environment/mean"]
-    assert line["reward"] == pytest.approx(total)
+def test_reward_functions_get_conversations_and_environments(play):
+    def told(prompts, responses, messages, environments):
+        for response, conversation in zip(responses, messages):
+            assert conversation[-1]["role"] == "assistant"
+            assert conversation[-1]["content"].startswith(response[:1])
+        return [10 * len(environment.said) for environment in environments]
+
+    sampler, _, _, found = play(MINE.Echo)
+    said = [len(instance.said) for instance in sampler.stage.instances.values()]
+    judge = rewards.Judge(bare_sampler())
+    judge.functions = {"told": told}
+    judge.weights = {"told": 1.0, "environment": 2.0}
+    scores = judge.score(sampler, found, SHARING)
+    assert scores.parts["told"].tolist() == [10 * each for each in said] and max(said) > 0
+    assert torch.equal(scores.total, scores.parts["told"] + 2 * scores.parts["environment"])
 
 
 @pytest.mark.parametrize("name", ["Checker", "Calculator", "Remote"])

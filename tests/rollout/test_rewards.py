@@ -181,15 +181,8 @@ def test_a_reward_model_that_is_not_finite_ends_the_run(accelerator, tokenizer, 
 
 # ---------------------------------------------------------------------------------------------- what it may return
 
-RETURNED = [
-    (1, 2, 3, 4, 5, 6),
-    torch.arange(1.0, 7.0).numpy(),
-    [torch.tensor(float(n)) for n in range(1, 7)],
-    [True, 2, 3.0, 4, 5, 6],
-]
 
-
-@pytest.mark.parametrize("returned", RETURNED)
+@pytest.mark.parametrize("returned", [torch.arange(1.0, 7.0).numpy(), (True, 2, 3.0, 4, 5, 6)])
 def test_what_may_be_returned(accelerator, tokenizer, returned):
     found = score(accelerator, tokenizer, judge_of(f=lambda prompts, responses: returned))
     assert found.total.tolist() == [1, 2, 3, 4, 5, 6]
