@@ -39,12 +39,8 @@ def generate(
 ) -> list[Response]:
     """Generates one response to each prompt, up to and including its first stop token.
 
-    The processes share the prompts, and get all responses. All processes must call it.
-
-    Args:
-        batch_size: responses that a process generates at once; 0: see `responses_at_once`.
-        temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
-        uniforms: `[prompts, max_new_tokens]`, see `SampleByUniform`; unused where it is greedy.
+    The processes share the prompts, and get all responses. All processes must call it. Temperature
+    0 is greedy; above it, `uniforms` `[prompts, max_new_tokens]` decide, see `SampleByUniform`.
     """
     batch_size = responses_at_once(sampler, prompts, max_new_tokens, batch_size)
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -71,8 +67,7 @@ def generate_some(
 ) -> Iterator[tuple[int, Response]]:
     """Yields the number of each of these prompts with its response, as soon as that has ended.
 
-    They are one batch, on this process only. Each round adds some tokens to all rows, and then
-    drops the rows that are finished.
+    They are one batch, on this process only. Rows that are finished are dropped from time to time.
     """
     stops = sampler.stop_tokens()
     draw = None  # greedy
@@ -117,10 +112,9 @@ def begin(
     ids = batches.pad(prompts, sampler.tokenizer.pad_token_id, device, left=True)
     length = ids.shape[1]
     padding = np.array([length - len(prompt) for prompt in prompts])
-    batch = Batch(sampler, ids, padding, None, draw)
     if model._is_stateful or not model._supports_default_dynamic_cache():
-        return batch
-    batch.cache = DynamicCache(config=model.config)
+        return Batch(sampler, ids, padding, None, draw)
+    batch = Batch(sampler, ids, padding, DynamicCache(config=model.config), draw)
     is_recorded = length > 1 and recorded.can_record(sampler, batch.cache)
     room = length + max_new_tokens
     with_room(batch.cache, recorded.round_up(room) if is_recorded else room)
@@ -159,11 +153,8 @@ class Batch:
 
     def __post_init__(self):
         self.length = self.ids.shape[1]  # new tokens begin there
-
-    @property
-    def drops_at(self) -> float | None:
-        """At which share of finished rows they are dropped; None: never, so there is one round."""
-        return None if self.cache is None else 0.0
+        # The share of finished rows at which they are dropped; None: never, so there is one round.
+        self.drops_at = None if self.cache is None else 0.0
 
     def advance(self, n_new: int) -> tuple[list[list[int]], list[list[float]]]:
         """Adds tokens to each row; returns all new ones so far, and their log-probs if it draws.
@@ -205,15 +196,14 @@ def responses_at_once(
 ) -> int:
     """Returns `batch_size`, `--generate_batch_size`, or how many a cache of `CACHE_BYTES` holds.
 
-    It is the same on every device, so that a resumed run generates the same wherever it runs. A
-    model without attention, such as Mamba, needs less: it is counted as one with a single head.
+    It is the same on every device, so that a resumed run generates the same wherever it runs.
     """
     if sampler.unwrapped.config.model_type in ALONE:
         return 1
     if wanted := batch_size or sampler.args.generate_batch_size:
         return wanted
     config = sampler.unwrapped.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 1)
+    heads = getattr(config, "num_attention_heads", 1)  # Mamba has none
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     bytes_of_number = 4 if sampler.accelerator.mixed_precision == "no" else 2
@@ -223,11 +213,9 @@ def responses_at_once(
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer of a cache that has room for all tokens from the start.
+    """A layer of a cache that has room for all tokens from the start. The numbers are the same.
 
-    `DynamicLayer` copies all keys and values for each new token, a quarter of the time of
-    generation. Here they are views of larger tensors, so that only those of the new token are
-    written. The numbers are the same.
+    `DynamicLayer` copies all keys and values for each new token, a quarter of the time.
     """
 
     places: int  # tokens that there is room for; `with_room` sets it

@@ -29,8 +29,6 @@ ORDER_STREAM = 2
 def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
     """Draws responses to prompts, the same on every process. All processes must call it.
 
-    All that follows knows only the `Samples` that it returns, not where they come from.
-
     Args:
         prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
             (its number), each prompt once.
@@ -44,10 +42,8 @@ def sample(sampler: Sampler, prompts: dict, uniforms: np.ndarray, temperature: f
     if sampler.servers is not None:
         responses = sampler.servers.generate(prompts["prompt_ids"], uniforms, temperature)
     else:
-        draws = uniforms.reshape(-1, max_new_tokens)  # a row for each response
-        responses = generate(
-            sampler, prompt_of_each, max_new_tokens, temperature=temperature, uniforms=draws
-        )
+        how = dict(temperature=temperature, uniforms=uniforms.reshape(-1, max_new_tokens))
+        responses = generate(sampler, prompt_of_each, max_new_tokens, **how)
     stops = sampler.stop_tokens()
     return Samples(
         prompts=prompt_of_each,
@@ -71,8 +67,7 @@ def compute_logps(
     """Returns the model's outputs of these names of response tokens, and `ref_logps`.
 
     `[samples, longest response]`, zero past the end of each response, the same on every process.
-    They are computed in training, not taken from generation, which rounds differently. All
-    processes must call it.
+    All processes must call it.
     """
     if not names and reference is None:
         return {}
