@@ -338,12 +338,3 @@ def test_answers_in_another_order_are_put_in_order(server):
     first, second = Server(server.url).complete(REQUEST)
     assert (first.ids, first.logps) == ([8, 9, 1], [-1.0, -1.5, -2.0])
     assert (second.ids, second.logps) == ([7, 1], [-1.0, -2.0])
-
-
-def test_a_negative_score_has_no_advantage_of_maxrl(inputs, server, tmp_path):
-    (inputs / "negative_rewards.py").write_text(
-        "def low(prompts, responses, **columns):\n    return [-0.5] + [1.0] * (len(responses) - 1)\n"
-    )
-    settings = dict(GRPO, advantage_std="mean", reward_function="negative_rewards:low")
-    done = run(inputs, tmp_path / "out", settings, check=False)
-    assert "--advantage_std mean needs scores of 0 or more; one is -0.5" in said_at_the_end(done)
