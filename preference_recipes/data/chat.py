@@ -1,23 +1,13 @@
 """Prompts and answers as token ids: a prompt as a model reads it, an answer as it would write it.
 
 One rule: an answer is what the chat template writes after the generation prompt, up to and with
-the token that ends the turn. All cutting is done on texts, which are tokenised at the very end,
-prompt and answer apart, as at inference.
+the token that ends the turn. Cutting is done on texts. They are tokenised at the very end, prompt
+and answer apart, as at inference.
 
-`encode_turn` is the usual path: it renders the prompt, and then the prompt with its answer. The
-second text begins with the first; what follows, up to the token that ends the turn, is the answer.
-The exceptions have sections of their own below:
-
-    the template ...                                      so ...
-    writes more in the prompt than before an answer       the answer follows what both begin with,
-                                                          or the prompt, see `split_answer`
-    rewrites the history once an answer follows           the prompt's history is put back
-    drops the thinking of the answer                      it is put back, see `with_thinking`
-    drops a content or a call of the answer               the row is left out, and named
-    drops a part of the history                           so it does at inference: a note says it
-    wants contents or arguments in another form           a trial finds the form: `rendering.Style`
-
-Of an answer of several messages only what the model writes is learned, as the flags `learned` say.
+The usual path is `encode_answers`, `encode_prompt`, `encode_answer`. A template writes the prompt,
+then the prompt with its answer; what the second text has more is the answer. Sections below are for
+an answer of several messages, for a template that writes the prompt or the answer differently
+(`find_answer`), and for what an environment replies.
 """
 
 import re
@@ -33,7 +23,6 @@ from preference_recipes.data.rendering import (
     QUESTION,
     added_tokens,
     bos_of,
-    decode,
     encode,
     encode_after,
     n_common,
@@ -50,9 +39,10 @@ DROPS_ROLE = "messages that the chat template does not write"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
 FOLLOWS_LESS = "answers do not continue the prompt: they are learned after what they share with it"
+# Why no turn can be appended to what a model sampled.
+UNFIT = "the tokenizer's chat template (--chat_template, --chat_template_kwargs)"
 
 
-# ============================================================ prompts and answers
 class Prompt(NamedTuple):
     """What a model reads before it answers, and what the user should know about it."""
 
@@ -62,19 +52,12 @@ class Prompt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The token ids of an answer as a model should write it, and of what precedes it.
+    """The token ids of an answer, none if the template does not write it, and what precedes it."""
 
-    Attributes:
-        context: the prompt, or only its beginning if the template writes this answer after that.
-        ids: the answer with the token that ends it; none if the template does not write it.
-        learned: which of `ids` the model writes itself, and should learn to.
-        notes: what the user should know. The run prints each, with its number of rows.
-    """
-
-    context: list[int]
+    context: list[int]  # the prompt, or only its beginning if the answer is written after that
     ids: list[int]
-    learned: list[bool]
-    notes: list[str]
+    learned: list[bool]  # which of `ids` the model writes itself, and should learn to
+    notes: list[str]  # what the user should know
 
 
 class Sequence(NamedTuple):
@@ -84,6 +67,7 @@ class Sequence(NamedTuple):
     learned: list[bool]
 
 
+# ============================================================ prompts and answers
 def encode_answers(
     tokenizer, prompt, answers: list, tools=None
 ) -> tuple[list[int], list[Sequence], list[str]]:
@@ -108,24 +92,79 @@ def encode_answers(
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
-    """Returns what a model reads before it answers these messages; nothing if there are none."""
+    """Returns what a model reads before it answers these messages; nothing if there are none.
+
+    Notes name the roles that the template leaves out without a word, as it does at inference.
+    """
     text = ""
     if messages:
         text = render(tokenizer, messages, tools, add_generation_prompt=True)
-    return Prompt(text, encode(tokenizer, text), unwritten_roles(tokenizer, messages, tools, text))
+    notes = [
+        f"{DROPS_ROLE} (role {message['role']!r})"
+        for place, message in enumerate(messages)
+        if message["role"] != "assistant" and message["content"].strip() not in text
+        if drops_content(tokenizer, messages, tools, place)
+    ]
+    return Prompt(text, encode(tokenizer, text), notes)
 
 
-def encode_answer(
-    tokenizer, history: list[dict], answer: list[dict], tools=None, prompt: Prompt | None = None
-) -> Answer:
-    """Returns the token ids of an answer of one or several messages, see `Answer`.
+def encode_answer(tokenizer, history: list, answer: list, tools, prompt: Prompt) -> Answer:
+    """Returns the token ids of an answer of messages to a prompt, which is that of a history."""
+    if len(answer) > 1 or not is_learned(answer[0]):
+        return encode_several(tokenizer, history, answer, tools, prompt)
+    message = answer[0]
+    whole = render(tokenizer, [*history, message], tools)
+    context = prompt.text
+    text = whole.removeprefix(context)
+    notes: list[str] = []
+    is_plain = not message.get("tool_calls") and not thoughts.of_message(message)
+    if not (whole.startswith(context) and is_plain and message["content"].strip() in text):
+        context, text, notes = find_answer(tokenizer, context, history, message, tools, whole)
+    if not text:
+        return Answer(prompt.ids, ids=[], learned=[], notes=notes)
+    text, is_ended = up_to_end(tokenizer, text)
+    ids = encode_after(tokenizer, context, text)
+    if not is_ended:
+        ids = [*ids, tokenizer.eos_token_id]
+        notes = [*notes, APPENDS_EOS]
+    return Answer(encode(tokenizer, context), ids, [True] * len(ids), notes)
 
-    Results of tools, messages of a user and what says that it is not learned count nothing. There
-    are no ids if the template rewrites one message of the answer once others follow.
+
+def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
+    r"""Returns an answer up to and with the token that ends it, and whether there is one.
+
+    <end>\n     Yes<end>\n      Yes<end>
+    <end>\n     call<call>\n    call<call>    a tool call may end differently
+    \n\n        Yes.\n\n        Yes.          no token ends an answer
     """
-    prompt = prompt or encode_prompt(tokenizer, history, tools)
-    if len(answer) == 1 and is_learned(answer[0]):
-        return encode_turn(tokenizer, history, answer[0], tools, prompt)
+    style = style_of(tokenizer)
+    if text.endswith(style.ending):
+        return text.removesuffix(style.ending) + style.end, bool(style.end)
+    ends = [found.end() for found in added_tokens(tokenizer).finditer(text)]
+    if style.end and ends and not text[ends[-1] :].strip():
+        return text[: ends[-1]], True
+    return text, False
+
+
+def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
+    """Returns the ids of a prompt and of each answer, for strings without a chat template.
+
+    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
+    """
+    prompt_ids = encode(tokenizer, prompt)
+    answer_ids = [encode_after(tokenizer, prompt, answer) for answer in answers]
+    eos = [tokenizer.eos_token_id]
+    if sum(answer_ids, prompt_ids)[:1] != bos_of(tokenizer):
+        prompt_ids = bos_of(tokenizer) + prompt_ids
+    return prompt_ids, *(ids if ids[-1:] == eos else ids + eos for ids in answer_ids)
+
+
+# ============================================================ several messages
+def encode_several(tokenizer, history: list, answer: list, tools, prompt: Prompt) -> Answer:
+    """Returns what `encode_answer` does for several messages, of which the assistant's are learned.
+
+    There are no ids if the template rewrites one message of the answer once others follow.
+    """
     messages = history + answer
     turns = learned_turns(messages, len(history))
     sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools)
@@ -136,35 +175,6 @@ def encode_answer(
     [(ids, learned)] = sequences
     n = min(n_common(prompt.ids, ids), learned.index(True))
     return Answer(ids[:n], ids[n:], learned[n:], notes)
-
-
-def encode_turn(tokenizer, history: list[dict], answer: dict, tools, prompt: Prompt) -> Answer:
-    """Returns the token ids of an answer of one message, all to learn, and of what precedes it."""
-    whole = render(tokenizer, [*history, answer], tools)
-    context = prompt.text
-    text = whole.removeprefix(prompt.text)
-    context_ids = prompt.ids
-    notes = []
-    if not whole.startswith(prompt.text):
-        written = as_read(tokenizer, prompt.text, whole, history, tools)
-        context, text = split_answer(prompt.text, written)
-    reason = why_unwritten(tokenizer, history, answer, text, tools)
-    if reason:
-        return Answer(prompt.ids, ids=[], learned=[], notes=[reason])
-    if drops_thought(tokenizer, history, answer, whole, tools):
-        context, text = with_thinking(tokenizer, prompt.text, history, answer, tools)
-        notes.append(DROPS_THOUGHT)
-    if context != prompt.text:
-        if len(context) < len(render(tokenizer, history, tools)):
-            raise BadRow("the chat template writes the history differently before the answer")
-        context_ids = encode(tokenizer, context)
-        notes = notes or [FOLLOWS_LESS]
-    text, is_ended = up_to_end(tokenizer, text)
-    ids = encode_after(tokenizer, context, context_ids, text)
-    if not is_ended:
-        ids = [*ids, tokenizer.eos_token_id]
-        notes.append(APPENDS_EOS)
-    return Answer(context_ids, ids, [True] * len(ids), notes)
 
 
 def encode_conversation(
@@ -180,32 +190,31 @@ def encode_conversation(
         learn_all: learn what precedes the answers, too, each token once.
     """
     sequences: list[Sequence] = []
-    prompt = Prompt("", [], [])
+    prompt_ids: list[int] = []
     notes: list[str] = []
     previous = None  # the last answer that was learned
     for turn in turns:
         history = messages[:turn]
-        read = encode_prompt(tokenizer, history, tools)
-        answer = encode_turn(tokenizer, history, messages[turn], tools, read)
-        notes += answer.notes + (read.notes if turn == turns[-1] else [])
+        prompt = encode_prompt(tokenizer, history, tools)
+        answer = encode_answer(tokenizer, history, [messages[turn]], tools, prompt)
+        notes += answer.notes + (prompt.notes if turn == turns[-1] else [])
         if not answer.ids:  # the template does not write it
             continue
         ids, learned = sequences[-1] if sequences else ([], [])
-        if answer.context[: len(ids)] == ids:  # the same history: one sequence
+        n_old = len(ids)
+        if answer.context[:n_old] == ids:  # the same history: one sequence
             del sequences[-1:]
-            n_new = len(answer.context) - len(ids)
         else:
-            learned = []
-            n_new = 0
+            n_old = len(answer.context)
             if learn_all:
-                n_new = len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
-        learned = learned or [False] * (len(answer.context) - n_new)
-        learned = learned + [learn_all] * n_new + [True] * len(answer.ids)
+                n_old -= len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
+            learned = [False] * n_old
+        learned = learned + [learn_all] * (len(answer.context) - n_old) + answer.learned
         # Nothing predicts a sequence's first token.
         sequences.append(Sequence(answer.context + answer.ids, [False, *learned[1:]]))
-        prompt = read
+        prompt_ids = prompt.ids
         previous = turn
-    return sequences, prompt.ids, notes
+    return sequences, prompt_ids, notes
 
 
 def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
@@ -219,22 +228,46 @@ def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
     return text.removeprefix(end)
 
 
-def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
-    """Returns the ids of a prompt and of each answer, for strings without a chat template.
+def why_left_out(notes: list[str]) -> str:
+    """Returns the note that says an answer is not written; "" if there is none."""
+    reasons = (DROPS_CALLS, DROPS_ANSWER, REWRITES_TURNS)
+    return next((text for text in notes if text in reasons), "")
 
-    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
+
+# ============================================================ what a template writes differently
+def find_answer(
+    tokenizer, prompt: str, history: list[dict], answer: dict, tools, whole: str
+) -> tuple[str, str, list[str]]:
+    """Returns the context of an answer, the answer with all that follows it, and notes.
+
+        the template ...                                  so ...
+        writes more in the prompt than before an answer   see `split_answer`
+        rewrites the history once an answer follows       the prompt's is put back: `as_read`
+        drops the thinking of the answer                  it is put back: `with_thinking`
+        drops a content or a call of the answer           the answer is left out
+
+    Args:
+        whole: the history with the answer, as the template writes them.
     """
-    prompt_ids = encode(tokenizer, prompt)
-    answer_ids = [encode_after(tokenizer, prompt, prompt_ids, answer) for answer in answers]
-    eos = tokenizer.eos_token_id
-    # The text may begin with a BOS already. If the prompt is empty, an answer begins it.
-    first = next((ids[:1] for ids in (prompt_ids, *answer_ids) if ids), None)
-    if first != bos_of(tokenizer):
-        prompt_ids = bos_of(tokenizer) + prompt_ids
-    return prompt_ids, *(ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids)
+    context, text = split_answer(prompt, as_read(tokenizer, prompt, history, tools, whole))
+    messages = [*history, answer]
+    if answer.get("tool_calls") and is_same(tokenizer, messages, tools, -1, tool_calls=[]):
+        return prompt, "", [DROPS_CALLS]
+    content = thoughts.split(answer["content"])[2].strip()
+    if content not in text and drops_content(tokenizer, messages, tools, -1):
+        return prompt, "", [DROPS_ANSWER]
+    notes = []
+    bare = [*history, thoughts.removed(answer)]
+    if thoughts.of_message(answer) and render(tokenizer, bare, tools) == whole:
+        context, text = with_thinking(tokenizer, prompt, history, answer, tools)
+        notes = [DROPS_THOUGHT]
+    if context != prompt:
+        if len(context) < len(render(tokenizer, history, tools)):
+            raise BadRow("the chat template writes the history differently before the answer")
+        notes = notes or [FOLLOWS_LESS]
+    return context, text, notes
 
 
-# ============================================================ where an answer begins and ends
 def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, str]:
     r"""Returns the context of an answer, and the answer with all that follows it.
 
@@ -252,23 +285,23 @@ def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, st
     n = n_common(prompt, whole)
     inside = [found.start() for found in thoughts.ANY_MARKER.finditer(prompt) if found.end() > n]
     n = min([n, *inside])
-    only_in_prompt, answer = prompt[n:], whole[n:]
+    only_in_prompt = prompt[n:]
     is_thought = thoughts.is_closed(only_in_prompt) and not thinks
     if is_thought or only_in_prompt.isspace():  # 2, 3. A model would give this answer after it.
-        return prompt, answer
+        return prompt, whole[n:]
     # 4, 5. The rest of the prompt leads to another answer. An empty thought leads to none.
     ends = thoughts.AT_END.search(prompt)
     n = min(n, ends.start()) if ends else n
     return prompt[:n], whole[n:]
 
 
-def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
+def as_read(tokenizer, prompt: str, history: list[dict], tools, whole: str) -> str:
     """Returns `whole`, a history with its answer, with the history as the prompt has it.
 
     gpt-oss drops the thinking of a tool call as soon as an answer follows; Mistral writes a system
     message into the last message of the user, and not at all once that is answered. The answer
-    begins after the last generation prompt before the place of its content, which the rendering of
-    another answer shows. If there is none, what ends the prompt takes its place.
+    begins after the last generation prompt before its content. If there is none, what ends the
+    prompt takes its place.
     """
     history_text = render(tokenizer, history, tools)
     if whole.startswith((prompt, history_text)) or not prompt.startswith(history_text):
@@ -287,34 +320,9 @@ def as_read(tokenizer, prompt: str, whole: str, history: list, tools) -> str:
     return whole if start < 0 or is_merged else kept + whole[start:]
 
 
-def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
-    r"""Returns an answer up to and with the token that ends it, and whether there is one.
-
-    <end>\n     Yes<end>\n      Yes<end>
-    <end>\n     call<call>\n    call<call>    a tool call may end differently
-    \n\n        Yes.\n\n        Yes.          no token ends an answer
-    """
-    style = style_of(tokenizer)
-    eos = tokenizer.eos_token
-    if style.ending and text.endswith(style.ending):
-        text = text.removesuffix(style.ending) + style.end
-        return text, bool(style.end) or text.endswith(eos)
-    ends = [found.end() for found in added_tokens(tokenizer).finditer(text)]
-    if style.end and ends and not text[ends[-1] :].strip():
-        return text[: ends[-1]], True
-    before, found, _ = text.rpartition(eos)
-    return (before + eos, True) if found else (text, False)
-
-
-# ============================================================ what a template does not write
-def drops_thought(tokenizer, history: list, answer: dict, whole: str, tools) -> bool:
-    """Whether an answer has thinking, and the template writes the same, `whole`, without it."""
-    if not thoughts.of_message(answer):
-        return False
-    return render(tokenizer, [*history, thoughts.removed(answer)], tools) == whole
-
-
-def with_thinking(tokenizer, prompt: str, history: list, answer: dict, tools) -> tuple[str, str]:
+def with_thinking(
+    tokenizer, prompt: str, history: list[dict], answer: dict, tools
+) -> tuple[str, str]:
     """Returns what `split_answer` does, with the thinking that the template drops of the answer.
 
     It goes where the answer begins, in place of an empty thought there or at the end of the prompt.
@@ -324,74 +332,32 @@ def with_thinking(tokenizer, prompt: str, history: list, answer: dict, tools) ->
     bare = thoughts.removed(answer)
     bare["content"] = bare["content"].lstrip()  # that whitespace comes back with the thinking
     whole = render(tokenizer, [*history, bare], tools)
-    written = as_read(tokenizer, prompt, whole, history, tools)
-    context, text = split_answer(prompt, written, thinks=True)
+    whole = as_read(tokenizer, prompt, history, tools, whole)
+    context, text = split_answer(prompt, whole, thinks=True)
     context = thoughts.AT_END.sub("", context)
-    empty = thoughts.EMPTY.match(text)
-    text = text[empty.end() :] if empty else text
+    text = thoughts.EMPTY.sub("", text)
     space = text[: len(text) - len(text.lstrip())]
     text = space + thoughts.written(answer, str(tokenizer.chat_template)) + text.lstrip()
-    only_in_prompt = prompt[len(context) :]
-    if thoughts.is_closed(only_in_prompt) or thoughts.EMPTY.fullmatch(only_in_prompt):
+    if thoughts.is_closed(prompt[len(context) :]):
         return context, text
     # What opens the thought may be the prompt's.
     return split_answer(prompt, context + text)
 
 
-def why_unwritten(tokenizer, history: list, answer: dict, text: str, tools) -> str:
-    """Returns why an answer cannot be learned, since the template does not write it; else "".
-
-    What is found in `text`, the template's own, needs no trial.
-    """
-    messages = [*history, answer]
-    if answer.get("tool_calls") and leaves_out(tokenizer, messages, -1, tools, "tool_calls"):
-        return DROPS_CALLS
-    is_written = thoughts.split(answer["content"])[2].strip() in text
-    if not is_written and leaves_out(tokenizer, messages, -1, tools, "content"):
-        return DROPS_ANSWER
-    return ""
-
-
-def leaves_out(tokenizer, messages: list[dict], place: int, tools, field: str) -> bool:
-    """Whether the template writes the same if one message lacks a field, or the end of a content.
-
-    A content may be left out from a marker on that is never closed.
-    """
-
-    def write(message: dict) -> str:
-        changed = list(messages)
-        changed[place] = message
-        return render(tokenizer, changed, tools)
-
-    message = messages[place]
-    without = {key: value for key, value in message.items() if key != field}
+def is_same(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:
+    """Whether the template writes messages as if one had these changes."""
+    changed = list(messages)
+    changed[place] = {**messages[place], **changes}
     try:
-        if write({"content": "", **without}) == write(message):
-            return True
-        longer = {**message, "content": message["content"] + MARK}
-        return field == "content" and MARK not in write(longer)
-    except BadRow:  # it wants the field
+        return render(tokenizer, changed, tools) == render(tokenizer, messages, tools)
+    except Exception:  # it wants what is missing
         return False
 
 
-def unwritten_roles(tokenizer, messages: list[dict], tools, text: str) -> list[str]:
-    """Returns notes on messages that the chat template leaves out without a word.
-
-    At inference it does so as well, so the rows are used. What is found in `text`, the template's
-    own, needs no trial.
-    """
-    return [
-        f"{DROPS_ROLE} (role {message['role']!r})"
-        for place, message in enumerate(messages)
-        if message["role"] != "assistant" and message["content"].strip() not in text
-        if leaves_out(tokenizer, messages, place, tools, "content")
-    ]
-
-
-def why_left_out(notes: list[str]) -> str:
-    """Returns the note that says an answer is not written; "" if there is none."""
-    reasons = (DROPS_CALLS, DROPS_ANSWER, REWRITES_TURNS)
-    return next((text for text in notes if text in reasons), "")
+def drops_content(tokenizer, messages: list[dict], tools, place: int) -> bool:
+    """Whether the template leaves out a message's content, or what follows an open marker in it."""
+    contents = ("", messages[place]["content"] + MARK)
+    return any(is_same(tokenizer, messages, tools, place, content=text) for text in contents)
 
 
 # ============================================================ between two answers
@@ -403,23 +369,18 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
     `<bot><think>`, and it writes an earlier answer as `<bot>Yes`.
     """
     prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
-    text, end = render_beyond_answer(tokenizer, MARKED, [QUESTION], None)
-    # Whitespace around the answer is the model's own.
-    answer = text[len(prompt) : end].removesuffix(style_of(tokenizer).end).strip()
-    if not text.startswith(prompt) or answer != MARK:
-        raise BadRow(
-            "the tokenizer's chat template writes an answer differently once it is followed, so no "
-            "turn can be appended to what was sampled: --chat_template or --chat_template_kwargs "
-            "may help"
-        )
+    before, _ = render_beyond_answer(tokenizer, [QUESTION])
+    answer = before.removeprefix(prompt).removesuffix(style_of(tokenizer).end)
+    if answer.strip() != MARK:  # whitespace around the answer is the model's own
+        raise BadRow(f"{UNFIT} writes an answer differently once it is followed")
     prompt = render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
     names = [tool["function"]["name"] for tool in tools or []]
     if not all(name in prompt for name in names):
-        raise BadRow(f"the tokenizer's chat template does not write the tools {', '.join(names)}")
+        raise BadRow(f"{UNFIT} does not write the tools {', '.join(names)}")
     role = "tool" if tools else "user"
     reply = {"role": role, "name": CALLED, "content": "zqr"}  # the name of the tool
-    if "zqr" not in decode(tokenizer, ids_after_answer(tokenizer, [reply], tools)):
-        raise BadRow(f"the tokenizer's chat template leaves out messages of role {role!r}")
+    if "zqr" not in render_beyond_answer(tokenizer, [reply], tools)[1]:
+        raise BadRow(f"{UNFIT} leaves out messages of role {role!r}")
 
 
 def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
@@ -428,29 +389,22 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
     Of ChatML `\n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n`. What comes back
     may be anything, so control tokens spelled out in it are split by an invisible space.
     """
+
+    def split(found: re.Match) -> str:
+        return found[0][:1] + "\u200b" + found[0][1:]
+
     control = added_tokens(tokenizer)
-    harmless = [{**part, "content": control.sub(split_token, part["content"])} for part in messages]
+    harmless = [{**part, "content": control.sub(split, part["content"])} for part in messages]
+    return encode_after(tokenizer, *render_beyond_answer(tokenizer, harmless, tools))
+
+
+def render_beyond_answer(tokenizer, messages: list[dict], tools=None) -> tuple[str, str]:
+    """Renders what follows an answer; returns the text up to the answer's end, and the rest."""
     answer = {**MARKED, "tool_calls": [CALL]} if messages[0]["role"] == "tool" else MARKED
-    text, place = render_beyond_answer(tokenizer, answer, harmless, tools)
-    before = text[:place]
-    return encode_after(tokenizer, before, encode(tokenizer, before), text[place:])
-
-
-def split_token(found: re.Match) -> str:
-    return found[0][:1] + "\u200b" + found[0][1:]
-
-
-def render_beyond_answer(
-    tokenizer, answer: dict, messages: list[dict], tools: list[dict] | None
-) -> tuple[str, int]:
-    """Renders a conversation that goes on after an answer; also returns where the answer ends."""
     text = render(tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True)
     word = MARK if MARK in text else CALLED  # a template may drop the content of a call
     end = style_of(tokenizer).end  # maybe ""
-    place = text.find(end, text.find(word) + len(word)) if word in text else -1
-    if place < 0:
-        raise BadRow(
-            "the tokenizer's chat template leaves out an answer, or ends it differently, once it "
-            "is followed"
-        )
-    return text, place + len(end)
+    start = text.find(end, text.find(word) + len(word)) if word in text else -1
+    if start < 0:
+        raise BadRow(f"{UNFIT} leaves out an answer, or its end, once it is followed")
+    return text[: start + len(end)], text[start + len(end) :]

@@ -16,6 +16,8 @@ SENDERS = {
 }
 # Where the parts of a content go, by their type.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
+# Where a call has its arguments.
+ARGUMENTS = ("arguments", "parameters")
 # Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
 LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "trainable")
 
@@ -40,20 +42,16 @@ def is_message(value) -> bool:
     is_sharegpt = value.get("role") is None
     role = value.get("from" if is_sharegpt else "role")
     content = value.get("value" if is_sharegpt else "content")
-    if isinstance(content, list):
-        has_content = all(isinstance(part, dict) for part in content)
-    else:
-        has_content = isinstance(content, str) or (content is None and bool(calls_of(value)))
-    return isinstance(role, str) and has_content
+    has_content = isinstance(content, (str, list)) or (content is None and calls_of(value))
+    return isinstance(role, str) and bool(has_content)
 
 
 def learned_turns(messages: list[dict], first: int) -> list[int]:
     """Returns which messages, from number `first` on, the model writes and learns."""
     return [
         number
-        for number, message in enumerate(messages)
-        if number >= first and message["role"] == "assistant"
-        if has_text([message]) and is_learned(message)
+        for number, message in enumerate(messages[first:], first)
+        if message["role"] == "assistant" and has_text([message]) and is_learned(message)
     ]
 
 
@@ -78,10 +76,8 @@ def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
-    return [
-        as_message(without_nulls(part), f"message {number}")
-        for number, part in enumerate(as_list(value), 1)
-    ]
+    given = enumerate(as_list(value), 1)
+    return [as_message(without_nulls(part), f"message {number}") for number, part in given]
 
 
 def as_message(message: dict, where: str) -> dict:
@@ -90,8 +86,13 @@ def as_message(message: dict, where: str) -> dict:
     Args:
         where: the message, for errors.
     """
-    if "role" not in message:
-        message = from_sharegpt(message, where)
+    if "role" not in message:  # ShareGPT's
+        sender = message["from"]
+        if sender not in SENDERS:
+            raise BadRow(f"{where} is from {sender!r}: expected one of {', '.join(SENDERS)}")
+        key = "tool_calls" if sender == "function_call" else "content"
+        others = {name: message[name] for name in message if name not in ("from", "value")}
+        message = {**others, "role": SENDERS[sender], key: message.get("value", "")}
     calls = as_list(calls_of(message) or [])
     message = {key: value for key, value in message.items() if key != "tool_calls"}
     if isinstance(message.get("content"), list):
@@ -99,33 +100,15 @@ def as_message(message: dict, where: str) -> dict:
         calls += calls_in_content
     if calls:
         message["tool_calls"] = [nested(call, where) for call in calls]
-    if message["role"] == "assistant":
-        check_loss_keys(message, where)
-    return {"content": "", **message}
-
-
-def check_loss_keys(message: dict, where: str) -> None:
-    """Raises `BadRow` if a turn of the assistant says more of the loss than yes or no.
-
-    Other keys that by their name are about it are refused, too: what they mean is not plain.
-    """
-    for key, value in message.items():
+    for key, value in message.items() if message["role"] == "assistant" else ():
+        # Other keys that by their name are about the loss are refused: what they mean is not plain.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
         if is_unclear or (value and key.startswith(("skip", "mask"))):
             raise BadRow(
                 f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
                 "give train: false to a turn that is not learned"
             )
-
-
-def from_sharegpt(message: dict, where: str) -> dict:
-    """Returns a message of `from` and `value` as one of role and content."""
-    sender = message["from"]
-    if sender not in SENDERS:
-        raise BadRow(f"{where} is from {sender!r}: expected one of {', '.join(SENDERS)}")
-    others = {key: part for key, part in message.items() if key not in ("from", "value")}
-    key = "tool_calls" if sender == "function_call" else "content"
-    return {**others, "role": SENDERS[sender], key: message.get("value", "")}
+    return {"content": "", **message}
 
 
 def from_parts(message: dict, where: str) -> tuple[dict, list]:
@@ -160,22 +143,21 @@ def nested(call: Any, where: str) -> dict:
     A flat call has name and arguments side by side. Arguments may be under `parameters`; they are
     an object or its JSON, which most templates would quote once more, and {} if there are none.
     """
-    is_flat = isinstance(call, dict) and "function" not in call
-    function = call["function"] if isinstance(call, dict) and not is_flat else call
+    if isinstance(call, dict) and "function" not in call:
+        function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
+        others = {key: value for key, value in call.items() if key not in function}
+        call = {**others, "type": "function", "function": function}
+    function = call["function"] if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(f"{where}: expected a call, JSON of name and arguments, found {call!r:.80}")
-    key = "parameters" if "arguments" not in function else "arguments"
-    arguments = from_json(from_json(function.get(key)))  # some files quote them twice
+    given = next((function[key] for key in ARGUMENTS if key in function), None)
+    arguments = from_json(from_json(given))  # some files quote them twice
     if not isinstance(arguments, (dict, type(None))):
         raise BadRow(
             f"{where}: the arguments of a call of {function['name']!r}: expected an object or its "
             f"JSON, found {arguments!r:.80}"
         )
-    if is_flat:
-        others = {name: value for name, value in call.items() if name not in ("name", key)}
-        function = {"name": call["name"], "arguments": arguments or {}}
-        return {**others, "type": "function", "function": function}
-    renamed = {"arguments" if name == key else name: value for name, value in function.items()}
+    renamed = {"arguments" if key in ARGUMENTS else key: function[key] for key in function}
     return {**call, "function": {**renamed, "arguments": arguments or {}}}
 
 

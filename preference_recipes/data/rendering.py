@@ -1,4 +1,4 @@
-"""Texts, token ids and messages: what a tokenizer and its chat template make of them.
+"""Texts and token ids: what a tokenizer and its chat template make of texts and of messages.
 
 A template is rendered here and nowhere else. How it wants messages, and how it ends an answer, is
 found out by a few trials, once for each: see `Style`.
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
-from common import in_one_line
 from preference_recipes.data import thoughts
 from preference_recipes.data.messages import BadRow, from_json, without_nulls
 
@@ -33,8 +32,12 @@ CALL: dict[str, Any] = {
 
 
 # ============================================================ texts and ids
+@functools.lru_cache(maxsize=8)
 def encode(tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text, without what a tokenizer puts around every text."""
+    """Returns the token ids of a text, without what a tokenizer puts around every text.
+
+    The last ones are kept, because each answer asks for its prompt again: do not change the list.
+    """
     backend = backend_of(tokenizer)
     if backend is None:
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -49,7 +52,7 @@ def backend_of(tokenizer):
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
-def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> list[int]:
+def encode_after(tokenizer, before: str, text: str) -> list[int]:
     """Returns the ids of a text as a model would write it after another.
 
     They are those of both texts together, cut between them: a tokenizer may put a space in front of
@@ -59,7 +62,7 @@ def encode_after(tokenizer, before: str, before_ids: list[int], text: str) -> li
     markers = [found.start() for found in added_tokens(tokenizer).finditer(before[-200:])]
     if markers:
         before = before[-200:][markers[-1] :]
-        before_ids = encode(tokenizer, before)
+    before_ids = encode(tokenizer, before)
     both = encode(tokenizer, before + text)
     if both[: len(before_ids)] == before_ids:
         return both[len(before_ids) :]
@@ -76,21 +79,20 @@ def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
 
     Of some tokenizers these are special, too, and a thought would run into what follows it.
     """
-    markers = [marker for pair in thoughts.MARKERS for marker in pair]
-    left_out = {
+    markers = " ".join(map(" ".join, thoughts.MARKERS))
+    special = {
         number
         for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and not any(marker.startswith(token.content) for marker in markers)
+        if token.special and token.content not in markers
     }
-    kept = [[token for token in ids if token not in left_out] for ids in answers]
+    kept = [[token for token in ids if token not in special] for ids in answers]
     return tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 
 @functools.lru_cache(maxsize=16)
 def bos_of(tokenizer) -> list[int]:
     """Returns the BOS that the tokenizer puts before a text, or nothing."""
-    # "" would not do: a tokenizer that appends an EOS returns that alone, and BOS and EOS may be
-    # the same token.
+    # Of "" a tokenizer that appends an EOS returns that alone, and it may be the BOS as well.
     first = tokenizer("a").input_ids[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -109,24 +111,29 @@ def n_common(first, second) -> int:
     return next(differ, min(len(first), len(second)))
 
 
+def fingerprint(tokenizer) -> str:
+    """Returns a text that changes whenever the tokenizer would produce different ids."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else vocabulary
+    date = getattr(tokenizer, "chat_date", None)
+    return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}"
+
+
+def stop_tokens(tokenizer, model) -> set[int]:
+    """Returns what ends a response: EOS, the end of a turn, what the generation config says."""
+    own = model.generation_config.eos_token_id
+    own = [own] if isinstance(own, int) else own or []
+    return {tokenizer.eos_token_id, *own, *encode(tokenizer, style_of(tokenizer).end)[-1:]}
+
+
 # ============================================================ rendering
 class Style(NamedTuple):
-    r"""How a chat template wants and writes messages, as found out by rendering some.
+    """How a chat template wants and writes messages, as found out by rendering some."""
 
-    Attributes:
-        parts: whether contents must be lists of parts (LLaVA), not strings.
-        argument_texts: whether the arguments of tool calls must be JSON texts (DeepSeek-V3).
-        field: the field in which the template reads a thought; "" if it reads none.
-        ending: what it writes after the last answer, whatever the answer is: `<|im_end|>\n`.
-        end: the beginning of `ending` with the token that ends an answer, `<|im_end|>`; "" if there
-            is none.
-    """
-
-    parts: bool = False
-    argument_texts: bool = False
-    field: str = ""
-    ending: str = ""
-    end: str = ""
+    parts: bool = False  # contents must be lists of parts (LLaVA), not strings
+    argument_texts: bool = False  # the arguments of calls must be JSON texts (DeepSeek-V3)
+    ending: str = ""  # what it writes after the last answer, whatever that is: `<|im_end|>\n`
+    end: str = ""  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
 
 
 def render(
@@ -136,14 +143,11 @@ def render(
     add_generation_prompt: bool = False,
     style: Style | None = None,
 ) -> str:
-    """Returns messages as the chat template writes them.
+    """Returns messages as the chat template writes them, which raises what it likes about them.
 
     Args:
         tools: JSON schemas of what the messages may call.
         style: how the template wants messages; found by trial if not given.
-
-    Raises:
-        BadRow: there is no chat template, or it refuses the messages.
     """
     if tokenizer.chat_template is None:
         raise BadRow(
@@ -151,24 +155,16 @@ def render(
             "or plain strings in place of messages"
         )
     style = style or style_of(tokenizer)
-    try:
-        template = tokenizer.get_chat_template(tools=tools)  # there may be several, by names
-        if getattr(tokenizer, "chat_date", None):
-            template = dated(template, tokenizer.chat_date)
-        return tokenizer.apply_chat_template(
-            [in_style(tokenizer, message, style) for message in messages],
-            tools,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except Exception as error:  # a template raises what it likes, such as that roles must alternate
-        given = "messages or tools" if tools else "messages"
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise BadRow(
-            f"the tokenizer's chat template refuses the {given}: {in_one_line(error)} "
-            f"(roles: {roles})"
-        ) from None
+    template = tokenizer.get_chat_template(tools=tools)  # there may be several, by names
+    if getattr(tokenizer, "chat_date", None):
+        template = dated(template, tokenizer.chat_date)
+    return tokenizer.apply_chat_template(
+        [in_style(tokenizer, message, style) for message in messages],
+        tools,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+    )
 
 
 def in_style(tokenizer, message: dict, style: Style) -> dict:
@@ -176,12 +172,16 @@ def in_style(tokenizer, message: dict, style: Style) -> dict:
     message = dict(message)
     if message["role"] == "assistant":
         message["content"] = without_end(tokenizer, message["content"], style)
-        if style.field and not message.get(style.field) and thoughts.of_field(message):
-            message[style.field] = thoughts.of_field(message)
+        thought = thoughts.of_field(message)
+        if thought:  # a template reads one of these fields
+            message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
     if style.parts:
         message["content"] = [{"type": "text", "text": message["content"]}]
     if style.argument_texts and message.get("tool_calls"):
-        message["tool_calls"] = [with_argument_text(call) for call in message["tool_calls"]]
+        message["tool_calls"] = copy.deepcopy(message["tool_calls"])
+        for call in message["tool_calls"]:
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return message
 
 
@@ -193,25 +193,14 @@ def without_end(tokenizer, content: str, style: Style) -> str:
     return content
 
 
-def with_argument_text(call: dict) -> dict:
-    """Returns a tool call whose arguments are a JSON text."""
-    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
-def style_of(tokenizer) -> Style:
-    """Returns what `find_style` finds, once for each tokenizer and template."""
-    return find_style(tokenizer, str(tokenizer.chat_template), tokenizer.eos_token_id)
-
-
 @functools.lru_cache(maxsize=16)
-def find_style(tokenizer, _template: str, _eos: int) -> Style:
+def style_of(tokenizer) -> Style:
     """Renders a few short messages, and infers from them how the template writes."""
 
     def write(style: Style, *messages: dict) -> str:
         try:
             return render(tokenizer, list(messages), style=style)
-        except BadRow:
+        except Exception:  # a template raises what it likes
             return ""
 
     style = Style()
@@ -222,22 +211,14 @@ def find_style(tokenizer, _template: str, _eos: int) -> Style:
 
     with_texts = style._replace(argument_texts=True)
     call = {**CALL, "function": {"name": CALLED, "arguments": {"a": True}}}
-    with_call = {"role": "assistant", "content": "", "tool_calls": [call]}
-    by_object = write(style, QUESTION, with_call)
-    by_text = write(with_texts, QUESTION, with_call)
-    if ("'a': True" in by_object or not by_object) and '"a": true' in by_text:
+    calls = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    by_object = write(style, *calls)
+    if ("'a': True" in by_object or not by_object) and '"a": true' in write(with_texts, *calls):
         style = with_texts
 
-    for field in thoughts.FIELDS:
-        thinks = {"role": "assistant", "content": "a", field: MARK}
-        if not style.field and MARK in write(style, QUESTION, thinks):
-            style = style._replace(field=field)
-
     def end_of(*following: dict) -> str:
-        texts = [
-            write(style, QUESTION, {"role": "assistant", "content": content}, *following)[::-1]
-            for content in "ab"
-        ]
+        answers = [{"role": "assistant", "content": content} for content in "ab"]
+        texts = [write(style, QUESTION, answer, *following)[::-1] for answer in answers]
         return os.path.commonprefix(texts)[::-1]
 
     ending = end_of()
@@ -266,16 +247,14 @@ def set_defaults(tokenizer, text: str) -> None:
     Raises:
         SystemExit: a variable that the template does not have, and so would ignore.
     """
-    values = json.loads(text)
     known = variables(tokenizer)
-    for name in values:
-        if name not in known:
-            sys.exit(
-                f"--chat_template_kwargs {text}: the chat template has no variable {name!r} to "
-                f"set; it has: {', '.join(sorted(known)) or 'none'}"
-            )
-    defaults = {name: f"{name} | default({value!r})" for name, value in values.items()}
-    tokenizer.chat_template = beginning_with(tokenizer, defaults)
+    unknown = json.loads(text).keys() - known
+    if unknown:
+        sys.exit(
+            f"--chat_template_kwargs {text}: the chat template has no variable {min(unknown)!r} to "
+            f"set; it has: {', '.join(sorted(known)) or 'none'}"
+        )
+    tokenizer.chat_template = with_defaults(tokenizer, text).chat_template
 
 
 def with_variables(tokenizer, values: dict | str | None):
@@ -288,25 +267,26 @@ def with_variables(tokenizer, values: dict | str | None):
     given = from_json(values)
     if not isinstance(given, dict):
         raise BadRow(f"column 'chat_template_kwargs': expected an object, found {values!r:.80}")
-    return tokenizer_with(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
+    return with_defaults(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=16)
-def tokenizer_with(tokenizer, text: str):
+def with_defaults(tokenizer, text: str):
+    """Returns a copy of a tokenizer whose template has default values; earlier ones yield."""
     known = variables(tokenizer)
     # Jinja reads constants as Python writes them.
-    constants = {name: repr(value) for name, value in json.loads(text).items() if name in known}
+    beginning = "".join(
+        f"{{% set {name} = {name} | default({value!r}) %}}\n"
+        for name, value in json.loads(text).items()
+        if name in known
+    )
     changed = copy.copy(tokenizer)
-    changed.chat_template = beginning_with(tokenizer, constants)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by their names
+        changed.chat_template = {name: beginning + text for name, text in template.items()}
+    else:
+        changed.chat_template = beginning + template
     return changed
-
-
-def beginning_with(tokenizer, expressions: dict[str, str]) -> str | dict[str, str]:
-    """Returns a tokenizer's chat template with values for its variables, which Jinja writes."""
-    beginning = "".join(f"{{% set {name} = {text} %}}\n" for name, text in expressions.items())
-    if isinstance(tokenizer.chat_template, dict):  # several, by their names
-        return {name: beginning + text for name, text in tokenizer.chat_template.items()}
-    return beginning + tokenizer.chat_template
 
 
 def variables(tokenizer) -> set[str]:
@@ -320,34 +300,9 @@ def variables(tokenizer) -> set[str]:
     return names - environment.globals.keys() - given - tokenizer.special_tokens_map.keys()
 
 
-def prints_date(tokenizer) -> bool:
-    """Whether the chat template writes the date of the day."""
-    return "strftime_now" in str(tokenizer.chat_template)
-
-
 @functools.lru_cache(maxsize=16)
 def dated(template: str, date: str) -> str:
     """Returns a template that writes a date, given as in 2026-01-31, in place of today's."""
     day = datetime.date.fromisoformat(date)
     call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
     return call.sub(lambda found: repr(day.strftime(found[2])), template)
-
-
-# ============================================================ the tokenizer
-def fingerprint(tokenizer) -> str:
-    """Returns a text that changes whenever the tokenizer would produce different ids."""
-    if tokenizer.is_fast:
-        content = tokenizer.backend_tokenizer.to_str()
-    else:
-        content = str(sorted(tokenizer.get_vocab().items()))
-    parts = [content, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)]
-    if prints_date(tokenizer):
-        parts.append(str(getattr(tokenizer, "chat_date", None)))
-    return "\0".join(parts)
-
-
-def stop_tokens(tokenizer, model) -> set[int]:
-    """Returns what ends a response: EOS, the end of a turn, what the generation config says."""
-    own = model.generation_config.eos_token_id
-    own = [own] if isinstance(own, int) else own or []
-    return {tokenizer.eos_token_id, *own, *encode(tokenizer, style_of(tokenizer).end)[-1:]}

@@ -20,34 +20,30 @@ CLOSERS = "|".join(re.escape(closer) for _, closer in MARKERS)
 # The form of markers in templates: <...>, [...] or ◁...▷.
 ANY_MARKER = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|◁[^◁▷]*▷")
 # An empty thought at the beginning of an answer; the prompt may have opened it.
-EMPTY = re.compile(rf"\s*({OPENERS})?\s*({CLOSERS})\s*")
+EMPTY = re.compile(rf"^\s*({OPENERS})?\s*({CLOSERS})\s*")
 # An open or an empty thought at the end of a prompt, or what closes one there.
 AT_END = re.compile(rf"(({OPENERS})\s*)?({CLOSERS})\s*$|({OPENERS})\s*$")
 # Fields of a message that hold a thought. They all mean the same, and a template knows one of them.
 FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
+def split(content: str) -> tuple[str, str, str]:
+    """Returns what a content has before the marker that closes its thinking, that, and the rest."""
+    found = re.match(rf"(.*)({CLOSERS})(.*)", content, re.DOTALL)
+    return (found[1], found[2], found[3]) if found else ("", "", content)
+
+
 def of_message(message: dict) -> str:
     """Returns the thinking of a message: that of its content, with its markers, else of a field."""
     before, closer, _ = split(message["content"])
-    if re.sub(rf"^\s*({OPENERS})", "", before).strip():
-        return before + closer
-    return of_field(message)
+    is_empty = not re.sub(rf"^\s*({OPENERS})", "", before).strip()
+    return of_field(message) if is_empty else before + closer
 
 
 def of_field(message: dict) -> str:
     """Returns the thinking in one of the fields for it; "" if there is none."""
-    fields = [message.get(field) for field in FIELDS]
-    return next((text.strip() for text in fields if isinstance(text, str) and text.strip()), "")
-
-
-def split(content: str) -> tuple[str, str, str]:
-    """Returns what a content has before the marker that closes its thinking, that, and the rest."""
-    closers = list(re.finditer(CLOSERS, content))
-    if not closers:
-        return "", "", content
-    last = closers[-1]
-    return content[: last.start()], last.group(), content[last.end() :]
+    found = (message[field].strip() for field in FIELDS if isinstance(message.get(field), str))
+    return next(filter(None, found), "")
 
 
 def removed(message: dict) -> dict:
@@ -74,6 +70,11 @@ def written(message: dict, template: str) -> str:
     return f"{opener}\n{thought}\n{closer}{gap}"
 
 
+def opened_by(prompt: str) -> tuple[str, str]:
+    """Returns the markers of the thought that a prompt opens at its end; else two empty texts."""
+    return next((pair for pair in MARKERS if prompt.rstrip().endswith(pair[0])), ("", ""))
+
+
 def outside_of(text: str) -> str:
     """Returns what a response says outside its thoughts, whoever opened or closed them."""
     for opener, closer in MARKERS:
@@ -83,14 +84,6 @@ def outside_of(text: str) -> str:
         # Drop the thought that the prompt has opened.
         text = text.rpartition(closer)[2]
     return text
-
-
-def opened_by(prompt: str) -> tuple[str, str]:
-    """Returns the markers of the thought that a prompt opens at its end; else two empty texts."""
-    for opener, closer in MARKERS:
-        if prompt.rstrip().endswith(opener):
-            return opener, closer
-    return "", ""
 
 
 def is_closed(text: str) -> bool:

@@ -56,7 +56,8 @@ def tokenizer_of(
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if chat_template_kwargs is not None:
         rendering.set_defaults(tokenizer, chat_template_kwargs)
-    tokenizer.chat_date = date if rendering.prints_date(tokenizer) else None
+    prints_date = "strftime_now" in str(tokenizer.chat_template)
+    tokenizer.chat_date = date if prints_date else None
     return tokenizer
 
 

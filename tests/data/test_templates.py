@@ -304,11 +304,11 @@ WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|
 def test_under_a_template_of_its_own(answer, prompt_end, content, thought, kept, expected):
     tokenizer = own_template(answer, prompt_end)
     given = message("assistant", content, **({"reasoning_content": thought} if thought else {}))
-    found = chat.encode_answer(tokenizer, FIVE, [given])
+    context, [found], notes = chat.encode_answers(tokenizer, FIVE, [[given]])
     prompt = tokenizer.apply_chat_template(FIVE, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(found.context) == prompt.removesuffix(prompt_end) + kept
+    assert tokenizer.decode(context) == prompt.removesuffix(prompt_end) + kept
     assert tokenizer.decode(found.ids) == (expected and expected + "<|im_end|>")
-    assert found.notes == [chat.DROPS_ANSWER] or expected
+    assert notes == [chat.DROPS_ANSWER] or expected
 
 
 @pytest.mark.parametrize("arguments", ['{"x": true}', {"x": True}])
@@ -739,7 +739,7 @@ def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
         {"role": "user", "content": "Three"},
     ]
     prompt = chat.encode_prompt(tokenizer, messages)
-    answer = chat.encode_answer(tokenizer, messages[:1], messages[1:2])
+    _, [answer], _ = chat.encode_answers(tokenizer, messages[:1], [messages[1:2]])
     end = tokenizer.decode(answer.ids[-2:] if name == "cohere2" else answer.ids[-1:])
     _, _, following = prompt.text.partition("Two words" + end)
     assert following and chat.text_since(tokenizer, messages, 1) == following
