@@ -1,4 +1,4 @@
-"""docs/memory.md: its settings are arguments of every recipe, and what its table says fits does."""
+"""docs/memory.md: its settings are arguments of every recipe."""
 
 import re
 import runpy
@@ -18,20 +18,6 @@ def parse(name: str, *argv: str):
     return arguments.parse(args_class, ASSETS / f"{name}.yaml", list(argv))
 
 
-def test_every_cell_fits_its_card():
-    section = PAGE.partition("## By model and machine")[2].partition("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
-    assert len(rows) == 6
-    fitting = [
-        (int(cell.strip(" |").split(": ")[1]), limit)
-        for row in rows
-        for cell, limit in zip(row[1:], (20.1, 67.1, 67.1))
-        if ":" in cell
-    ]
-    assert len(fitting) == 15  # the others are "none"
-    assert all(gib <= limit for gib, limit in fitting)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda file: file.stem)
 def test_every_settings_file_is_read_by_every_recipe(settings, name):
@@ -39,10 +25,8 @@ def test_every_settings_file_is_read_by_every_recipe(settings, name):
     args = parse(name, str(settings), "--model_name_or_path", "M", "--dataset_name", "D", *more)
     assert (args.max_length, args.micro_train_tokens) == (2048, 4096)
     assert args.gradient_checkpointing
-    assert (args.lora_r > 0, args.load_in_4bit) == (
-        "lora" in settings.stem,
-        settings.stem[0] == "q",
-    )
+    assert (args.lora_r > 0) == ("lora" in settings.stem)
+    assert args.load_in_4bit == (settings.stem[0] == "q")
     # The page has the learning rates by default.
     rates = re.search(rf"\| `{settings.name}` \|.*\| (.*) \|", PAGE)[1]
     if "/" in rates:

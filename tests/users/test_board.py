@@ -1,11 +1,10 @@
-"""What people see of a run: samples, TensorBoard after a resume, and other trackers."""
+"""What people see of a run: samples, and another tracker than TensorBoard."""
 
 import json
 import sqlite3
 import statistics
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes import RECIPES
 from runs import (
@@ -17,7 +16,6 @@ from runs import (
     training_lines,
     write_jsonl,
 )
-from small_run import small_run
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +68,3 @@ def test_another_tracker_gets_every_line(inputs, tmp_path):
     losses = [line["loss"] for line in training_lines(output)]
     assert [json.loads(values)["loss"] for _, values in found] == pytest.approx(losses)
     assert not (output / "tensorboard").exists()
-
-
-def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
-    """What a killed run wrote after the checkpoint is hidden."""
-    for first, last, resumed_from in ((1, 4, 0), (3, 5, 2)):
-        checkpoint = small_run(tmp_path, report_to=["tensorboard"])
-        checkpoint.run.global_step = resumed_from
-        checkpoint.run.logger.start()
-        for step in range(first, last + 1):
-            checkpoint.run.global_step = step
-            checkpoint.run.logger.write({"loss": step + 0.5 * resumed_from})
-        checkpoint.run.accelerator.trackers[0].finish()
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    found = [(event.step, event.value) for event in board.Scalars("loss")]
-    assert found == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 6)]
-    assert board.PluginTagToContent("custom_scalars")

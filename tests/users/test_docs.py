@@ -26,16 +26,8 @@ ELSEWHERE = {
     *(f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "max", "cut")),
     *("sampling/staleness", "sync/seconds", "sync/probe_difference"),
     # test_environments.py
-    *(
-        f"environment/{name}"
-        for name in (
-            "turns",
-            "tool_calls",
-            "failed_calls",
-            "model_tokens",
-            "environment_tokens",
-        )
-    ),
+    *(f"environment/{name}" for name in ("turns", "tool_calls", "failed_calls")),
+    *("environment/model_tokens", "environment/environment_tokens"),
 }
 
 
@@ -85,6 +77,7 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
     _, output = demo
     board = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
+    assert board.PluginTagToContent("custom_scalars")  # the page of key metrics
     shown = {
         (tag, event.step): event.value
         for tag in board.Tags()["scalars"]

@@ -17,22 +17,13 @@ from runs import ASSETS, launch, recipe, write_jsonl
 from templates import load_rows
 
 SETTINGS = {"max_length": 200, "strings_as_messages": False}
+ASKED = [{"role": "user", "content": "2+3="}]
+said = lambda text: [{"role": "assistant", "content": text}]
 ROWS = {
-    "messages": {
-        "messages": [
-            {"role": "user", "content": "2+3="},
-            {"role": "assistant", "content": "5"},
-            {"role": "user", "content": "and 4?"},
-            {"role": "assistant", "content": "It is 9."},
-        ]
-    },
+    "messages": {"messages": [*ASKED, *said("5"), *ASKED, *said("It is 9.")]},
     "prompt and completion": {"prompt": "2+3=", "completion": "5"},
     "text": {"text": "a text without any turn"},
-    "pair of messages": {
-        "prompt": [{"role": "user", "content": "2+3="}],
-        "chosen": [{"role": "assistant", "content": "5"}],
-        "rejected": [{"role": "assistant", "content": "It is six."}],
-    },
+    "pair of messages": {"prompt": ASKED, "chosen": said("5"), "rejected": said("It is six.")},
     "pair of strings": {"prompt": "2+3=", "chosen": "5", "rejected": "It is six."},
 }
 TEMPLATES = ["qwen3", "llama3", "gemma", "own_alpaca", "own_thinks"]
@@ -68,13 +59,9 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
     else:
         sequences = Sequences(data)
         cut = sequences[range(len(sequences))]
-        batch = Packer(torch.device("cpu")).make_batch(
-            [[] for _ in cut["input_ids"]], cut["input_ids"], cut["learned"]
-        )
-        trained = [
-            of_sequence[: len(ids)].tolist()
-            for of_sequence, ids in zip(batch["mask"], cut["input_ids"])
-        ]
+        ids = cut["input_ids"]
+        batch = Packer(torch.device("cpu")).make_batch([[] for _ in ids], ids, cut["learned"])
+        trained = [mask[: len(row)].tolist() for mask, row in zip(batch["mask"], ids)]
     assert shown(lines) == trained
     ids = [list(map(int, line.split()[1:])) for line in lines if line.startswith("    ids ")]
     assert [len(each) for each in ids] == [len(each) for each in trained]
