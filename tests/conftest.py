@@ -112,13 +112,10 @@ def pytest_terminal_summary(terminalreporter):
 def cpu_adam():
     """DeepSpeed's Adam for CPUs, compiled: on a busy machine that alone takes longer than a launch may."""
     if not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip(
-            "no C++ compiler here: with optimizer offload DeepSpeed compiles its Adam at the first run"
-        )
+        pytest.skip("no C++ compiler here, by which DeepSpeed makes its Adam at the first run")
     folder = Path(cpp_extension._get_build_directory("cpu_adam", False))
-    with FileLock(
-        folder / "tests.lock"
-    ):  # that of a killed process is free again; torch's stays, and who finds it waits without end
+    # That of a killed process is free again. torch's stays, and who finds it waits without end.
+    with FileLock(folder / "tests.lock"):
         (folder / "lock").unlink(missing_ok=True)
         command = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
         subprocess.run([sys.executable, "-c", command], check=True, capture_output=True)

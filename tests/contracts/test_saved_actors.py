@@ -65,21 +65,16 @@ def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, na
 
 def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(tmp_path):
     checkpoint = tmp_path / "global_step_000001"
-    texts = {"actor/config.json": "{}", "actor/sub/model.safetensors": "w", "state.json": "{}"}
-    for name, text in texts.items():
-        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoint / name).write_text(text)
+    (checkpoint / "actor").mkdir(parents=True)
+    for name in ("actor/config.json", "state.json"):
+        (checkpoint / name).write_text("{}")
     entries = folders.describe_files(checkpoint)
     folders.write_manifest(checkpoint, entries)
     secret = tmp_path / "secret"
     secret.write_text("private")
     (checkpoint / "actor/linked").symlink_to(secret)
     export.export(checkpoint, tmp_path / "out")
-    found = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert {str(path.relative_to(tmp_path / "out")): path.read_text() for path in found} == {
-        "config.json": "{}",
-        "sub/model.safetensors": "w",
-    }
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
     name = "actor/../../secret"
     size = [(checkpoint / name).stat().st_size, folders.checksum(checkpoint / name)]
@@ -116,10 +111,7 @@ def best_flags(inputs, output, *more):
             "--lr_scheduler_type", "constant_with_warmup", "--save_actor_steps", 1, "--report_to", "none", "--keep_best", "eval/loss", *more]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["plain", pytest.param("zero3", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("launcher", ["plain", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_path, launcher):
     output = tmp_path / "out"
     way = LAUNCHERS[launcher]
@@ -127,9 +119,8 @@ def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_p
     losses = [line["eval/loss"] for line in evaluation_lines(output)]
     step = losses.index(min(losses))
     assert 0 < step == len(losses) - 4, losses
-    assert torch.equal(
-        weights(output, "actor_best"), weights(output, f"actors/global_step_{step:06d}")
-    )
+    best = weights(output, f"actors/global_step_{step:06d}")
+    assert torch.equal(weights(output, "actor_best"), best)
     assert not torch.equal(weights(output, "actor_best"), weights(output))
     kept = f"eval/loss {losses[step]:.4g} at update {step}"
     assert f"best: {kept}, saved in {output}/actor_best\n" in result.stdout
