@@ -358,7 +358,6 @@ def load_prompts(accelerator, args: Args, tokenizer) -> dataset.Data:
         args,
         tokenizer,
         function=prompts.taught_row,
-        exact_match=True,
         max_new_tokens=args.max_new_tokens,
         teacher_names=teachers.names(args),
         teacher_prompt=args.teacher_prompt,

@@ -36,7 +36,7 @@ from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg, refuse_changed
-from preference_recipes.data import dataset, pairs
+from preference_recipes.data import dataset, formats
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
@@ -203,8 +203,7 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "dpo")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    how = dict(function=pairs.preference_row, exact_match=args.exact_match_rows != 0)
-    data = dataset.load_data(accelerator, args, tokenizer, **how)
+    data = dataset.load_data(accelerator, args, tokenizer, function=formats.preference_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}

@@ -36,7 +36,7 @@ from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
-from preference_recipes.data import dataset, formats, pairs
+from preference_recipes.data import dataset, formats
 from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
@@ -71,7 +71,7 @@ def pairwise_loss(
 
 
 def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
-    """Returns what `pairs.preference_row` returns, and the row's `margin`, 0 where it has none."""
+    """Returns the columns of `formats.preference_row`, and `margin`, 0 where the row has none."""
     margin = row.get("margin")
     try:
         # The cells of a CSV file are text.
@@ -81,7 +81,7 @@ def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool 
     formats.refuse_unless(math.isfinite(number), row, "margin", "a finite number")
     # A score is of a whole answer, whatever of it a policy would learn.
     whole = {name: formats.without_loss_keys(value) for name, value in row.items()}
-    values = pairs.preference_row(whole, tokenizer, max_length, strings_as_messages)
+    values = formats.preference_row(whole, tokenizer, max_length, strings_as_messages)
     return {**values, "margin": number}
 
 

@@ -163,7 +163,7 @@ def main():
     args = arguments.parse(Args, demo="sft.yaml")
     accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    how = dict(function=sft_row, loss_on=args.loss_on, exact_match=args.exact_match_rows != 0)
+    how = dict(function=sft_row, loss_on=args.loss_on)
     data = dataset.load_data(accelerator, args, tokenizer, **how)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Sequences(data.train)

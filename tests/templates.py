@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from preference_recipes.data import dataset
-from preference_recipes.data.conversion import Converter
+from preference_recipes.data.dataset import Converter
 
 # The token that ends an answer, by the beginning of a template's name; and the tokenizer's EOS, where that is another.
 ENDS = {

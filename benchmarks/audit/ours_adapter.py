@@ -159,7 +159,7 @@ def tokens_of(request: Request) -> list[list[Row]]:
             targets = [int(target) for target in values["learned"]]
             found.append([Row(values["input_ids"], targets)])
         else:
-            from preference_recipes.data.pairs import preference_row
+            from preference_recipes.data.formats import preference_row
 
             values = preference_row(row, tokenizer, 1024)
             prompt = values["prompt_ids"]

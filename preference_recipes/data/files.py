@@ -14,9 +14,9 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 from datasets.data_files import DataFilesDict, get_data_patterns
@@ -30,8 +30,19 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gz
 csv.field_size_limit(2**31 - 1)
 
 
-@dataclass
-class Rows:
+class Source(NamedTuple):
+    """The rows of one split; nothing but the names of files has been read.
+
+    Attributes:
+        identity: changes with every change of the rows.
+        rows: returns them; files that are read here are looked through once.
+    """
+
+    identity: list
+    rows: Callable[[], "Rows"]
+
+
+class Rows(NamedTuple):
     """The rows of a data set, of which one at a time is in memory.
 
     Attributes:
@@ -48,8 +59,7 @@ class Rows:
     def read(self, start: int, stop: int) -> Iterator[dict]:
         """Yields the rows of a range, with None where a row lacks a column of others."""
         if self.table is not None:
-            if start < self.number:
-                yield from self.table.select(range(start, min(stop, self.number)))
+            yield from self.table.select(range(start, min(stop, self.number)))
             return
         entries = itertools.chain.from_iterable(
             itertools.islice(itertools.chain.from_iterable(map(entries_of, files)), first, last)
@@ -60,58 +70,7 @@ class Rows:
             yield {name: row.get(name) for name in self.column_names}
 
 
-@dataclass
-class Source:
-    """Where the rows of one split are; nothing but the names of files has been read.
-
-    Attributes:
-        files: of each split, if they are read here.
-        table: what `datasets` reads; None for files read here.
-    """
-
-    name: str
-    split: str
-    files: dict[str, list[Path]]
-    table: datasets.Dataset | None = None
-
-    def identity(self) -> list:
-        """Returns what changes with every change of the rows."""
-        if self.table is not None:
-            return [self.table._fingerprint]
-        stats = [(str(path), path.stat()) for paths in self.files.values() for path in paths]
-        return [self.split, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)]
-
-    def rows(self) -> Rows:
-        """Reads all rows once, and returns them with their number and columns."""
-        if self.table is not None:
-            rows = Rows([], self.table, self.table.column_names, len(self.table))
-        else:
-            rows = self.scan()
-        if rows.number == 0:
-            sys.exit(f"data set {self.name!r}, split {self.split!r}, holds no rows")
-        return rows
-
-    def scan(self) -> Rows:
-        """Counts the rows of files that are read here, and collects their columns."""
-        numbers = dict.fromkeys(self.files, 0)
-        column_names: dict[str, None] = {}
-        for split, paths in self.files.items():
-            if split not in self.split:  # `train[:10]` and `train+test` name their splits
-                continue
-            for row in itertools.chain.from_iterable(map(checked_rows, paths)):
-                numbers[split] += 1
-                column_names.update(dict.fromkeys(row))
-        asked = datasets.ReadInstruction.from_spec(self.split).to_absolute(numbers)
-        parts = [(self.files[part.splitname], part.from_, part.to) for part in asked]
-        number = sum(max(last - first, 0) for _, first, last in parts)
-        return Rows(parts, None, list(column_names), number)
-
-
-def load(name: str, split: str) -> Rows:
-    """Returns the rows of a data set, all of them read once; see `find` and `Source.rows`."""
-    return find(name, split).rows()
-
-
+# ============================================================ which files
 def find(name: str, split: str) -> Source:
     """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
@@ -119,25 +78,23 @@ def find(name: str, split: str) -> Source:
     none does, all files are `train`. The name of a file or a folder is never a pattern.
     """
     path = Path(name)
+    if not path.exists():
+        if name.removesuffix(".gz").endswith(SUFFIXES) or name.startswith(("/", ".", "~")):
+            sys.exit(f"data file {name!r} does not exist (looked in {Path.cwd()})")
+        return find_on_hub(name, split)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(name)
-        if isinstance(saved, datasets.Dataset):
-            saved = {"train": saved, str(saved.split or "train"): saved}
-        return Source(name, split, {}, saved[split])
-    found = data_files(name)
-    if not found and not path.is_dir():
-        return find_on_hub(name, split)
-    splits = split_files(path)
-    note_unread(path, found, splits)
-    files = {
-        str(part): [Path(file) for file in paths if is_data_file(Path(file))]
-        for part, paths in splits.items()
-    }
-    if {file.suffix for file in found} != {".parquet"}:
-        return Source(name, split, files)
+        return of_table(saved if isinstance(saved, datasets.Dataset) else saved[split])
+    # A file is not resolved: a link of the hub's cache points to one whose name says no format.
+    splits = split_files(path.resolve()) if path.is_dir() else {"train": [path.absolute()]}
+    files = {str(part): list(filter(is_data_file, map(Path, splits[part]))) for part in splits}
+    suffixes = {file.suffix for paths in files.values() for file in paths}
+    if not suffixes:
+        sys.exit(f"no file of {name!r} ends in {' '.join(SUFFIXES)}, or one of them and .gz")
+    if suffixes != {".parquet"}:
+        return of_files(files, split)
     escaped = {part: [glob.escape(str(file)) for file in paths] for part, paths in files.items()}
-    table = datasets.load_dataset("parquet", data_files=escaped, split=split)
-    return Source(name, split, {}, table)
+    return of_table(datasets.load_dataset("parquet", data_files=escaped, split=split))
 
 
 def find_on_hub(name: str, split: str) -> Source:
@@ -146,28 +103,67 @@ def find_on_hub(name: str, split: str) -> Source:
     builder = datasets.load_dataset_builder(hub_name, config or None)
     if not isinstance(builder, Json) or builder.config.field is not None:
         builder.download_and_prepare()
-        return Source(name, split, {}, builder.as_dataset(split))
+        return of_table(builder.as_dataset(split))
     settings = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
     manager = datasets.DownloadManager(base_path=builder.base_path, download_config=settings)
     downloaded = manager.download_and_extract(builder.config.data_files)
-    files = {
-        str(part): [Path(file) for file in manager.iter_files(paths)]
-        for part, paths in downloaded.items()
-    }
-    return Source(name, split, files)
+    files = {part: list(map(Path, manager.iter_files(downloaded[part]))) for part in downloaded}
+    return of_files({str(part): paths for part, paths in files.items()}, split)
 
 
-# ============================================================ which files
-def data_files(name: str) -> list[Path]:
-    """Returns the data files that a local name stands for; none for a data set on the hub."""
-    path = Path(name)
-    if path.is_dir():
-        return [file for file in path.rglob("*") if is_data_file(file) and file.is_file()]
-    if path.is_file() and not is_data_file(path):
-        sys.exit(f"data file {name!r} must end in {' '.join(SUFFIXES)}, or one of them and .gz")
-    if not path.is_file() and (is_data_file(path) or name.startswith(("/", ".", "~"))):
-        sys.exit(f"data file {name!r} does not exist (looked in {Path.cwd()})")
-    return [path] if path.is_file() else []
+def split_files(folder: Path) -> DataFilesDict:
+    """Returns the files of each split of a local folder, and prints which are in none.
+
+    `datasets` would read the characters `*?[` in a name as a pattern, so they are escaped.
+    """
+    escaped = glob.escape(str(folder))
+    if escaped == str(folder):
+        # This also reads what the data card of a cloned hub folder says about its files.
+        splits = datasets.load_dataset_builder(str(folder)).config.data_files
+    else:
+        splits = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
+    read = {os.path.realpath(file) for paths in splits.values() for file in paths}
+    others = [
+        str(file.relative_to(folder))
+        for file in folder.rglob("*")
+        if is_data_file(file)
+        and file.is_file()
+        and os.path.realpath(file) not in read
+        # `datasets` ignores these.
+        and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
+    ]
+    if others:
+        print_once(
+            f"NOTE: folder {str(folder)!r}: {counted(len(others), 'file')} in none of the splits "
+            f"{sorted(map(str, splits))}, so not read: {', '.join(sorted(others)[:5])}"
+        )
+    return splits
+
+
+def of_table(table: datasets.Dataset) -> Source:
+    rows = Rows([], table, table.column_names, len(table))
+    return Source([table._fingerprint], lambda: rows)
+
+
+def of_files(files: dict[str, list[Path]], split: str) -> Source:
+    """Returns the rows of files that are read here."""
+
+    def rows() -> Rows:
+        numbers = dict.fromkeys(files, 0)
+        column_names: dict[str, None] = {}
+        for part in files:
+            if part not in split:  # `train[:10]` and `train+test` name their splits
+                continue
+            for row in itertools.chain.from_iterable(map(checked_rows, files[part])):
+                numbers[part] += 1
+                column_names.update(dict.fromkeys(row))
+        asked = datasets.ReadInstruction.from_spec(split).to_absolute(numbers)
+        parts = [(files[part.splitname], part.from_, part.to) for part in asked]
+        number = sum(max(last - first, 0) for _, first, last in parts)
+        return Rows(parts, None, list(column_names), number)
+
+    stats = [(str(path), path.stat()) for paths in files.values() for path in paths]
+    return Source([split, *((path, s.st_size, s.st_mtime_ns) for path, s in stats)], rows)
 
 
 def is_data_file(path: Path) -> bool:
@@ -184,49 +180,15 @@ def stem(name: str) -> str:
     return Path(last).stem if last.endswith(SUFFIXES) else last
 
 
-def split_files(path: Path) -> DataFilesDict:
-    """Returns the files of each split of a local file or folder.
-
-    `datasets` would read the characters `*?[` in a name as a pattern, so they are escaped.
-    """
-    if path.is_file():
-        # Not resolved: a link of the hub's cache points to a file whose name says no format.
-        return DataFilesDict.from_patterns({"train": [glob.escape(str(path.absolute()))]})
-    escaped = glob.escape(str(path.resolve()))
-    if escaped == str(path.resolve()):
-        # This also reads what the data card of a cloned hub folder says about its files.
-        return datasets.load_dataset_builder(str(path)).config.data_files
-    return DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
-
-
-def note_unread(folder: Path, files: list[Path], splits: DataFilesDict) -> None:
-    """Prints which files of a folder are in no split: `more.jsonl` next to `train.jsonl`."""
-    read = {os.path.realpath(file) for paths in splits.values() for file in paths}
-    unread = sorted(
-        str(file.relative_to(folder))
-        for file in files
-        if os.path.realpath(file) not in read
-        # `datasets` ignores these.
-        and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
-    )
-    if unread:
-        print_once(
-            f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
-            f"{sorted(map(str, splits))}, so not read: {', '.join(unread[:5])}"
-        )
-
-
 # ============================================================ JSON and CSV
 def entries_of(path: Path) -> Iterator[str | dict]:
     """Yields the rows of a JSON or CSV file; where each is a line of JSON, that line.
 
     Of lines one is in memory at a time, of a JSON array all rows.
     """
-    with open(path, "rb") as file:  # of the hub's cache no name says it
-        is_gzipped = file.read(2) == b"\x1f\x8b"
+    open_file = gzip.open if path.suffix == ".gz" else open
     # A byte order mark, which Windows writes, is no part of the first row. Lines end at a line feed
     # alone, not at what Unicode takes for an end of line.
-    open_file = gzip.open if is_gzipped else open
     with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
         if path.name.removesuffix(".gz").endswith(".csv"):
             yield from csv.DictReader(file, strict=True)

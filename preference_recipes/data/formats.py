@@ -1,20 +1,25 @@
-"""Recognises the formats of rows: conversations, prompts with completions, preferences, text."""
+"""Recognises the formats of rows, and turns rows with answers into token ids.
 
-import os
+`preference_row` is the usual path: `preference` finds prompt, chosen and rejected answer,
+`row_of_answers` encodes them.
+"""
+
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from preference_recipes.data import rendering
+from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
     LOSS_KEYS,
     BadRow,
     as_messages,
     from_json,
+    has_text,
     is_learned,
     is_message,
     is_messages,
+    learned_turns,
     without_nulls,
 )
 
@@ -30,12 +35,20 @@ LEADING = ("messages", "prompt", "conversations", "instruction", "text")
 LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction"}
 OTHERS = ("chosen", "rejected", "answer", "margin", "label", "tools", "system")
 FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
-MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 # How `label` may be written; the cells of a CSV file are text.
 LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
-# ============================================================ prompts and answers
+# ============================================================ pairs, as token ids
+def preference_row(
+    row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
+) -> dict:
+    """Returns the token ids of one pair, see `row_of_answers`."""
+    prompt, chosen, rejected = as_chat(row, strings_as_messages, *preference(row))
+    answers = {"chosen": chosen, "rejected": rejected}
+    return row_of_answers(row, prompt, answers, tokenizer, max_length)
+
+
 def preference(row: dict) -> tuple[Text, Text, Text]:
     """Returns a preference row as (prompt, chosen, rejected), the prompt stated once.
 
@@ -83,10 +96,13 @@ def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tup
     hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
     prompt, unless column `prompt` states another.
     """
-    shared = os.path.commonprefix([chosen, rejected])
-    if HH_MARKER in shared and shared.startswith(prompt or ""):
-        end = shared.rindex(HH_MARKER) + len(HH_MARKER)
-        return shared[:end], chosen[end:], rejected[end:]
+    place = chosen.rfind(HH_MARKER)
+    while place >= 0 and not rejected.startswith(chosen[: place + len(HH_MARKER)]):
+        place = chosen.rfind(HH_MARKER, 0, place)
+    end = place + len(HH_MARKER)
+    begin_with_prompt = all(text.startswith(prompt or "") for text in (chosen, rejected))
+    if place >= 0 and begin_with_prompt:
+        return chosen[:end], chosen[end:], rejected[end:]
     if prompt is None:
         raise BadRow(
             "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
@@ -117,27 +133,95 @@ def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:
     return [(part["role"] == "assistant", part["content"].strip()) for part in messages]
 
 
-def conversation(row: dict) -> tuple[Text, Text]:
-    """Returns an SFT row as (prompt, completion), both strings or both message lists.
+def row_of_answers(
+    row: dict, prompt: Text, answers: dict[str, Text], tokenizer, max_length: int
+) -> dict:
+    """Returns the token ids of a prompt and of its answers: `chosen`, `rejected` or both.
 
-    The prompt of `messages` and of `text` is empty.
+    What is longer than `max_length` is cut at the end; prompt and one answer count together.
+
+    Returns:
+        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_learned` and `rejected_learned`,
+        which tokens of the answers count; `length`, the tokens of all sequences together, the
+        prompt in each; `truncated reason notes`, see `dataset.Converter`.
     """
-    refuse_label(row)
-    if row.get("messages") is not None:
-        fits = is_messages(row["messages"])
-        refuse_unless(fits, row, "messages", "a list of messages with role and content")
-        return [], as_messages(row["messages"], "user")
-    if is_whole_text(row):
-        refuse_unless(isinstance(row["text"], str), row, "text", "a string")
-        return "", row["text"]
-    expected = "'messages', or 'prompt' and 'completion', or 'text'"
-    require(row, "prompt", "completion", expected=expected)
-    prompt = row["prompt"]
-    completion = row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt, completion
-    answer = as_messages(completion, "assistant")
-    return question_of(prompt, answer), answer
+    texts = list(answers.values())
+    reason = missing_text(prompt, *texts)
+    prompt_ids: list[int] = []
+    sequences = [chat.Sequence([], []) for _ in texts]
+    notes: list[str] = []
+    if not reason:
+        tools = row.get("tools")
+        prompt_ids, sequences, notes = chat.encode_answers(tokenizer, prompt, texts, tools)
+        if not all(sequence.ids for sequence in sequences):
+            reason = chat.why_left_out(notes)
+
+    room = max(max_length - len(prompt_ids), 0)
+    cut = [chat.Sequence(ids[:room], learned[:room]) for ids, learned in sequences]
+    if not reason and not room:
+        reason = "prompt fills max_length"
+    elif not reason and len(cut) == 2 and cut[0].ids == cut[1].ids:  # what is left tells them apart
+        reason = "chosen equal to rejected"
+    elif not reason and not all(any(learned) for _, learned in cut):
+        reason = "nothing to learn within max_length"
+    of_answers = dict.fromkeys(("chosen", "rejected"), chat.Sequence([], []))
+    of_answers |= dict(zip(answers, cut))
+    prompt_cut = prompt_ids[:max_length]
+    return {
+        "prompt_ids": prompt_cut,
+        "chosen_ids": of_answers["chosen"].ids,
+        "rejected_ids": of_answers["rejected"].ids,
+        "chosen_learned": of_answers["chosen"].learned,
+        "rejected_learned": of_answers["rejected"].learned,
+        "length": sum(len(prompt_cut) + len(ids) for ids, _ in cut),
+        "truncated": prompt_cut != prompt_ids or cut != sequences,
+        "reason": reason,
+        "notes": notes,
+    }
+
+
+def missing_text(prompt: Text, *answers: Text) -> str:
+    """Returns why a row that lacks a text must be left out; "" if it has all."""
+    if not has_text(prompt):
+        return "empty prompt"
+    if not all(map(has_text, answers)):
+        return "empty answer"
+    for answer in answers:
+        if isinstance(answer, list) and answer[-1]["role"] != "assistant":
+            return "answer that does not end with a message of the assistant"
+        if isinstance(answer, list) and not learned_turns(answer, 0):
+            return missing_answer(answer)
+        is_transcript = isinstance(answer, str) and str(prompt).endswith(HH_MARKER)
+        if is_transcript and "\n\nHuman:" in answer:
+            return "transcripts that differ before the last answer, without --strings_as_messages"
+    return ""
+
+
+def missing_answer(answer: Text) -> str:
+    """Returns why a row without anything to learn must be left out."""
+    if isinstance(answer, list):
+        roles = sorted({message["role"] for message in answer})
+        if "assistant" not in roles:
+            return f"no message of role assistant, found {', '.join(roles) or 'none'}"
+        if not all(map(is_learned, answer)):
+            return "no answer that is to be learned"
+    return "empty answer"
+
+
+# ============================================================ one answer and a label
+def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
+    """Returns what `row_of_answers` returns, and `n_answers`.
+
+    A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
+    answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
+    """
+    if is_pair(row):
+        values = preference_row(row, tokenizer, max_length, strings_as_messages)
+        return {**values, "n_answers": 2}
+    prompt, answer, is_good = labelled(row)
+    prompt, answer = as_chat(row, strings_as_messages, prompt, answer)
+    answers = {"chosen" if is_good else "rejected": answer}
+    return {**row_of_answers(row, prompt, answers, tokenizer, max_length), "n_answers": 1}
 
 
 def labelled(row: dict) -> tuple[Text, Text, bool]:
@@ -171,6 +255,39 @@ def refuse_label(row: dict) -> None:
         )
 
 
+def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:
+    """Returns the columns of rows with other prompts, and their answers cut to `max_length`."""
+    cut = {
+        name: [ids[: max_length - len(prompt)] for prompt, ids in zip(prompts, columns[name])]
+        for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
+    }
+    return {**columns, **cut, "prompt_ids": prompts}
+
+
+# ============================================================ conversations
+def conversation(row: dict) -> tuple[Text, Text]:
+    """Returns an SFT row as (prompt, completion), both strings or both message lists.
+
+    The prompt of `messages` and of `text` is empty.
+    """
+    refuse_label(row)
+    if row.get("messages") is not None:
+        fits = is_messages(row["messages"])
+        refuse_unless(fits, row, "messages", "a list of messages with role and content")
+        return [], as_messages(row["messages"], "user")
+    if is_whole_text(row):
+        refuse_unless(isinstance(row["text"], str), row, "text", "a string")
+        return "", row["text"]
+    expected = "'messages', or 'prompt' and 'completion', or 'text'"
+    require(row, "prompt", "completion", expected=expected)
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, completion
+    answer = as_messages(completion, "assistant")
+    return question_of(prompt, answer), answer
+
+
 def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) -> list[dict]:
     """Returns the messages of a prompt; none if it is empty, because then nothing is asked.
 
@@ -197,17 +314,6 @@ def is_whole_text(row: dict) -> bool:
 def leading_column(row: dict) -> str | None:
     """Returns the column that decides about a row's format."""
     return next((name for name in LEADING if row.get(name) is not None), None)
-
-
-def missing_answer(answer: Text) -> str:
-    """Returns why a row without anything to learn must be left out."""
-    if isinstance(answer, list):
-        roles = sorted({message["role"] for message in answer})
-        if "assistant" not in roles:
-            return f"no message of role assistant, found {', '.join(roles) or 'none'}"
-        if not all(map(is_learned, answer)):
-            return "no answer that is to be learned"
-    return "empty answer"
 
 
 def without_loss_keys(value):
@@ -258,7 +364,6 @@ def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ..
             "column 'system' is next to strings, and plain text has no system message: "
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
-    refuse_unless(isinstance(row["system"], str), row, "system", "a string")
     first: Any = next((messages[0] for messages in texts if messages), {})
     if first.get("role") != "system":
         prompt = [{"role": "system", "content": row["system"]}, *prompt]
@@ -285,23 +390,13 @@ def transcript_turns(text: str) -> list[dict] | None:
     before, *parts = re.split(r"\n\n(Human|Assistant):", text)
     if not parts or before.strip():
         return None
-    turns = []
-    for speaker, content in zip(parts[0::2], parts[1::2]):
-        role = "user" if speaker == "Human" else "assistant"
-        turns.append({"role": role, "content": content.strip()})
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [
+        {"role": roles[speaker], "content": content.strip()}
+        for speaker, content in zip(parts[0::2], parts[1::2])
+    ]
     # The transcript ends where the answer begins.
-    if turns[-1] == {"role": "assistant", "content": ""}:
-        turns.pop()
-    return turns
-
-
-def is_plain_text(row: dict) -> bool:
-    """Whether `as_turns` could make turns of a row: its prompt and its answers are strings."""
-    if row.get("messages") is not None or is_whole_text(row):
-        return False
-    values = [row.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
-    kinds = {type(value) for value in values if value is not None}
-    return kinds == {str}
+    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
 # ============================================================ other names, other formats
@@ -319,34 +414,25 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     return columns
 
 
-def rename_columns(row: dict, columns: dict[str, str]) -> dict:
-    """Returns a row under a format's names. The user's columns take precedence over the data's own.
-
-    Example: with `{"prompt": "question"}`, the row `{"question": "Why?", "messages": []}` becomes
-    `{"question": "Why?", "prompt": "Why?"}`: `messages` would be looked for before `prompt`.
-    """
-    named = {LED_BY.get(column, column) for column in columns}
-    first = next((place for place, column in enumerate(LEADING) if column in named), 0)
-    renamed = {name: value for name, value in row.items() if name not in LEADING[:first]}
-    return renamed | {name: row[users] for name, users in columns.items() if users in row}
-
-
-def standard(row: dict) -> dict:
+def standard(row: dict, columns: dict[str, str]) -> dict:
     """Returns a row with the columns of DPO, SFT and the others, whichever format it has.
 
     Its own columns stay: a reward function may ask for them. ShareGPT's `conversations` are
     messages; Alpaca's `instruction` and `input` are the user's, and `output` is the completion.
+
+    Args:
+        columns: see `column_names`. The user's columns take precedence over the data's own: with
+            `{"prompt": "question"}` a column `messages`, looked for before `prompt`, is left out.
     """
-    for column in MEDIA_COLUMNS:
-        # A text or a number may be something else, such as the name of a container's image.
-        if row.get(column) and not isinstance(row[column], (str, int, float)):
-            raise BadRow(f"column {column!r} is not empty: only text is supported")
+    if columns:
+        named = {LED_BY.get(column, column) for column in columns}
+        first = next((place for place, column in enumerate(LEADING) if column in named), 0)
+        given = {name: row[users] for name, users in columns.items() if users in row}
+        row = {name: row[name] for name in row if name not in LEADING[:first]} | given
     leading = leading_column(row)
     if leading == "conversations":
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
     if leading == "instruction":
-        if row.get("history"):
-            raise BadRow("column 'history' is not read: give earlier turns as messages")
         question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
         row = {**row, "prompt": [{"role": "user", "content": question}]}
         if row.get("output") is not None:

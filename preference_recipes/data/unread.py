@@ -6,7 +6,8 @@ templates know is needed: each is taken out of a few rows, and these are convert
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from common import counted
@@ -20,26 +21,33 @@ EXAMPLES = 3  # rows that are converted without a key
 MOST_ROWS = 20_000  # that are looked at
 
 
-def describe(rows: Iterable[dict], convert: Callable[[dict], dict]) -> str | None:
-    """Returns which columns and keys with a value nothing reads; None if all are read.
+def describe(rows: Iterable[dict], converter) -> str:
+    """Returns which columns and keys with a value nothing reads; "" if all are read.
 
     Example: `not read: column "id" (800 rows), key "messages.train" (12 rows)`
     """
     looked_at = 0
     counts: collections.Counter[Path] = collections.Counter()
+    # By yes, no and other values: `train: false` may be read where `train: true` changes nothing.
     examples: dict[Path, dict[Any, list[dict]]] = collections.defaultdict(dict)
     for row in itertools.islice(rows, MOST_ROWS):
         looked_at += 1
         found = dict.fromkeys(paths_of(row))  # in the order of the row
-        counts.update(dict.fromkeys(path for path, _ in found).keys())
+        counts.update({path: 1 for path, _ in found})
         for path, value in found:
             some = examples[path].setdefault(value, [])
             if len(some) < EXAMPLES:
                 some.append(row)
 
+    def learned(row: dict) -> dict:
+        values = converter.convert_row(row, 0)
+        # The copy for reward functions has each column; those for the template they do not read.
+        columns = json.loads(values.pop("columns", "{}")).keys()
+        return {**values, "columns": columns - {"tools", "chat_template_kwargs"}}
+
     def is_read(row: dict, path: Path) -> bool:
         try:
-            return convert(row) != convert(without(row, path))
+            return learned(row) != learned(without(row, path))
         except BadRow:  # only without the key
             return True
 
@@ -49,13 +57,15 @@ def describe(rows: Iterable[dict], convert: Callable[[dict], dict]) -> str | Non
         tried = itertools.chain(*examples[path].values())
         if not is_below_unread and not any(is_read(row, path) for row in tried):
             unread.append(path)
+    if not unread:
+        return ""
     named = [
         f'{"column" if len(path) == 1 else "key"} "{".".join(path)}" '
         f"({counted(counts[path], 'row')})"
         for path in unread
     ]
     where = f" of the first {MOST_ROWS:,}" if looked_at == MOST_ROWS else ""
-    return f"not read{where}: {', '.join(named)}" if named else None
+    return f"not read{where}: {', '.join(named)}"
 
 
 def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:

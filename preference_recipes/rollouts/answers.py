@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 
 from common.actor import Actor
-from preference_recipes.data import answer_column, thoughts
+from preference_recipes.data import dataset, thoughts
 from preference_recipes.data.rendering import decode_answers
 from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.sampler import Sampler
@@ -80,7 +80,7 @@ def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], 
                 "row": rows["row"][number],
                 "prompt": prompt,
                 "response": tokenizer.decode(response_ids[number]),
-                "answer": " or ".join(answer_column.entries(answer)),
+                "answer": " or ".join(answer.split(dataset.BETWEEN)),
                 "right": is_right(with_opened_thought(prompt, texts[number]), answer),
             }
         )
@@ -91,10 +91,10 @@ def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], 
 def is_right(response: str, answer: str | float | list) -> bool:
     """Returns whether a response has the final answer of an answer; of a list, of any entry.
 
-    The answer is as the data has it, or as `answer_column.to_text` keeps it.
+    The answer is as the data has it, or as `dataset.answer_text` keeps it.
     """
-    text = answer_column.to_text(answer)
-    return any(has_answer(response, entry) for entry in answer_column.entries(text))
+    text = dataset.answer_text(answer)
+    return any(has_answer(response, entry) for entry in text.split(dataset.BETWEEN))
 
 
 def has_answer(response: str, answer: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common import arguments, distributed
-from preference_recipes.data import answer_column, dataset, prompts
+from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.packing import Packer
@@ -56,7 +56,6 @@ def load_prompts(accelerator, args, tokenizer) -> Data:
         args,
         tokenizer,
         function=prompts.prompt_row,
-        exact_match=True,
         max_new_tokens=args.max_new_tokens,
         tools=episodes.tools(args),
     )
@@ -279,9 +278,7 @@ def answer_reward(prompts, responses, answer, rendered_prompts=None, **columns):
     """
     scores: list[float | None] = []
     for prompt, response, right in zip(rendered_prompts or prompts, responses, answer):
-        right = answer_column.to_text(right)
-        if right == answer_column.OBJECT:
-            raise ValueError(f"the column answer holds an object, at the prompt {prompt!r:.80}")
+        right = dataset.answer_text(right)
         if right == "":
             scores.append(None)
             continue

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common import as_list, counted
 from preference_recipes.data import files, rendering
-from preference_recipes.data.conversion import Converter
-from preference_recipes.data.dataset import Data
+from preference_recipes.data.dataset import Converter, Data
 
 SEPARATOR = "\u2502"  # a line that texts hardly hold
 
@@ -30,7 +29,7 @@ class Sequence(NamedTuple):
 def print_preview(args, data: Data) -> None:
     """Prints the first rows of each training set."""
     for name in as_list(args.dataset_name):
-        rows = files.load(name, args.dataset_split)
+        rows = files.find(name, args.dataset_split).rows()
         for index, row in enumerate(rows.read(0, args.preview)):
             values = data.converter.convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")

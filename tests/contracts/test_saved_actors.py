@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import actor, console, folders
-from preference_recipes.data.conversion import Converter
-from preference_recipes.data.dataset import Data, load_evaluation_sets
+from preference_recipes.data.dataset import Converter, Data, load_evaluation_sets
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.tools import export
 from runs import (

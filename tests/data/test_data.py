@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from preference_recipes.data import conversion, dataset, files, formats
+from preference_recipes.data import dataset, files, formats
+from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
-from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
@@ -185,9 +185,9 @@ def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
         for name in ("one", "two")
     ]
     settings = dict(max_length=99, loss_on="assistant")
-    converter = conversion.Converter(sft_row, tokenizer, {}, settings)
+    converter = dataset.Converter(sft_row, tokenizer, {}, settings)
     load = lambda names: dataset.load_evaluation_sets(accelerator, names, "train", converter)
-    assert load(None) == {} and list(load(paths[:1])) == ["eval/"]
+    assert load([]) == {} and list(load(paths[:1])) == ["eval/"]
     sets = load(paths)
     texts = {prefix: tokenizer.decode(data[0]["input_ids"]) for prefix, data in sets.items()}
     assert texts == {f"eval/{name}/": f"{U1}{name}<|im_end|>" for name in ("one", "two")}
@@ -249,16 +249,16 @@ def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
     (tmp_path / "set" / "loop.jsonl").symlink_to("loop.jsonl")
     folder = str(tmp_path / "set")
     for _ in range(2):  # it is named once
-        assert files.load(folder, "train").number
+        assert files.find(folder, "train").rows().number
     assert capsys.readouterr().out == (
         f"NOTE: folder {folder!r}: 1 file in none of the splits ['test', 'train'], so not read: "
         "parts/more.jsonl\n"
     )
     (tmp_path / "set" / "parts" / "more.jsonl").unlink()
-    files.load(folder, "test")
+    files.find(folder, "test").rows()
     (tmp_path / "spark" / "train.parquet").mkdir(parents=True)
     write(tmp_path / "spark" / "train.parquet" / "part-0.parquet", [{"prompt": U1}])
-    files.load(str(tmp_path / "spark"), "train")
+    files.find(str(tmp_path / "spark"), "train").rows()
     assert capsys.readouterr().out == ""
 
 
@@ -492,7 +492,7 @@ def test_the_json_files_of_a_hub_set_are_read_row_by_row(tmp_path, monkeypatch):
         write(tmp_path / "set" / name, part)
     builder = datasets.load_dataset_builder(str(tmp_path / "set"))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
-    read = lambda split: list(files.load("owner/set", split).read(0, 9))
+    read = lambda split: list(files.find("owner/set", split).rows().read(0, 9))
     assert read("train") == [*rows[:2], {"prompt": ["c"], "answer": None}]
     assert read("test") == rows[:1] and read("train[1:2]") == rows[1:2]
 

@@ -9,8 +9,8 @@ import pytest
 
 import templates
 from preference_recipes.data import files, formats, messages
+from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
-from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
 from runs import recipe, refuses, write_jsonl
 from templates import load_rows
@@ -43,7 +43,7 @@ def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="trai
 
 def rows_of(path, split="train") -> list[dict]:
     """The rows of a data set as a row function gets them."""
-    rows = files.load(str(path), split)
+    rows = files.find(str(path), split).rows()
     return list(rows.read(0, rows.number))
 
 
@@ -238,7 +238,7 @@ def test_a_column_system_begins_the_chat(row, as_messages):
     """Beside strings, too, where they are turns; with an empty one the row is as without."""
 
     def chat(**system):
-        given = formats.standard(row | system)
+        given = formats.standard(row | system, {})
         return formats.as_chat(given, as_messages, *formats.preference(given))
 
     assert chat(system=SYSTEM["content"]) == ([SYSTEM, QUESTION], [YES], [NO])
@@ -263,9 +263,9 @@ def test_columns_name_the_users_own():
     columns = formats.column_names(["prompt=question", "completion=answer"])
     assert columns == {"prompt": "question", "completion": "answer"}
     row = {"question": "2+2?", "answer": "4", "messages": [QUESTION], "text": "a"}
-    found = formats.conversation(formats.standard(formats.rename_columns(row, columns)))
+    found = formats.conversation(formats.standard(row, columns))
     assert found == ("2+2?", "4")
-    found = formats.rename_columns(row, formats.column_names(["text=text"]))
+    found = formats.standard(row, formats.column_names(["text=text"]))
     assert formats.conversation(found) == ("", "a")
     for pairs in (["prompt"], ["other=a"], ["text=a", "text=b"]):
         refuses("each once, such as prompt=question", call=lambda pairs=pairs: formats.column_names(pairs))  # fmt: skip
@@ -289,7 +289,7 @@ def read(row: dict, tmp_path, name="rows.parquet") -> dict:
         datasets.Dataset.from_list([row]).to_parquet(path)
     else:
         write_jsonl(path, [row])
-    return formats.standard(rows_of(path)[0])
+    return formats.standard(rows_of(path)[0], {})
 
 
 ALPACA = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
@@ -334,9 +334,9 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
         message("tool", '{"year": 2010}'),
         message("assistant", "It is of 2010."),
     ]  # fmt: skip
-    assert formats.standard({"messages": [QUESTION], "tools": "[]"})["tools"] is None
+    assert formats.standard({"messages": [QUESTION], "tools": "[]"}, {})["tools"] is None
     with pytest.raises(BadRow, match="column 'tools': expected a list of JSON schemas"):
-        formats.standard({"messages": [QUESTION], "tools": "[{"})
+        formats.standard({"messages": [QUESTION], "tools": "[{"}, {})
 
 
 def test_columns_of_alpaca_may_have_other_names():
@@ -344,7 +344,7 @@ def test_columns_of_alpaca_may_have_other_names():
     row = {"instruction": "识别并解释", "context": "细胞理论和日心说。", "response": "细胞理论是", "text": "a"}  # fmt: skip
     columns = formats.column_names(["input=context", "output=response"])
     for other in ({}, {"conversations": [said("human", "a"), said("gpt", "b")]}, {"prompt": "a"}):
-        found = formats.standard(formats.rename_columns(row | other, columns))
+        found = formats.standard(row | other, columns)
         assert formats.conversation(found) == ([ASKED], [ANSWERED])
 
 
@@ -374,7 +374,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
 
 @pytest.mark.parametrize("row, words", [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1", "expected text", "'image_url'"]),
-    ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
     ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5"]),
     ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
@@ -382,7 +381,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
     ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
     ({"instruction": "a", "output": 5}, ["found [{'role': 'assistant', 'content': 5}]"]),
-    ({"instruction": "a", "output": "b", "history": [["One?", "One."]]}, ["column 'history'"]),
 ])  # fmt: skip
 def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
@@ -390,11 +388,10 @@ def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_
 
 
 def test_columns_of_other_data_are_no_format():
-    """A class beside a text, a label beside a pair, and the name of a container's image."""
+    """A class beside a text, a label beside a pair."""
     assert formats.conversation({"text": "a", "label": True}) == ("", "a")
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
     assert formats.preference(pair) == ("a", "b", "c")
-    assert formats.standard({"prompt": "a", "image": "python:3.12"})["image"] == "python:3.12"
 
 
 def test_a_pair_that_ends_with_the_users_turn_is_left_out(tokenizer):

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 import templates
 from preference_recipes.data import chat, rendering, thoughts
+from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
-from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models import load

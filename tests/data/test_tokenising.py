@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 import templates
 from common import launch
-from preference_recipes.data import chat, conversion, rendering
-from preference_recipes.data.pairs import preference_row
+from preference_recipes.data import chat, dataset, rendering
+from preference_recipes.data.formats import preference_row
 from runs import refuses, write_jsonl
 from templates import load_rows
 
@@ -66,7 +66,7 @@ def test_a_plain_prompt_is_encoded_alone_and_in_front_of_each_answer(monkeypatch
 @pytest.fixture
 def many(monkeypatch, tmp_path):
     """A file of 2,500 pairs, for which two processes are worth their start."""
-    monkeypatch.setattr(conversion, "ROWS_PER_PROCESS", 1000)
+    monkeypatch.setattr(dataset, "ROWS_PER_PROCESS", 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     say = lambda text: [{"role": "assistant", "content": text}]
@@ -89,7 +89,7 @@ def load(accelerator, monkeypatch, path, cache, **settings):
 
 def test_two_processes_make_the_same_rows_as_one(accelerator, monkeypatch, many, tmp_path):
     *by_two, files_of_two = load(accelerator, monkeypatch, many, tmp_path / "two")
-    monkeypatch.setattr(conversion, "ROWS_PER_PROCESS", 10_000)
+    monkeypatch.setattr(dataset, "ROWS_PER_PROCESS", 10_000)
     *by_one, files_of_one = load(accelerator, monkeypatch, many, tmp_path / "one")
     assert (files_of_two, files_of_one) == (2, 1) and by_two == by_one
     assert by_one[0]["row"] == list(range(1, 2501)) and by_one[0]["answer"][-1] == "2499"
@@ -105,7 +105,7 @@ def test_a_bad_row_is_named_by_two_processes_as_by_one(accelerator, monkeypatch,
         "with role and content, found 7"
     )
     for number in (1000, 10_000):
-        monkeypatch.setattr(conversion, "ROWS_PER_PROCESS", number)
+        monkeypatch.setattr(dataset, "ROWS_PER_PROCESS", number)
         cache = tmp_path / f"cache{number}"
         refuses(expected, call=partial(load, accelerator, monkeypatch, many, cache))
         assert not list((cache / "tokenised").iterdir())  # nor is half a file left

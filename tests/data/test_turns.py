@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import templates
-from preference_recipes.data import conversion, pairs, prompts
+from preference_recipes.data import dataset, formats, prompts
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
@@ -64,9 +64,9 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
     given = {"prompt": [ASK], "tools": [CLOCK]}
     pair = {**given, "chosen": answer, "rejected": [NO]}
     read = [
-        pairs.preference_row(pair, tokenizer, LONG),
-        pairs.labelled_row(pair, tokenizer, LONG),
-        pairs.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
+        formats.preference_row(pair, tokenizer, LONG),
+        formats.labelled_row(pair, tokenizer, LONG),
+        formats.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
     ]
     for row in read:
         assert row["reason"] == "" and len(row["chosen_ids"]) == len(row["chosen_learned"])
@@ -82,7 +82,7 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
 def test_an_answer_whose_turns_the_template_rewrites_is_left_out():
     """As one sequence it would be learned as no model writes it."""
     row = {"prompt": [ASK], "chosen": ANSWERS["a user"], "rejected": [NO]}
-    found = pairs.preference_row(row, templates.tokenizer("qwen3"), LONG)
+    found = formats.preference_row(row, templates.tokenizer("qwen3"), LONG)
     assert "writes the earlier turns of an answer differently" in found["reason"]
 
 
@@ -90,18 +90,18 @@ def test_answers_with_nothing_to_learn_are_left_out():
     tokenizer = templates.tokenizer("qwen2_5")
     bad = ANSWERS["not learned"]
     row = {"prompt": [ASK], "chosen": bad[:1], "rejected": [NO]}
-    found = pairs.preference_row(row, tokenizer, LONG)
+    found = formats.preference_row(row, tokenizer, LONG)
     assert found["reason"] == "no answer that is to be learned"
     row["chosen"] = bad
-    whole = pairs.preference_row(row, tokenizer, LONG)
+    whole = formats.preference_row(row, tokenizer, LONG)
     first = len(whole["prompt_ids"]) + whole["chosen_learned"].index(True)
-    cut = pairs.preference_row(row, tokenizer, first)
+    cut = formats.preference_row(row, tokenizer, first)
     assert cut["reason"] == "nothing to learn within max_length"
-    assert pairs.preference_row(row, tokenizer, first + 1)["reason"] == ""
+    assert formats.preference_row(row, tokenizer, first + 1)["reason"] == ""
     for column in ("chosen", "rejected"):  # more than yes or no
         unclear = {**row, column: [say("assistant", "a", weight=0.5)]}
         with pytest.raises(BadRow, match=r"message 1, weight 0\.5"):
-            pairs.preference_row(unclear, tokenizer, LONG)
+            formats.preference_row(unclear, tokenizer, LONG)
 
 
 def test_a_reward_model_reads_the_whole_answer():
@@ -166,7 +166,7 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
     batch = kto.collate(columns, Packer(torch.device("cpu"), share=True))
     logps = Uniform()(batch)["logps"].sum(1) * -1000
     assert logps.round().tolist() == [40, 90, 70]
-    other = kto.pairs.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
+    other = kto.formats.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
     assert other["chosen_learned"] == [[True, False], []]
 
 
@@ -178,9 +178,9 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
     row = {"prompt": [ASK, last], "chosen": [NOON], "rejected": [NO]}
     labelled = {"prompt": [ASK, last], "completion": "noon.", "label": 1}
     for call in (
-        lambda: pairs.preference_row(row, tokenizer, LONG),
+        lambda: formats.preference_row(row, tokenizer, LONG),
         lambda: prompts.prompt_row(row, tokenizer, LONG, 8),
-        lambda: pairs.labelled_row(labelled, tokenizer, LONG),
+        lambda: formats.labelled_row(labelled, tokenizer, LONG),
         lambda: sft_row(labelled | {"label": None}, tokenizer, LONG, "assistant"),
     ):
         with pytest.raises(BadRow, match="the prompt ends with a message of the assistant"):
@@ -190,7 +190,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
 def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
     tokenizer = templates.tokenizer("qwen2_5")
     both = [ASK, say("assistant", "One."), NOON]
-    row = pairs.preference_row({"chosen": both, "rejected": [*both[:2], NO]}, tokenizer, LONG)
+    row = formats.preference_row({"chosen": both, "rejected": [*both[:2], NO]}, tokenizer, LONG)
     text = tokenizer.apply_chat_template(both, tokenize=False)
     assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == text.removesuffix("\n")
     assert tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\n")
@@ -203,15 +203,15 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
         "chosen": "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Noon.",
         "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
     }
-    found = pairs.preference_row(row, tokenizer, LONG, strings_as_messages=True)
+    found = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
     learned = of_targets(found["chosen_ids"], found["chosen_learned"])
     assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
     assert "<|im_start|>user\nAnd?<|im_end|>" in tokenizer.decode(found["chosen_ids"])
     assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"
-    plain = pairs.preference_row(row, tokenizer, LONG)
+    plain = formats.preference_row(row, tokenizer, LONG)
     assert "transcripts that differ before the last answer" in plain["reason"]
     row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
-    ends = pairs.preference_row(row, tokenizer, LONG, strings_as_messages=True)
+    ends = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
     assert ends["reason"] == "answer that does not end with a message of the assistant"
 
 
@@ -227,10 +227,10 @@ def test_variables_of_the_template_may_be_a_rows_own(as_text):
     assert text != other
     for function, settings in (
         (sft_row, dict(loss_on="assistant")),
-        (pairs.preference_row, {}),
+        (formats.preference_row, {}),
         (prompts.prompt_row, dict(max_new_tokens=8)),
     ):
-        converter = conversion.Converter(function, tokenizer, {}, dict(max_length=LONG, **settings))
+        converter = dataset.Converter(function, tokenizer, {}, dict(max_length=LONG, **settings))
         rows = [{**given, **more}, given]
         for row, prompt in zip(rows, (text, other)):
             assert tokenizer.decode(converter.convert_row(row, 0)["prompt_ids"]) == prompt

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from preference_recipes.data import conversion, pairs, prompts, unread
+from preference_recipes.data import dataset, formats, prompts, unread
 from recipes import load
 from runs import ASSETS
 
@@ -23,8 +23,8 @@ def tokenizer():
 
 def said(function, tokenizer, *rows, columns=None, **settings):
     settings = {"max_length": 512, "strings_as_messages": False, **settings}
-    converter = conversion.Converter(function, tokenizer, columns or {}, settings)
-    return unread.describe(iter(rows), converter.tokens_of)
+    converter = dataset.Converter(function, tokenizer, columns or {}, settings)
+    return unread.describe(iter(rows), converter)
 
 
 def sft(tokenizer, *rows, **more):
@@ -32,8 +32,8 @@ def sft(tokenizer, *rows, **more):
 
 
 def test_all_is_read(tokenizer):
-    assert sft(tokenizer, {"messages": [U, A], "answer": "042"}) is None
-    assert sft(tokenizer, {"prompt": "a", "completion": "b", "id": None, "tags": []}) is None
+    assert sft(tokenizer, {"messages": [U, A], "answer": "042"}) == ""
+    assert sft(tokenizer, {"prompt": "a", "completion": "b", "id": None, "tags": []}) == ""
 
 
 def test_columns_and_keys_of_messages_are_named_with_their_rows(tokenizer):
@@ -54,7 +54,7 @@ def test_a_column_beside_those_that_take_its_place(tokenizer):
 
 def test_pairs(tokenizer):
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}
-    assert said(pairs.preference_row, tokenizer, row) == 'not read: column "margin" (1 row)'
+    assert said(formats.preference_row, tokenizer, row) == 'not read: column "margin" (1 row)'
 
 
 def test_columns_are_for_reward_functions_but_keys_of_messages_are_not(tokenizer):
@@ -68,12 +68,12 @@ def test_keys_of_calls_that_a_template_does_not_write(name):
     tokenizer = templates.tokenizer(name)
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     row = {"messages": [U, call, {"role": "tool", "content": "42", "name": "add"}, A]}
-    found = sft(tokenizer, row) or ""
+    found = sft(tokenizer, row)
     # Neither template writes the id of a call; what a call says is written.
     assert '"messages.tool_calls.id"' in found and "function" not in found
 
 
-@pytest.mark.parametrize("name, said_of_them", [("qwen3", None), ("own_alpaca", 'not read: column "tools" (1 row)')])  # fmt: skip
+@pytest.mark.parametrize("name, said_of_them", [("qwen3", ""), ("own_alpaca", 'not read: column "tools" (1 row)')])  # fmt: skip
 def test_tools_that_no_template_writes_are_named(name, said_of_them):
     tokenizer = templates.tokenizer(name)
     tools = [{"type": "function", "function": {"name": "add"}}]
@@ -95,7 +95,7 @@ def test_what_changes_the_meaning_elsewhere_is_named(tokenizer):
 @pytest.mark.parametrize("values", [[True, True, True, True, False], [1, 1, 1, 1, 0]])
 def test_a_key_that_is_read_in_a_late_row_only_is_read(tokenizer, values):
     rows = [{"messages": [U, {**A, "train": value}]} for value in values]
-    assert sft(tokenizer, *rows) is None
+    assert sft(tokenizer, *rows) == ""
 
 
 def test_of_a_large_set_the_first_rows_are_looked_at(tokenizer, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from common import arguments
-from preference_recipes.data import pairs, prompts
+from preference_recipes.data import formats, prompts
 from preference_recipes.models.load import tokenizer_of
 from recipes import NAMES, load
 from runs import ASSETS, REPOSITORY, recipe
@@ -188,9 +188,9 @@ def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_pa
     elif name == "reward":
         function = module.reward_row
     elif name == "dpo":
-        function = pairs.preference_row
+        function = formats.preference_row
     elif name == "kto":
-        function = pairs.labelled_row
+        function = formats.labelled_row
     else:
         function, settings = prompts.prompt_row, {"max_new_tokens": args.max_new_tokens}
     tokenizer = tokenizer_of(str(ASSETS / "model"))

@@ -9,10 +9,9 @@ import pytest
 import architectures
 import templates
 from bare_runs import bare_sampler
-from preference_recipes.data import answer_column
+from preference_recipes.data import dataset
 from preference_recipes.data.rendering import decode_answers
 from preference_recipes.rollouts import answers, rewards
-from runs import refuses
 
 # What a response says, the column `answer`, and whether the response is right.
 TABLE = [
@@ -151,10 +150,10 @@ def test_of_a_list_any_entry_is_right(answer):
     responses = ["2", "The answer is Two.", "#### 2", "3", "2 or 3"]
     expected = [1.0, 1.0, 1.0, 0.0, 0.0]
     assert rewards.answer_reward([""] * 5, responses, [answer] * 5) == expected
-    kept = answer_column.to_text(answer)
+    kept = dataset.answer_text(answer)
     assert [float(answers.is_right(text, kept)) for text in responses] == expected
-    assert answers.is_right("The answer is [1, 2]", answer_column.to_text("[1, 2]"))
-    assert not answers.is_right("1", answer_column.to_text("[1, 2]"))
+    assert answers.is_right("The answer is [1, 2]", dataset.answer_text("[1, 2]"))
+    assert not answers.is_right("1", dataset.answer_text("[1, 2]"))
 
 
 def test_a_row_without_an_answer_is_not_scored():
@@ -164,14 +163,8 @@ def test_a_row_without_an_answer_is_not_scored():
 
 @pytest.mark.parametrize("answer", [{"value": "2"}, [{"value": "2"}], [["2"], "two"]])
 def test_an_answer_that_is_an_object_is_refused(answer):
-    with pytest.raises(ValueError, match="column answer holds an object, at the prompt 'b'"):
+    with pytest.raises(ValueError, match="column 'answer' holds an object"):
         rewards.answer_reward(["a", "b"], ["2", "2"], ["2", answer])
-    column = [answer_column.to_text(value) for value in ("2", answer)]
-    rows = datasets.Dataset.from_dict({"row": [4, 7], "answer": column})
-    refuses(
-        "data set 'mine', row 7: column 'answer' holds an object",
-        call=lambda: answer_column.refuse_objects("mine", rows),
-    )
 
 
 @pytest.mark.parametrize(

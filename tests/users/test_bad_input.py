@@ -20,7 +20,7 @@ from common.arguments import parse
 from common.launch import quiet
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import files
-from preference_recipes.data.pairs import preference_row
+from preference_recipes.data.formats import preference_row
 from preference_recipes.models import load, scores
 from preference_recipes.tools import export
 from runs import ASSETS, REPOSITORY, recipe, refuses, tiny_llama, write_jsonl
@@ -77,7 +77,6 @@ def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
 @pytest.mark.parametrize("name, content, parts", [
     ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
     ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1", "more cells than the header", "quote"]),
-    ("a.csv", b"prompt,chosen\n", ["holds no rows"]),
     ("a.txt", b"text", ["a.txt", ".jsonl .json .csv .parquet", ".gz"]),
     # Torn, which is not read in part.
     ("a.jsonl.gz", gzip.compress(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)[:-20], ["end-of-stream"]),
@@ -86,7 +85,7 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     path = tmp_path / name
     path.write_bytes(content)
     quiet()
-    refuses(path, *parts, call=lambda: files.load(str(path), "train"))
+    refuses(path, *parts, call=lambda: files.find(str(path), "train").rows())
     assert "Failed" not in capfd.readouterr().err
 
 
@@ -96,6 +95,7 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     (preference_row, [{**PAIR, "chosen": ""}] * 2, ["no usable row", "2 of 2 left out (empty answer): rows 1, 2"]),
     (preference_row, [{**PAIR, "prompt": "long" * 9}], ["no usable row", "1 of 1 left out (prompt fills --max_length 20): row 1"]),
     (sft_row, [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], ["row 2", "no 'completion'"]),
+    (sft_row, [], ["holds no rows"]),
     (sft_row, [{"prompt": "long" * 9, "completion": "a"}], ["no usable row", "1 of 1 left out (nothing to learn within --max_length 20): row 1"]),
 ])  # fmt: skip
 def test_rows_that_do_not_fit(accelerator, tokenizer, tmp_path, function, rows, parts):

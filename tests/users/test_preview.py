@@ -9,7 +9,7 @@ from accelerate import Accelerator
 import recipes
 import templates
 from preference_recipes.data import dataset
-from preference_recipes.data.pairs import preference_row
+from preference_recipes.data.formats import preference_row
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models.packing import Packer
 from preference_recipes.tools import preview

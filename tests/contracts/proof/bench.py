@@ -160,7 +160,7 @@ class Bench:
         names = as_list(self.arguments[f"{kind}_name"])
         if not names:
             return []
-        source = files.load(names[0], self.arguments[f"{kind}_split"])
+        source = files.find(names[0], self.arguments[f"{kind}_split"]).rows()
         return uneven(list(source.read(0, 2 * ROWS)))
 
     def has(self, name: str) -> bool:
