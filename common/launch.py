@@ -13,7 +13,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, engine, run_folder
+from common import arguments, engine, run_folder
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
@@ -89,6 +89,8 @@ def mend_rounding(accelerator: Accelerator) -> None:
             policy.param_dtype, reduce_dtype=torch.float32
         )
     if accelerator.device.type == "cpu":
+        from common import cpu
+
         cpu.clip_by_exact_norm(accelerator)
         if accelerator.mixed_precision != "no":
             cpu.HalfProductsInFp32().__enter__()  # for the life of the process

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import cpu, distributed, folders, in_one_line, print_once, record
+from common import distributed, folders, in_one_line, print_once, record
 from common.adapters import has_adapter
 from preference_recipes.data import rendering
 from preference_recipes.models import architecture
@@ -153,13 +153,15 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         # those that no weight needed, and would save Gemma 3 under names that nothing reads.
         used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
         model._weight_conversions = used
-    is_on_cpu = PartialState().device.type == "cpu"
-    if is_on_cpu and model.config.get_text_config().hidden_size > 128:
+    contexts = {}
+    if PartialState().device.type == "cpu":
+        from common import cpu
         from preference_recipes.models import onednn
 
-        onednn.use_onednn()
+        contexts["context_fn"] = cpu.contexts_of_checkpoint
+        if model.config.get_text_config().hidden_size > 128:
+            onednn.use_onednn()
     if args.gradient_checkpointing and not frozen:
-        contexts = {"context_fn": cpu.contexts_of_checkpoint} if is_on_cpu else {}
         # transformers renamed it, warns of the old name, and will take that away in version 6.
         new_name = "activation_checkpointing_enable"
         enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
