@@ -154,8 +154,8 @@ def token_losses(
         "teacher/entropy": (output["teacher_entropy"], mask),
         "teacher/agreement": (output["agreement"], mask),
     }
-    for name in teachers.names(args):  # none if one teacher has all rows
-        is_taught_by = stored["teacher"] == teachers.numbers(args)[name]
+    for number, name in enumerate(teachers.names(args)):  # none if one teacher has all rows
+        is_taught_by = stored["teacher"] == number
         values[f"kl/reverse/{name}"] = (output["reverse_kl"], mask * is_taught_by)
     return losses, values
 
@@ -297,7 +297,7 @@ def rollout_of(
     teacher_names = for_each_sample(columns.get("teacher", one_teacher))
     # Without --teacher_prompt a teacher reads what the student reads.
     teacher_prompts = for_each_sample(columns.get("teacher_prompt_ids", columns["prompt_ids"]))
-    number_of = teachers.numbers(sampler.args)
+    known = list(teachers.names_and_paths(sampler.args))
     is_own = torch.arange(len(samples)) < n_own * samples.per_prompt
     return TaughtRollout(
         samples=samples,
@@ -305,7 +305,7 @@ def rollout_of(
         tokens={
             "mask": samples.mask,
             "is_own": is_own[:, None],
-            "teacher": torch.tensor([[number_of[name]] for name in teacher_names]),
+            "teacher": torch.tensor([[known.index(name)] for name in teacher_names]),
             "sampler_logps": samples.padded_sampler_logps,
         },
         started_at=sampler.progress.global_step,

@@ -15,15 +15,14 @@ from common import replaced
 HIDDEN = -65504.0
 
 
-# ============================================================ from tokens to logits
-def whole_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
-    """Returns the Hugging Face models in a module by their paths, without models inside of them."""
-    models = {}
-    for path, module in wrapper.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for outer in models)
-        if isinstance(module, PreTrainedModel) and not is_inside:
-            models[path] = module
-    return models
+# ============================================================ from tokens to what the head reads
+def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
+    """Returns what a model's head reads, `[rows * row length, h]`, of a batch's inputs."""
+    if "attention_mask" in inputs:
+        inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}
+    with no_searches():
+        output = backbone_of(model)(**inputs, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1)
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
@@ -38,15 +37,6 @@ def backbone_of(model: nn.Module) -> nn.Module:
         f"{type(model).__name__}: we could not find which of its parts gives the hidden states: "
         "this architecture is not supported yet"
     )
-
-
-def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
-    """Returns what a model's head reads, `[rows * row length, h]`, of a batch's inputs."""
-    if "attention_mask" in inputs:
-        inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}
-    with no_searches():
-        output = backbone_of(model)(**inputs, use_cache=False)
-    return output.last_hidden_state.flatten(0, 1)
 
 
 def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
@@ -89,19 +79,7 @@ def no_searches():
     )
 
 
-class KnownStates:
-    """What a backbone returns, with hidden states and nothing else."""
-
-    def __init__(self, hidden: torch.Tensor):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index):
-        return self.last_hidden_state
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
+# ============================================================ from there to logits
 def logits_formula(model: nn.Module) -> tuple[float, float]:
     """Returns m and c by which logits follow from the head's output x: `c * tanh(m * x / c)`.
 
@@ -142,7 +120,30 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     return multiplier, softcap
 
 
-# ============================================================ what text reaches
+class KnownStates:
+    """What a backbone returns, with hidden states and nothing else."""
+
+    def __init__(self, hidden: torch.Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index):
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+# ============================================================ parts of a model
+def whole_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
+    """Returns the Hugging Face models in a module by their paths, without models inside of them."""
+    models = {}
+    for path, module in wrapper.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in models)
+        if isinstance(module, PreTrainedModel) and not is_inside:
+            models[path] = module
+    return models
+
+
 def unreached_parameters(model: PreTrainedModel) -> set[str]:
     """Returns the names of the parameters that no loss on text can train.
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from common import engine
 from preference_recipes.models import architecture
-from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
 
@@ -65,9 +64,8 @@ def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) ->
     besides attention carries information between tokens (recurrent layers).
     """
     # Those of whole models: the parts of one have other configs, such as a vision tower's.
-    inside = architecture.whole_models(prepared).values()
-    configs = [model.config.get_text_config() for model in inside]
-    for config in configs:
+    for model in architecture.whole_models(prepared).values():
+        config = model.config.get_text_config()
         windows = [
             getattr(config, name, None) or max_length
             for name in ("sliding_window", "attention_chunk_size", "index_topk")
@@ -76,11 +74,7 @@ def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) ->
         if min(windows) < max_length or not takes_masks:
             return False
 
-    # No two tokens are alike: otherwise attention to the wrong ones would not show.
-    sizes = [config.vocab_size for config in configs]
-    sizes += [part.vocabulary for part in prepared.modules() if isinstance(part, LogProbModel)]
-    vocabulary = min(sizes)
-    ids = [7 * i % vocabulary for i in range(40)]
+    ids = list(range(40))  # no two are alike: else attention to the wrong ones would not show
     prompts = [ids[:16], ids[:16], ids[:8], ids[3:9]]
     others = [ids[20:32], ids[8:12], ids[2:6]]
 

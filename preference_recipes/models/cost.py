@@ -1,7 +1,5 @@
 """The operations of training, of which `perf/mfu` is made."""
 
-from typing import NamedTuple
-
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -10,29 +8,19 @@ from common.adapters import has_adapter
 from preference_recipes.models import architecture
 
 
-class Flop(NamedTuple):
-    """The operations of training for each token that the layers, and the output layer, compute.
+def flop(wrapper: nn.Module) -> tuple[float, float]:
+    """Returns the operations of training for each token of the layers, and for each target.
 
-    Both are 0 where they are not known.
-    """
-
-    of_token: float = 0.0
-    of_target: float = 0.0
-
-
-def flop(wrapper: nn.Module) -> Flop:
-    """Returns the operations that training takes: the products with weights alone.
-
-    For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
-    frozen one below an adapter 2 and 2. Embeddings are looked up, and a score head, a single row,
-    is not counted.
+    These are the products with weights alone; both are 0 where they are not known. For each trained
+    parameter they take 2 in the forward and 4 in the backward pass; for each frozen one below an
+    adapter 2 and 2. Embeddings are looked up, and a score head, a single row, is not counted.
     """
     of_token = 0.0
     of_target = 0.0
     for model in architecture.whole_models(wrapper).values():
         of_expert = share_of_experts(model.config.get_text_config())
         if of_expert is None:
-            return Flop()
+            return 0.0, 0.0
         of_frozen = 4 if has_adapter(model) else 0
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         looked_up = {id(table.weight) for table in tables}
@@ -46,7 +34,7 @@ def flop(wrapper: nn.Module) -> Flop:
         if head is not None:
             for_each = 6 if head.weight.requires_grad else of_frozen
             of_target += for_each * engine.size_of(head.weight)
-    return Flop(of_token, of_target)
+    return of_token, of_target
 
 
 def share_of_experts(config: PreTrainedConfig) -> float | None:

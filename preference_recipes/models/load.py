@@ -97,33 +97,6 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     return model
 
 
-class PublishedGenerationConfig(GenerationConfig):
-    """The generation config of a published model. It may have faults, and is saved as it is."""
-
-    def validate(self, *args, **kwargs) -> None:
-        """Accepts all: transformers would refuse to save some configs that it has loaded itself."""
-
-
-def refuse_another_vocabulary(name: str, tokenizer) -> None:
-    """Refuses a reference policy whose own tokenizer, if any, gives a token id another meaning.
-
-    Tokens that only one of both has, such as an added pad token, are no difference.
-    """
-    try:
-        own_tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception:  # whatever says that there is none
-        return
-    own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}
-    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        own_token = own_tokens.get(token_id, token)
-        if own_token != token:
-            sys.exit(
-                f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
-                f"is {own_token!r} there and {token!r} here. The reference policy reads the "
-                "policy's token ids: give the model that the policy was trained from"
-            )
-
-
 def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
     """Loads a model in fp32; `settings` are further arguments of `from_pretrained`.
 
@@ -186,12 +159,40 @@ def from_pretrained(auto_class, name: str, **settings):
         sys.exit(f"{name!r} cannot be loaded by {auto_class.__name__}: {in_one_line(error)}")
 
 
+# ============================================================ models that something is wrong with
 def is_adapter(name: str) -> bool:
     """Whether a folder or a hub name holds an adapter instead of a whole model."""
     try:
         return not Path(name).is_file() and find_adapter_config_file(name) is not None
     except Exception:  # no such name, or no network: whoever loads it says so
         return False
+
+
+def refuse_another_vocabulary(name: str, tokenizer) -> None:
+    """Refuses a reference policy whose own tokenizer, if any, gives a token id another meaning.
+
+    Tokens that only one of both has, such as an added pad token, are no difference.
+    """
+    try:
+        own_tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception:  # whatever says that there is none
+        return
+    own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        own_token = own_tokens.get(token_id, token)
+        if own_token != token:
+            sys.exit(
+                f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
+                f"is {own_token!r} there and {token!r} here. The reference policy reads the "
+                "policy's token ids: give the model that the policy was trained from"
+            )
+
+
+class PublishedGenerationConfig(GenerationConfig):
+    """The generation config of a published model. It may have faults, and is saved as it is."""
+
+    def validate(self, *args, **kwargs) -> None:
+        """Accepts all: transformers would refuse to save some configs that it has loaded itself."""
 
 
 # ============================================================ which weights these are
@@ -201,6 +202,19 @@ def fingerprint(accelerator, name: str, config) -> str:
     All processes must call it.
     """
     return distributed.on_main_process(accelerator, describe_weights, name, config)
+
+
+def describe_weights(name: str, config) -> str:
+    """Returns the commit of a hub name; of a folder, a hash of its weights' and config's files."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return f"commit {getattr(config, '_commit_hash', None)} of {name}"
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    # Checksums are computed outside of Python's lock, so threads share the work.
+    with ThreadPoolExecutor() as pool:
+        checksums = pool.map(folders.checksum, files)
+    entries = [[file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums)]
+    return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
 
 
 def base_fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
@@ -215,16 +229,3 @@ def base_fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
             name = f"base model of {part}" if part else "base model"
             found[name] = fingerprint(accelerator, model.config.name_or_path, model.config)
     return found
-
-
-def describe_weights(name: str, config) -> str:
-    """Returns the commit of a hub name; of a folder, a hash of its weights' and config's files."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return f"commit {getattr(config, '_commit_hash', None)} of {name}"
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    # Checksums are computed outside of Python's lock, so threads share the work.
-    with ThreadPoolExecutor() as pool:
-        checksums = pool.map(folders.checksum, files)
-    entries = [[file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums)]
-    return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"

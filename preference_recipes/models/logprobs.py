@@ -14,8 +14,8 @@ from torch import nn
 
 from preference_recipes.models import architecture
 
-# Logits held at once, in elements: 512 MiB in fp32.
-CHUNK_ELEMENTS = 2**27
+# Logits held at once, in elements: 384 MiB in fp32.
+CHUNK_ELEMENTS = 3 * 2**25
 # Those that a thread of a CPU turns into log-probs at once: they stay in its cache.
 BLOCK_ELEMENTS = 2**18
 
@@ -113,13 +113,14 @@ def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
 
 # ============================================================ the output layer, by chunks
 class ByChunks(torch.autograd.Function):
-    """A linear layer, and what a job makes of its logits, such as `LogProbs` those of targets.
+    """A linear layer, and what a job makes of its logits, such as log-probs: see `LogProbs`.
 
-    By autograd all logits would be kept, and the weight's gradient added up in a second matrix.
+    autograd would keep all logits, and a second matrix to add up the weight's gradient. So the
+    backward pass is written by hand, and both work on a chunk of positions at a time:
 
-        kept          inputs, as by any linear layer, and the gradient of the last chunk's logits
-        recomputed    the logits of the other chunks
-        added up      the weight's gradient, over the chunks, in one fp32 matrix
+        forward     keeps the inputs, and of the last chunk the gradient of its logits
+        backward    computes the logits of the other chunks again, and adds up the weight's
+                    gradient in one fp32 matrix
 
     A job has the logits' `multiplier`, and works on a `part` of the positions, a slice:
 

@@ -28,6 +28,49 @@ def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
     return model
 
 
+def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
+    """Prepares the model that is trained and its optimizer, and returns both.
+
+    This is `accelerator.prepare`, and then puts back the fp32 buffers that DeepSpeed's
+    `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
+    would drift, and the saved actor, which computes them in fp32, would be another model.
+    """
+    if has_adapter(model):  # the base below adapters is in no saved actor
+        round_frozen(accelerator, model)
+    with exact_buffers(accelerator, model):
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if not engine.zero_stage(accelerator):
+        engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
+    model.train()
+    return model, optimizer
+
+
+def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Makes a missing gradient one of zeros, before an optimizer steps, as ZeRO does.
+
+    That of an expert which no token of an update visited may be missing.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def choose_parameters(accelerator, model: nn.Module, args) -> None:
+    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which."""
+    architecture.freeze_unreached(accelerator, model)
+    if args.lora_r:
+        from preference_recipes.models import lora
+
+        lora.add_adapters(accelerator, model, args)
+        return
+    unused = dict(lora_alpha=None, lora_dropout=0.0, lora_target_modules=["all-linear"])
+    unused["load_in_4bit"] = False
+    for name, default in unused.items():
+        if getattr(args, name) != default:
+            sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Turns dropout, and a router's jitter, off for good, also while the model trains."""
     saved_with = {id(whole) for whole in architecture.whole_models(model).values()}
@@ -60,49 +103,6 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
         elif isinstance(value, float) and is_noise(name):
             setattr(copied, name, 0.0)
     return copied
-
-
-def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which."""
-    architecture.freeze_unreached(accelerator, model)
-    if args.lora_r:
-        from preference_recipes.models import lora
-
-        lora.add_adapters(accelerator, model, args)
-        return
-    unused = dict(lora_alpha=None, lora_dropout=0.0, lora_target_modules=["all-linear"])
-    unused["load_in_4bit"] = False
-    for name, default in unused.items():
-        if getattr(args, name) != default:
-            sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
-
-
-def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
-    """Prepares the model that is trained and its optimizer, and returns both.
-
-    This is `accelerator.prepare`, and then puts back the fp32 buffers that DeepSpeed's
-    `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
-    would drift, and the saved actor, which computes them in fp32, would be another model.
-    """
-    if has_adapter(model):  # the base below adapters is in no saved actor
-        round_frozen(accelerator, model)
-    with exact_buffers(accelerator, model):
-        model, optimizer = accelerator.prepare(model, optimizer)
-    if not engine.zero_stage(accelerator):
-        engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
-    model.train()
-    return model, optimizer
-
-
-def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Makes a missing gradient one of zeros, before an optimizer steps, as ZeRO does.
-
-    That of an expert which no token of an update visited may be missing.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 # ============================================================ models that are only read

@@ -48,11 +48,6 @@ def names(args) -> list[str]:
     return [name for name in names_and_paths(args) if name != ONLY]
 
 
-def numbers(args) -> dict[str, int]:
-    """Returns the number of each teacher by its name: 0, 1 ... in the order of the arguments."""
-    return {name: number for number, name in enumerate(names_and_paths(args))}
-
-
 def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:
     """Returns how many tokens the student and all its teachers have in common, from the first.
 

@@ -184,7 +184,7 @@ def test_the_operations_of_training_by_hand(inputs):
     experts = sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name)
     norm = mixture.model.norm.weight.numel()
     visited = layers - experts + experts * 2 / 4 + norm
-    assert cost.flop(LogProbModel(mixture)).of_token == 6 * visited
+    assert cost.flop(LogProbModel(mixture))[0] == 6 * visited
     experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
     another_name = architectures.build("gemma4_text", **experts)
     assert cost.flop(LogProbModel(another_name)) == (0, 0)
