@@ -19,9 +19,6 @@ def importance_weights(
     IcePop, Ling Team 2025.
     sequence_mask: the ratio of the whole response, 0 where it is above the maximum; as in TRL.
     none: 1 for all.
-
-    Args:
-        old: `logps`, those before the rollout's first update, and `sampler_logps`.
     """
     correction = args.sampler_correction
     largest = args.sampler_correction_max

@@ -35,7 +35,6 @@ class UserClass(NamedTuple):
 
 @functools.cache
 def load(name: str) -> UserClass:
-    """Loads the class of `--environment`, makes an instance, and looks at its methods."""
     make = arguments.load_function(name)
     instance = make()
     has_step = hasattr(instance, "step")
@@ -49,7 +48,6 @@ def load(name: str) -> UserClass:
 
 
 def tools_of(instance: Any) -> list[str]:
-    """Returns the names of the public methods that a model may call."""
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
     return [name for name, _ in members if name not in PROTOCOL and not name.startswith("_")]
 
@@ -136,10 +134,7 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
 
 
 def call_tools(instance: Any, message: dict) -> tuple[list[dict], int]:
-    """Calls what a message asks for, and returns a message for each call, and how many failed.
-
-    The model is told what it did wrong, and what a tool raises.
-    """
+    """Calls what a message asks for, and returns a message for each call, and how many failed."""
     messages = []
     n_failed = 0
     for call in message.get("tool_calls", []):
@@ -151,7 +146,7 @@ def call_tools(instance: Any, message: dict) -> tuple[list[dict], int]:
 
 
 def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
-    """Returns the name of what was called, and its result or `{"error": ...}`."""
+    """Returns the name of what was called, and its result or what the model did wrong."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return "", {"error": f"no JSON object with name and arguments: {function!r:.200}"}
     name = function["name"]

@@ -26,11 +26,7 @@ from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_g
 
 
 def start(sampler: Sampler) -> None:
-    """Lets a run's samples be episodes with the environment of `--environment`, if it has one.
-
-    Raises:
-        SystemExit: the chat template cannot continue a conversation.
-    """
+    """Lets a run's samples be episodes with the environment of `--environment`, if it has one."""
     name = sampler.args.environment
     if name is None:
         return
@@ -70,11 +66,10 @@ class Episode:
         return sum(self.is_sampled)
 
     def places_left(self, args) -> int:
-        """Returns how many tokens of any kind still fit into `--max_length`."""
         return args.max_length - len(self.prompt) - len(self.ids)
 
     def room(self, args) -> int:
-        """Returns how many tokens the model may still draw."""
+        """How many tokens the model may still draw."""
         return min(args.max_new_tokens - self.n_sampled, self.places_left(args))
 
     def add(self, ids: list[int], logps: list[float], is_sampled: bool) -> None:
@@ -84,7 +79,7 @@ class Episode:
 
 
 class Stage:
-    """Plays the episodes of a run with the class of `--environment`."""
+    """Plays the episodes of a run."""
 
     def __init__(self, sampler: Sampler, user_class: UserClass):
         self.sampler = sampler

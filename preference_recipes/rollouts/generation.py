@@ -19,8 +19,7 @@ from preference_recipes.rollouts.sampler import Response, Sampler
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
 CACHE_BYTES = 16 * 2**30
-# A batch drops its finished rows after every 16 tokens. Without that, it would compute them
-# until the last row ends; dropping them after every token would copy the cache too often.
+# Finished rows are dropped after every 16 tokens: dropping them copies the cache.
 TOKENS_AT_ONCE = 16
 # With transformers 5.23 these continue a prompt otherwise where others are beside it.
 ALONE = ("recurrent_gemma", "minimax", "rwkv")
@@ -135,9 +134,9 @@ def read_prompts(batch: "Batch", prompts: list[list[int]]) -> None:
     place_of = {prompt: place for place, prompt in enumerate(distinct)}
     copies = [place_of[tuple(prompt)] for prompt in prompts]  # 0 0 1 0
     first_rows = [copies.index(place) for place in range(len(distinct))]  # 0 2
-    ids, padding = batch.ids[first_rows, :length], batch.padding[first_rows]
+    firsts = batch.ids[first_rows, :length]
     # This fills the cache. `generate` also draws a token, which is not used.
-    Batch(batch.sampler, ids, padding, batch.cache, None).advance(1)
+    Batch(batch.sampler, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
     batch.cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
 
 
@@ -182,7 +181,6 @@ class Batch:
         return drawn, [[]] * len(drawn) if self.draw is None else self.draw.logps.tolist()
 
     def keep(self, rows: list[int]) -> None:
-        """Drops all other rows."""
         self.ids = self.ids[rows]
         self.padding = self.padding[rows]
         self.cache.reorder_cache(torch.tensor(rows))
@@ -224,7 +222,6 @@ class RoomyLayer(DynamicLayer):
     rooms: tuple[torch.Tensor, ...] = ()
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Adds keys and values of new tokens, and returns those of all."""
         new_states = (key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(*new_states)
@@ -298,10 +295,7 @@ class SampleByUniform(LogitsProcessor):
 
 @contextlib.contextmanager
 def ready_to_generate(sampler: Sampler):
-    """Holds the actor's whole weights on every process, so that each generates at its own pace.
-
-    The actor is in evaluation mode inside the block, and no gradients are recorded.
-    """
+    """Holds the actor's whole weights on every process, so that each generates at its own pace."""
     model = sampler.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(torch.no_grad())

@@ -27,7 +27,7 @@ READ_HOST = ("falcon", "phimoe")
 def can_record(sampler: Sampler, cache: DynamicCache) -> bool:
     """Whether steps of this model can be recorded; otherwise transformers' `generate` is called.
 
-    What is left out reads something on the host, or keeps more than the keys of each token.
+    The others read something on the host, or keep more than the keys of each token.
     """
     model = sampler.unwrapped.model
     config = model.config
@@ -64,7 +64,6 @@ class FixedLayer(DynamicLayer):
             room[:, :, step.read :] = 0  # what is masked must be a number, too
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Writes those of the newest tokens to their place, and returns what is visible."""
         rows = slice(self.step.rows)
         self.keys[rows].index_copy_(2, self.step.place, key_states)
         self.values[rows].index_copy_(2, self.step.place, value_states)

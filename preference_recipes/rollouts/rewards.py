@@ -39,7 +39,6 @@ class Scores(NamedTuple):
 
 
 def check_settings(args) -> None:
-    """Refuses settings of the rewards that cannot work."""
     if not weights_by_part(args):
         sys.exit(
             "nothing scores the responses: give --reward_model_name_or_path, --reward_function or "
@@ -50,7 +49,6 @@ def check_settings(args) -> None:
 
 
 def load_prompts(accelerator, args, tokenizer) -> Data:
-    """Loads prompts to respond to."""
     return dataset.load_data(
         accelerator,
         args,
@@ -68,7 +66,6 @@ class Judge:
     """
 
     def __init__(self, sampler: Sampler):
-        """Loads what the arguments name. All processes must call it."""
         args = sampler.args
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
@@ -211,11 +208,7 @@ def called(function: Callable, given: dict[str, Any]) -> Any:
 
 
 def as_numbers(source: str, scores: Any, n: int) -> list[float]:
-    """Returns scores that a user's code gave for n responses as numbers, NaN where it gave None.
-
-    Raises:
-        SystemExit: they are something else.
-    """
+    """Returns scores that a user's code gave for n responses as numbers, NaN where it gave None."""
     values = None
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         values = [None if score is None else float(score) for score in scores]
@@ -246,10 +239,7 @@ def load_functions(names: list[str] | None) -> dict[str, Callable]:
 
 
 def weights_by_part(args) -> dict[str, float]:
-    """Returns the weight of each part of the score; default 1 each.
-
-    The reward model's is the first, an environment's `get_reward` the last.
-    """
+    """Returns the weight of each part: the reward model, the functions, the environment."""
     names = [OF_MODEL] if args.reward_model_name_or_path else []
     names += load_functions(args.reward_function)
     if args.environment is not None and environments.load(args.environment).has_reward:

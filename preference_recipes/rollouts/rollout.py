@@ -116,19 +116,16 @@ class Position:
     def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
         """Returns the numbers that decide the tokens of the rollout, see `sample`.
 
-        They depend on the seed, the rollout and the round alone: not on the number of processes,
-        nor on what was drawn before. A rollout may sample in several rounds.
+        They depend on the seed, the rollout and its round alone.
         """
         seeds = [args.seed, self.rollouts_seen, SAMPLING_STREAM, round_number]
         shape = (n_prompts, args.n_samples_per_prompt, args.max_new_tokens)
         return np.random.default_rng(seeds).random(shape)
 
     def order_seed(self, args) -> tuple[int, ...]:
-        """Returns what seeds the order of the rollout's samples, see `batches.epoch_order`."""
         return (args.seed, self.rollouts_seen, ORDER_STREAM)
 
     def end_rollout(self) -> None:
-        """Goes on to the next rollout."""
         self.prompts_done = self.prompts_seen
         self.rollouts_seen += 1
         self.update = 0
@@ -137,26 +134,18 @@ class Position:
 @carried
 @dataclasses.dataclass
 class Rollout:
-    """Samples and what their updates need to know about them; on the CPU of every process.
-
-    Attributes:
-        is_trained: bool `[samples]`, which are trained on.
-        tokens: tensors by name, `[samples, longest response]`, or `[samples, 1]` where all tokens
-            of a response have the same value.
-        started_at: `global_step` before the rollout's first update.
-    """
+    """Samples and what their updates need to know about them; on the CPU of every process."""
 
     samples: Samples
-    is_trained: torch.Tensor
+    is_trained: torch.Tensor  # bool `[samples]`
+    # By name `[samples, longest response]`, or `[samples, 1]` if all tokens have the same value.
     tokens: dict[str, torch.Tensor]
-    started_at: int
+    started_at: int  # `global_step` before the rollout's first update
 
     def updates_per_pass(self, args) -> int:
-        """Returns the number of updates of one pass over the samples that are trained on."""
         return math.ceil(int(self.is_trained.sum()) / args.train_batch_size)
 
     def n_updates(self, args) -> int:
-        """Returns the number of updates that are made of the rollout."""
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
 
     def rows_of_update(self, position: Position, args) -> np.ndarray:
@@ -176,7 +165,7 @@ class Rollout:
         return np.array_split(trained, n_updates)[update_of_pass]
 
     def n_tokens(self, rows: np.ndarray) -> int:
-        """Returns the tokens of some samples, prompts and responses."""
+        """The tokens of some samples, prompts and responses."""
         return int(self.samples.lengths[rows].sum())
 
 
@@ -189,7 +178,6 @@ class State:
     rollout: Rollout | None = None  # whose updates are being made; None: the next one is due
 
     def state(self) -> "State":
-        """Returns what a checkpoint holds."""
         return self
 
     def load_state(self, saved: "State") -> None:
@@ -220,7 +208,6 @@ def n_updates(args, n_prompts: int) -> int:
 
 
 def describe_updates(args, n_prompts: int, total_steps: int) -> str:
-    """Returns the arithmetic in one line; `total_steps` are the updates of the whole run."""
     prompts = args.rollout_batch_size
     responses = args.n_samples_per_prompt
     return (

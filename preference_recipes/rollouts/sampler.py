@@ -48,10 +48,9 @@ class Sampler:
         return list(range(self.unwrapped.vocabulary, n_logits))
 
     def state(self) -> Any:
-        """Returns what a checkpoint holds: a rollout that servers sampled ahead, or None."""
+        """A rollout that servers sampled ahead, or None, for a checkpoint."""
         return None if self.servers is None else self.servers.state()
 
     def load_state(self, state: Any) -> None:
-        """Takes over what `state` returned."""
         if self.servers is not None and state is not None:
             self.servers.load_state(state)

@@ -16,8 +16,7 @@ from preference_recipes.data.rendering import decode_answers
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.sampler import Sampler
 
-# What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without
-# gradients a token takes about a third of the memory that it takes in training.
+# What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted.
 SCORED_TOKENS = 2**15
 
 
@@ -26,28 +25,20 @@ SCORED_TOKENS = 2**15
 class Samples:
     """Prompts with one response each, the same on every process. A sample's row is its place here.
 
-    Attributes:
-        prompts, responses: token ids.
-        row_texts, data_rows: the prompt's row in the data, as a JSON text; its number, from 1.
-        ended: bool `[samples]`, whether the response ends with a stop token.
-        per_prompt: how many samples, side by side, answer the same prompt, repeated for each.
-        sampler_logps: see `sampler.Response`.
-        is_sampled: of each token of each response, whether the model drew it: nothing is learned
-            from those of an environment, or of other speakers in completions of the data.
-        messages: of episodes, each conversation, prompt included.
-        of_episodes: of episodes, `[samples]` by tag, for the log.
+    `is_sampled` says of each token of a response whether the model drew it: nothing is learned from
+    those of an environment, or of other speakers in completions of the data.
     """
 
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # token ids
     responses: list[list[int]]
-    row_texts: list[str]
-    data_rows: list[int]
-    ended: torch.Tensor
-    per_prompt: int = 1
-    sampler_logps: list[list[float]] = field(default_factory=list)
+    row_texts: list[str]  # the prompt's row in the data, as a JSON text
+    data_rows: list[int]  # its number, from 1
+    ended: torch.Tensor  # bool `[samples]`, whether the response ends with a stop token
+    per_prompt: int = 1  # how many samples, side by side, answer the same prompt
+    sampler_logps: list[list[float]] = field(default_factory=list)  # see `sampler.Response`
     is_sampled: list[list[bool]] = field(default_factory=list)
-    messages: list[list[dict]] = field(default_factory=list)
-    of_episodes: dict[str, torch.Tensor] = field(default_factory=dict)
+    messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
+    of_episodes: dict[str, torch.Tensor] = field(default_factory=dict)  # `[samples]`, for the log
 
     def __post_init__(self):
         if not self.is_sampled:
@@ -58,7 +49,7 @@ class Samples:
 
     @property
     def lengths(self) -> np.ndarray:
-        """The number of tokens of each prompt with its response, `[samples]`."""
+        """The tokens of each prompt with its response, `[samples]`."""
         pairs = zip(self.prompts, self.responses)
         return np.array([len(prompt) + len(response) for prompt, response in pairs])
 
@@ -71,10 +62,7 @@ class Samples:
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
     def lengths_for_split(self, packer: Packer) -> np.ndarray:
-        """Returns the lengths by which an update's samples are sorted and cut, `[samples]`.
-
-        `--micro_train_tokens` then counts a group's shorter samples as long as its longest one.
-        """
+        """Returns the lengths by which an update's samples are sorted and cut, `[samples]`."""
         return self.group_lengths if packer.share else self.lengths
 
     @property
@@ -89,7 +77,6 @@ class Samples:
         return pad_sequence(rows, batch_first=True)
 
     def make_batch(self, rows: list[int], packer: Packer) -> dict:
-        """Returns some of the samples as models read them."""
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]
         return packer.make_batch(prompts, responses, [self.is_sampled[row] for row in rows])

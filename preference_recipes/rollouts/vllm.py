@@ -49,10 +49,7 @@ VISIBLE_CHANGE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 
 def connect(sampler: Sampler) -> None:
-    """Lets a run sample from the servers of `--vllm_url`. Does nothing without it.
-
-    All processes must call it.
-    """
+    """Lets a run sample from the servers of `--vllm_url`, if it has any."""
     if sampler.args.vllm_url:
         servers = Servers(sampler)
         workers = on_main_process(sampler.accelerator, servers.workers)
@@ -65,9 +62,8 @@ def connect(sampler: Sampler) -> None:
 def sample_ahead(sampler: Sampler, position: Position) -> None:
     """Lets the servers begin with the responses of the next rollout, with the weights of now.
 
-    They answer while the rollout that was just sampled, and whose prompts `position` has taken, is
+    They answer while the one that was just sampled, and whose prompts `position` has taken, is
     trained on. Does nothing without servers and `--rollouts_ahead`, nor if the run may end before.
-    All processes must call it.
     """
     args = sampler.args
     if sampler.servers is None or not args.rollouts_ahead:
@@ -93,7 +89,7 @@ class Ahead(NamedTuple):
 
 
 class Servers:
-    """vLLM servers that share the prompts of a rollout.
+    """vLLM servers that share the prompts of a rollout. All processes must call its methods.
 
     The main process alone talks to them, except in episodes: each process asks for its own.
     """
@@ -113,7 +109,6 @@ class Servers:
         return on_main_process(self.sampler.accelerator, function, *args)
 
     def workers(self) -> list[dict]:
-        """Returns the dtype and the version of the weights of all workers of all servers."""
         return [worker for server in self.servers for worker in server.call("describe")]
 
     # ======================================================== sampling
@@ -151,10 +146,9 @@ class Servers:
         return self.on_main_process(lambda: self.ahead.answer.result())
 
     def state(self) -> dict[str, Any] | None:
-        """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
+        """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
 
-        A resumed run could not sample it again: the weights that it began with are gone. All
-        processes must call it.
+        A resumed run could not sample it again: the weights that it began with are gone.
         """
         if self.ahead is None:
             return None
@@ -195,10 +189,7 @@ class Servers:
     # ======================================================== weights
 
     def synchronise(self) -> None:
-        """Gives the servers the actor's weights, if theirs are others, and proves it by a probe.
-
-        All processes must call it.
-        """
+        """Gives the servers the actor's weights, if theirs are others, and proves it by a probe."""
         started = time.perf_counter()
         sampler = self.sampler
         is_current = self.synced_at == sampler.progress.global_step
