@@ -229,7 +229,11 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
         convert(name, rows, converter, temporary)
         not_read = unread.describe(rows.read(0, rows.number), converter)
         (temporary / UNREAD).write_text(not_read, encoding="utf-8")
-        folders.replace(temporary, folder)
+        folders.flush(*temporary.iterdir(), temporary)
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another run was faster
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

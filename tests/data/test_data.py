@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from preference_recipes.data import dataset, files, formats
+from preference_recipes.data import dataset, files, formats, unread
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import stop_tokens
@@ -546,6 +546,28 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     write_rows("zz")
     calls, ids, _ = load()
     assert calls >= 3 and ids != first[1]
+
+
+def test_two_runs_that_tokenise_the_same_at_once_do_not_disturb_each_other(
+    accelerator, tmp_path, monkeypatch
+):
+    """The second one is done before the first one: its file stays where it is."""
+    path = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "aa", "completion": "bb"}]))
+    settings = {"max_length": 50, "loss_on": "assistant"}
+    load = lambda: load_rows(accelerator, path, sft_row, make_tokenizer(), **settings)
+    describe = unread.describe
+    seconds = []
+
+    def while_another_run_begins(*given):
+        monkeypatch.setattr(unread, "describe", describe)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        second = load()
+        seconds.append((second[:], os.stat(second.cache_files[0]["filename"]).st_ino))
+        return describe(*given)
+
+    monkeypatch.setattr(unread, "describe", while_another_run_begins)
+    first = load()
+    assert seconds == [(first[:], os.stat(first.cache_files[0]["filename"]).st_ino)]
 
 
 def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
