@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import templates as chat_templates
 from bare_runs import SHARING, bare_sampler
 from fake_vllm import FakeServer
-from peers import trl_environments
 from plain_rollouts import flags_of, say
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import BadRow
@@ -281,41 +280,6 @@ def rewards_of(sampler, samples) -> list[float]:
     judge = rewards.Judge(bare_sampler())
     judge.weights = {"environment": 1.0}
     return judge.scores_of_functions(sampler, samples)["environment"]
-
-
-# ============================================================ TRL
-
-
-@pytest.mark.slow  # a model learns the conversations first
-def test_episodes_are_those_of_trl(accelerator, tmp_path):
-    tokenizer = chat_templates.tokenizer("qwen3")
-    tokenizer.response_template = trl_environments.RESPONSE_TEMPLATE
-    model = trl_environments.new_model(tokenizer)
-    said = trl_environments.played(
-        accelerator, tokenizer, model, trl_environments.scripted(tokenizer)
-    )
-    assert said.of_episodes["environment/turns"].tolist() == [2, 3, 2, 1]
-    assert said.of_episodes["environment/tool_calls"].tolist() == [1, 2, 2, 0]
-    assert said.of_episodes["environment/failed_calls"].tolist() == [0, 2, 0, 0]
-    trl_environments.learn(model, said)
-    ours = trl_environments.played(accelerator, tokenizer, model)
-    assert ours.responses == said.responses and ours.is_sampled == said.is_sampled
-    trl = trl_environments.of_trl(tokenizer, model, tmp_path)
-    assert trl["prompts"] == ours.prompts
-    for row, question in enumerate(trl_environments.SAID):
-        if question != trl_environments.FAILS:
-            assert trl["responses"][row] == ours.responses[row]
-            assert trl["is_sampled"][row] == ours.is_sampled[row]
-    row = list(trl_environments.SAID).index(trl_environments.FAILS)
-    answer = ours.is_sampled[row].index(False)
-    assert trl["responses"][row][:answer] == ours.responses[row][:answer]
-    assert trl["is_sampled"][row][: answer + 1] == ours.is_sampled[row][: answer + 1]
-    # What a failed call is answered with differs: TRL writes Python's repr of its own words.
-    said_back = [
-        tokenizer.decode(them[row][answer:]) for them in (trl["responses"], ours.responses)
-    ]
-    assert "{'error': 'Tool multiply not found.'}" in said_back[0]
-    assert """{"error": "unknown tool 'multiply'; there are: add"}""" in said_back[1]
 
 
 # ============================================================ whole runs
