@@ -14,8 +14,8 @@ from torch import nn
 
 from preference_recipes.models import architecture
 
-# Logits held at once, in elements: 384 MiB in fp32.
-CHUNK_ELEMENTS = 3 * 2**25
+# Logits held at once, in elements: 512 MiB in fp32.
+CHUNK_ELEMENTS = 2**27
 # Those that a thread of a CPU turns into log-probs at once: they stay in its cache.
 BLOCK_ELEMENTS = 2**18
 
@@ -208,14 +208,16 @@ class LogProbs:
         return logits
 
     def values(self, part: slice, logits: torch.Tensor) -> list[torch.Tensor]:
-        rows = []
-        for block, targets in blocks(logits, self.targets[part]):
+        # Small tensors of each block would lie between the large ones, and split the memory up.
+        found = logits.new_empty(len(logits), 1 + len(self.extras))
+        for block, targets, row in blocks(logits, self.targets[part], found):
             # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob
             # can be 5e-5 too high. `logsumexp` adds up better, and takes longer.
             all_logps = block.log_softmax(-1)
-            logps = all_logps.gather(1, targets[:, None]).squeeze(1)
-            rows.append([logps, *(EXTRAS[name](block, all_logps, targets) for name in self.extras)])
-        return list(map(torch.cat, zip(*rows)))
+            row[:, :1] = all_logps.gather(1, targets[:, None])
+            for place, name in enumerate(self.extras, 1):
+                row[:, place] = EXTRAS[name](block, all_logps, targets)
+        return list(found.unbind(1))
 
     def slopes(self, part: slice, logits: torch.Tensor) -> torch.Tensor:
         for block, targets in blocks(logits, self.targets[part]):
