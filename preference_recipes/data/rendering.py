@@ -56,17 +56,32 @@ def encode_after(tokenizer, before: str, text: str) -> list[int]:
     """Returns the ids of a text as a model would write it after another.
 
     They are those of both texts together, cut between them: a tokenizer may put a space in front of
-    a first word. If a token spans the border, the text is tokenised alone. Of `before` what follows
-    its last marker is enough, since a tokenizer first cuts texts at these.
+    a first word. If a token spans the border, the text is tokenised alone.
     """
-    markers = [found.start() for found in added_tokens(tokenizer).finditer(before[-200:])]
-    if markers:
-        before = before[-200:][markers[-1] :]
+    before = end_of(tokenizer, before)
     before_ids = encode(tokenizer, before)
     both = encode(tokenizer, before + text)
     if both[: len(before_ids)] == before_ids:
         return both[len(before_ids) :]
     return encode(tokenizer, text)
+
+
+def end_of(tokenizer, text: str) -> str:
+    """Returns as much of a text's end as decides how what follows the text is tokenised.
+
+    It begins with the last marker, since a tokenizer first cuts texts at these; else between two
+    words, at least twenty characters before the end, if its tokens are the text's own.
+    """
+    near = text[-200:]
+    markers = [found.start() for found in added_tokens(tokenizer).finditer(near)]
+    if markers:
+        return near[markers[-1] :]
+    before_word = re.match(r"(?s).*[^\W\d_](?= [^\W\d_])", near[:-20])
+    if not before_word:
+        return text
+    end = near[before_word.end() :]
+    ids = encode(tokenizer, end)
+    return end if encode(tokenizer, text)[-len(ids) :] == ids else text
 
 
 def decode(tokenizer, ids: list[int]) -> str:

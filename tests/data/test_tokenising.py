@@ -2,9 +2,9 @@
 
 import copy
 import datetime
+import functools
 import os
 import types
-from functools import partial
 
 import datasets
 import pytest
@@ -31,8 +31,9 @@ def encoded_texts(monkeypatch, tokenizer, row: dict) -> list[str]:
     """The texts that are encoded for one pair."""
     preference_row(row, tokenizer, max_length=10_000)  # what is found out of a template once
     texts = []
-    encode = rendering.encode
+    encode = rendering.encode.__wrapped__
 
+    @functools.lru_cache(maxsize=rendering.encode.cache_parameters()["maxsize"])
     def recorded(tokenizer, text):
         texts.append(text)
         return encode(tokenizer, text)
@@ -51,13 +52,19 @@ def test_the_prompt_of_a_pair_is_encoded_once(monkeypatch, name):
     assert max(map(len, texts[1:])) < len(texts[0])
 
 
-def test_a_plain_prompt_is_encoded_alone_and_in_front_of_each_answer(monkeypatch):
+def test_a_plain_prompt_is_encoded_alone_and_its_end_in_front_of_each_answer(monkeypatch):
     """No special token shows where such a text can be cut, so its ids may depend on what follows."""
-    row = {"prompt": "What is the capital of Xanadu?", "chosen": " Paris", "rejected": " one"}
-    texts = encoded_texts(monkeypatch, templates.tokenizer("own_alpaca"), row)
-    assert texts == [
-        row["prompt"], row["prompt"] + " Paris", row["prompt"] + " one",
-    ]  # fmt: skip
+    tokenizer = templates.tokenizer("own_alpaca")
+    row = {"prompt": "Xanadu? " * 4, "chosen": " Paris", "rejected": " one"}
+    whole = row["prompt"]
+    assert encoded_texts(monkeypatch, tokenizer, row) == [whole, whole + " Paris", whole + " one"]
+    row["prompt"] = whole = "What is the capital of Xanadu? " * 20
+    end = " the capital of Xanadu? "
+    texts = encoded_texts(monkeypatch, tokenizer, row)
+    assert texts == [whole, end, end + " Paris", end + " one"]
+    ids = tokenizer(whole + " Paris", add_special_tokens=False).input_ids
+    found = preference_row(row, tokenizer, max_length=10_000)
+    assert found["prompt_ids"] + found["chosen_ids"] == [*ids, tokenizer.eos_token_id]
 
 
 # ---------------------------------------------------------------------------------------------- several processes
@@ -107,7 +114,7 @@ def test_a_bad_row_is_named_by_two_processes_as_by_one(accelerator, monkeypatch,
     for number in (1000, 10_000):
         monkeypatch.setattr(dataset, "ROWS_PER_PROCESS", number)
         cache = tmp_path / f"cache{number}"
-        refuses(expected, call=partial(load, accelerator, monkeypatch, many, cache))
+        refuses(expected, call=functools.partial(load, accelerator, monkeypatch, many, cache))
         assert not list((cache / "tokenised").iterdir())  # nor is half a file left
 
 
