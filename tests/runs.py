@@ -36,6 +36,16 @@ def deepspeed_launcher(path: Path, processes: int) -> list[str]:
             "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
 
 
+def fp16_launcher(path: Path, stage: int, processes: int, **scale) -> list[str]:
+    """A DeepSpeed world in fp16 with these settings of the loss scale, whose JSON is written to `path`."""
+    fp16 = {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "min_loss_scale": 1}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    names = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
+    content = {"fp16": fp16 | scale, "zero_optimization": zero, **dict.fromkeys(names, "auto")}
+    path.write_text(json.dumps(content))
+    return deepspeed_launcher(path, processes)
+
+
 LAUNCHERS = {
     "plain": [],
     "compiled": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/cpu.yaml"), "--dynamo_backend", "aot_eager", "--dynamo_use_dynamic",
@@ -52,6 +62,14 @@ def config_launcher(name: str, processes: int = 1) -> list[str]:
     """The launcher of one of the project's own YAMLs."""
     file = str(REPOSITORY / f"accelerate_configs/{name}.yaml")
     return [*PYTHON, "--config_file", file, "--num_processes", str(processes)]
+
+
+def flags_of(settings: dict) -> list[str]:
+    """Arguments as words of a command line."""
+    flags = []
+    for name, value in settings.items():
+        flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
 
 
 def command_of(launcher: list[str], script: Path, *flags) -> list[str]:

@@ -4,7 +4,6 @@ Overflows are explained, and a run that does nothing but skip has an end.
 """
 
 import ast
-import json
 import re
 import types
 
@@ -16,7 +15,7 @@ from common.progress import Progress
 from recipes import ANSWER_REWARD, TAUGHT, TIES
 from runs import (
     REPOSITORY,
-    deepspeed_launcher,
+    fp16_launcher,
     launch,
     recipe,
     timeless,
@@ -39,6 +38,7 @@ OVERFLOWING = [
 ]
 # A scale that is lowered only after the hundredth overflow.
 KEPT_SCALE = {"initial_scale_power": 8, "hysteresis": 100}
+GROWING = {"initial_scale_power": 4, "loss_scale_window": 2}
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +46,6 @@ def inputs(tmp_path_factory):
     folder = tiny_inputs(tmp_path_factory.mktemp("fp16"))
     tiny_llama(folder / "still")  # no dropout: a skipped window would use up random numbers
     return folder
-
-
-def fp16_launcher(folder, stage: int, processes: int, **fp16) -> list[str]:
-    """A DeepSpeed world with these loss-scale settings."""
-    settings = {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "min_loss_scale": 1}
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    names = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
-    path = folder / f"{stage}-{processes}.json"
-    content = {"fp16": settings | fp16, "zero_optimization": zero, **dict.fromkeys(names, "auto")}
-    path.write_text(json.dumps(content))
-    return deepspeed_launcher(path, processes)
 
 
 def run(inputs, launcher, mode: str, windows: str, name: str, output, *more) -> str:
@@ -73,7 +62,7 @@ def run(inputs, launcher, mode: str, windows: str, name: str, output, *more) -> 
 @pytest.mark.parametrize("name, stage, processes, own", OVERFLOWING)
 def test_what_overflows_leaves_no_trace(inputs, name, stage, processes, own):
     """The first window, the one after a logged update, two in a row, and the last."""
-    launcher = fp16_launcher(inputs, stage, processes, **KEPT_SCALE)
+    launcher = fp16_launcher(inputs / f"{stage}.json", stage, processes, **KEPT_SCALE)
     windows = "0,4,6,7,11"
     poisoned, lacking = inputs / f"poisoned-{name}", inputs / f"lacking-{name}"
     # A warm-up does not depend on the horizon, in which the two runs differ.
@@ -94,7 +83,7 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes, own):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
     """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go."""
-    launcher = fp16_launcher(tmp_path, stage, 1, initial_scale_power=4, loss_scale_window=2)
+    launcher = fp16_launcher(tmp_path / "ds.json", stage, 1, **GROWING)
     output = launch(launcher, TESTS / "growing_loss_scale.py", tmp_path / "out").stdout
     guarded, unguarded = map(ast.literal_eval, re.findall(r"guarded (.*)", output))
     scales = [16, 16, 16, 32, 32]
@@ -126,7 +115,7 @@ def test_skips_are_said_and_without_end_end(scale, said, capsys):
 def test_until_an_update_is_applied_the_policy_has_not_moved(inputs, name, own):
     """Rollouts of four updates: the first two of one overflow and the last of another; ratios are 1 until one is applied."""
     output = inputs / f"{name}-skipped"
-    launcher = fp16_launcher(inputs, 2, 2, **KEPT_SCALE)
+    launcher = fp16_launcher(inputs / "kept.json", 2, 2, **KEPT_SCALE)
     own += ["--learning_rate", 0.01, "--max_steps", 8, "--rollout_batch_size", 8]
     own += ["--n_samples_per_prompt", 4, "--max_new_tokens", 6, "--score_batch_size", 3]
     said = run(inputs, launcher, "overflow", "0,1,7", name, output, *own)

@@ -16,6 +16,7 @@ from plain_loop import Row, expect_lines, expect_weights, means, train
 from runs import (
     LAUNCHERS,
     evaluation_lines,
+    flags_of,
     launch,
     recipe,
     tiny_llama,
@@ -42,10 +43,8 @@ HELD_OUT = 3  # rows: one process of two has one
 
 def run(name: str, output: Path, launcher: str = "plain", **settings) -> str:
     """Launches a recipe and returns what it printed."""
-    flags = []
-    for flag, value in settings.items():
-        flags += [f"--{flag}", *(value if isinstance(value, list) else [value])]
-    return launch(LAUNCHERS[launcher], recipe(name), "--output_dir", output, *flags).stdout
+    flags = flags_of({"output_dir": output, **settings})
+    return launch(LAUNCHERS[launcher], recipe(name), *flags).stdout
 
 
 def expect_evaluations(output: Path, expected: list[dict[str, float]], rel: float, abs: float = 0):

@@ -23,6 +23,7 @@ from runs import (
     ASSETS,
     REPOSITORY,
     evaluation_lines,
+    flags_of,
     launch,
     recipe,
     training_lines,
@@ -139,9 +140,7 @@ def bf16(models, tmp_path_factory):
 
 
 def run(model, output, *urls, check=True, **settings):
-    flags = ["--model_name_or_path", model, "--output_dir", output]
-    for key, value in {**FLAGS, **settings}.items():
-        flags += [f"--{key}", value]
+    flags = flags_of({"model_name_or_path": model, "output_dir": output, **FLAGS, **settings})
     flags += ["--vllm_url", *urls] if urls else []
     return launch([], recipe("grpo"), *flags, check=check, timeout=1200)
 

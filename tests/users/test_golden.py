@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from recipes import RECIPES
-from runs import ASSETS, launch, recipe, training_lines
+from runs import ASSETS, flags_of, launch, recipe, training_lines
 
 STORED = Path(__file__).with_name("golden.json")
 TAGS = ["loss", "grad_norm"]
@@ -45,10 +45,7 @@ def first_updates(name: str, folder: Path) -> dict[str, list[float]]:
         rows.write_text("".join(itertools.islice(file, ROWS)))
 
     settings |= {"dataset_name": rows, "output_dir": folder / name, "max_steps": 5}
-    flags = []
-    for flag, value in settings.items():
-        flags += [f"--{flag}", *(value if isinstance(value, list) else [value])]
-    launch([], recipe(name), *flags, "--report_to", "none")
+    launch([], recipe(name), *flags_of(settings | {"report_to": "none"}))
     lines = training_lines(folder / name)
     return {tag: [line[tag] for line in lines] for tag in TAGS}
 

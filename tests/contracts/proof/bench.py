@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from common import as_list, folders
 from contracts.proof import warm
-from runs import LAUNCHERS, TIMEOUT, kill, launch, start, timeless
+from runs import LAUNCHERS, TIMEOUT, flags_of, kill, launch, start, timeless
 
 # Samples of an update, unless a promise says otherwise.
 BATCH = 16
@@ -221,11 +221,8 @@ class Bench:
             "lora_dropout": 0.0,
             **changes,
         }
-        flags = [str(self.defaults_file), "--output_dir", str(output)]
-        for name, value in values.items():
-            if name in asked:
-                flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-        return flags
+        known = {name: values[name] for name in values if name in asked}
+        return [str(self.defaults_file), *flags_of({"output_dir": output, **known})]
 
     def data_file(self, kind: str, number: int) -> Path:
         path = self.folder / f"{kind}_{number}.jsonl"

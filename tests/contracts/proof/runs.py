@@ -1,6 +1,5 @@
 """The runs that several promises look at, and those that are killed or overflow."""
 
-import json
 import re
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from contracts.proof.bench import (
     Finished,
     updates_in,
 )
-from runs import deepspeed_launcher
+from runs import fp16_launcher
 
 # A checkpoint at the end alone.
 SAVED_AT_END: Changes = {"save_steps": 1000}
@@ -173,13 +172,6 @@ def at_scale(bench: Bench, power: int) -> Finished:
         prompts = BATCH // 2
         settings |= {"n_rows": prompts, "rollout_batch_size": prompts, "n_samples_per_prompt": 2}
         settings["num_epochs_per_rollout"] = 100
-    auto = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
-    scale = {"initial_scale_power": power, "loss_scale_window": 1000, "hysteresis": 1}
-    config: Changes = {
-        "fp16": {"enabled": True, "loss_scale": 0.0, "min_loss_scale": 1, **scale},
-        "zero_optimization": {"stage": 2},
-        **dict.fromkeys(auto, "auto"),
-    }
-    path = bench.folder / f"fp16_{power}.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
-    return bench.run(f"scale-{power}", deepspeed_launcher(path, 1), **settings)
+    scale = {"initial_scale_power": power, "hysteresis": 1}
+    launcher = fp16_launcher(bench.folder / f"fp16_{power}.json", 2, 1, **scale)
+    return bench.run(f"scale-{power}", launcher, **settings)
