@@ -24,13 +24,11 @@ class Demo(NamedTuple):
         config: one of those in `accelerate_configs/` that the recipe's page gives figures of.
         tag: what it learns, as a share of the held-out rows.
         gain: how much that share must grow from before the first update to after the last.
-        adapters: with `--lora_r 16` the learning rate that docs/lora.md gives, and the gain.
     """
 
     config: str
     tag: str
     gain: float
-    adapters: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ RECIPES = {
     "dpo": Recipe(
         data="preferences",
         evaluates_answers=True,
-        demo=Demo("ds_fp16", "eval/exact_match", 0.15, adapters=(2e-3, 0.15)),
+        demo=Demo("ds_fp16", "eval/exact_match", 0.15),
         device_flags=["--lora_r", 2],
         ten_rows_fast="strings",
     ),

@@ -1,17 +1,14 @@
 """The first losses of each recipe, as they were when golden.json was written.
 
-An upgrade of a dependency that moves a number is seen here. When a number should move, because a
-recipe, its demo or the embedded model was changed with intent, write the file again and look at it:
+An upgrade of a dependency that moves a number is seen here. When a number should move, write the file again and look
+at it:
 
     python tests/users/test_golden.py
     git diff tests/users/golden.json
 
-The settings are those of the demos, in fp32. There is no evaluation, and only the first rows of the
-data are read: to tokenise all pairs takes half a minute. Those that sample have an eighth of the demo's batches:
-rounding may change which token is drawn, and each draw adds to that risk.
-
-CPUs round differently: torch without its vector instructions, and MKL in its compatible mode, moved
-these numbers by up to 5e-6 of their size.
+The settings are those of the demos, in fp32, without evaluation, and the first rows of the data. Those that sample have
+an eighth of the demo's batches: rounding may change which token is drawn. CPUs round differently: torch without its
+vector instructions, and MKL in its compatible mode, moved these numbers by up to 5e-6 of their size.
 """
 
 import gzip
