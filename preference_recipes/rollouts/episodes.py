@@ -38,13 +38,6 @@ def start(sampler: Sampler) -> None:
     sampler.stage = Stage(sampler, user_class)
 
 
-def tools(args) -> list[dict] | None:
-    """Returns JSON schemas of what the environment lets the model call; None without any."""
-    if args.environment is None:
-        return None
-    return environments.load(args.environment).tools or None
-
-
 @dataclasses.dataclass
 class Episode:
     """One conversation; `ids` are its tokens after the prompt, of the model or the template."""

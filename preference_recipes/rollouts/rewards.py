@@ -18,7 +18,7 @@ from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts import answers, environments, episodes
+from preference_recipes.rollouts import answers, environments
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
 
@@ -49,13 +49,14 @@ def check_settings(args) -> None:
 
 
 def load_prompts(accelerator, args, tokenizer) -> Data:
+    tools = environments.load(args.environment).tools if args.environment else []
     return dataset.load_data(
         accelerator,
         args,
         tokenizer,
         function=prompts.prompt_row,
         max_new_tokens=args.max_new_tokens,
-        tools=episodes.tools(args),
+        tools=tools or None,
     )
 
 
