@@ -49,30 +49,6 @@ def test_orpo():
     assert loss_of_pairs("orpo", 0.3).tolist() == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, beta, gamma", [("simpo", 2.5, 1.4), ("orpo", 0.3, 0.0)])
-def test_losses_without_a_reference_are_those_of_trl(kind, beta, gamma):
-    """TRL's own methods; ORPO's there is the term to subtract from the loss of SFT, in fp32."""
-    averages = [torch.tensor(values, dtype=torch.float64) for values in (CHOSEN, REJECTED)]
-    settings = SimpleNamespace(
-        beta=beta,
-        simpo_gamma=gamma,
-        alpha=0.0,
-        loss_type=kind,
-        label_smoothing=0.0,
-        accelerator=SimpleNamespace(device="cpu"),
-    )
-    if kind == "simpo":
-        trainer = pytest.importorskip("trl.experimental.cpo").CPOTrainer
-        expected, *_ = trainer.cpo_loss(settings, *averages)
-    else:
-        trainer = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
-        ratios, *_ = trainer.odds_ratio_loss(settings, *averages)
-        expected = -averages[0] - ratios
-    found = loss_of_pairs(kind, beta, gamma)
-    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
-
-
 def test_orpo_keeps_its_gradient_where_an_answer_is_almost_certain():
     chosen = torch.tensor([-1e-6], requires_grad=True)
     of_pair = DPO.reference_free_loss(chosen, torch.tensor([-3.0]), 0.1, "orpo", 0.0)
@@ -115,34 +91,6 @@ def test_weights_of_tokens_are_constants(kind):
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     logits_of_weight, *_ = torch.autograd.grad(expected.sum(), logits)
     torch.testing.assert_close(gradient[:, :7], 4 * logits_of_weight.T, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_dft_is_that_of_trl():
-    """TRL's own method, at the log-probs of the same tokens."""
-    trainer_of_trl = pytest.importorskip("trl").SFTTrainer
-    logits, targets, losses, _ = losses_of_tokens("dft")
-    zeros = torch.zeros(1, 7)
-    outputs = SimpleNamespace(
-        log_probs=-F.cross_entropy(logits, targets, reduction="none")[None],
-        label_mask=zeros == 0,
-        entropy=zeros,
-        is_top1=zeros,
-    )
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=False),
-        aux_loss_enabled=False,
-        accelerator=SimpleNamespace(
-            parallelism_config=None, num_processes=1, gather_for_metrics=lambda values: values
-        ),
-        compute_loss_func=None,
-        label_smoother=None,
-        args=SimpleNamespace(loss_type="dft", average_tokens_across_devices=False),
-        _metrics={"eval": collections.defaultdict(list)},
-        _total_train_tokens=0,
-    )
-    loss = trainer_of_trl.compute_loss(trainer, lambda **_: outputs, {"labels": targets[None]})
-    assert losses.mean().item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 # ============================================================ KTO
