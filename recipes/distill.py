@@ -253,7 +253,7 @@ def columns_where(columns: dict[str, list], is_wanted: np.ndarray) -> dict[str, 
 def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
     """Returns the columns of prompts that the data answers, each up to where its answer begins.
 
-    A template may end a prompt differently once the answer is known, see `chat.Answer`:
+    A template may end a prompt differently once the answer is known, see `chat.encode_answers`:
 
         the student is asked                  <user>Hi<bot><think>
         prompt and completion in one text     <user>Hi<bot>Hello.<end>

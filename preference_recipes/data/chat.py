@@ -14,7 +14,7 @@ import re
 from typing import NamedTuple
 
 from preference_recipes.data import thoughts
-from preference_recipes.data.messages import BadRow, is_learned, learned_turns
+from preference_recipes.data.messages import BadRow, learned_turns
 from preference_recipes.data.rendering import (
     CALL,
     CALLED,
@@ -51,15 +51,6 @@ class Prompt(NamedTuple):
     notes: list[str]
 
 
-class Answer(NamedTuple):
-    """The token ids of an answer, none if the template does not write it, and what precedes it."""
-
-    context: list[int]  # the prompt, or only its beginning if the answer is written after that
-    ids: list[int]
-    learned: list[bool]  # which of `ids` the model writes itself, and should learn to
-    notes: list[str]  # what the user should know
-
-
 class Sequence(NamedTuple):
     """What the model reads at once: token ids, and which of them it should learn to write."""
 
@@ -73,22 +64,50 @@ def encode_answers(
 ) -> tuple[list[int], list[Sequence], list[str]]:
     """Returns the token ids of a prompt and of one or two answers to it, and notes.
 
-    All are strings, or message lists. If one answer continues only a beginning of the generation
-    prompt, that is the prompt of both, and the rest begins the other answer: after `<bot><think>`
-    the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
+    All are strings, or message lists. An answer that is left out has no ids, nor has the other one.
+    If one answer continues only a beginning of the generation prompt, that is the prompt of both,
+    and the rest begins the other answer: after `<bot><think>` the prompt of `No` and of
+    `<think>Why</think>Yes` is `<bot>`.
     """
     if isinstance(prompt, str):
         prompt_ids, *ids_of_answers = encode_plain(tokenizer, prompt, *answers)
         return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in ids_of_answers], []
     read = encode_prompt(tokenizer, prompt, tools)
-    encoded = [encode_answer(tokenizer, prompt, answer, tools, read) for answer in answers]
-    n = n_common(encoded[0].context, encoded[-1].context)
-    sequences = []
-    for answer in encoded:
-        rest = answer.context[n:] if answer.ids else []
-        sequences.append(Sequence(rest + answer.ids, [True] * len(rest) + answer.learned))
-    notes = [note for answer in encoded for note in answer.notes]
-    return encoded[0].context[:n], sequences, notes + read.notes
+    notes = read.notes
+    whole = []
+    starts = []  # where each answer begins in its sequence
+    for answer in answers:
+        messages = prompt + answer
+        turns = learned_turns(messages, len(prompt))
+        known = {len(prompt): read}
+        sequences, _, found = encode_conversation(tokenizer, messages, turns, tools, known=known)
+        notes = notes + (found if len(sequences) < 2 else [REWRITES_TURNS])
+        if not sequences or why_left_out(notes):
+            return read.ids, [Sequence([], []) for _ in answers], notes
+        ids, learned = sequences[0]
+        is_direct = turns[0] == len(prompt)  # not after something that is not learned
+        starts.append(learned.index(True) if is_direct else n_common(read.ids, ids))
+        whole.append(sequences[0])
+    contexts = [ids[:start] for start, (ids, _) in zip(starts, whole)]
+    n = n_common(contexts[0], contexts[-1])
+    cut = [
+        Sequence(ids[n:], [True] * (start - n) + learned[start:])
+        for start, (ids, learned) in zip(starts, whole)
+    ]
+    return contexts[0][:n], cut, notes
+
+
+def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
+    """Returns the ids of a prompt and of each answer, for strings without a chat template.
+
+    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
+    """
+    prompt_ids = encode(tokenizer, prompt)
+    answer_ids = [encode_after(tokenizer, prompt, answer) for answer in answers]
+    eos = [tokenizer.eos_token_id]
+    if sum(answer_ids, prompt_ids)[:1] != bos_of(tokenizer):
+        prompt_ids = bos_of(tokenizer) + prompt_ids
+    return prompt_ids, *(ids if ids[-1:] == eos else ids + eos for ids in answer_ids)
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
@@ -96,9 +115,7 @@ def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
 
     Notes name the roles that the template leaves out without a word, as it does at inference.
     """
-    text = ""
-    if messages:
-        text = render(tokenizer, messages, tools, add_generation_prompt=True)
+    text = render(tokenizer, messages, tools, add_generation_prompt=True)
     notes = [
         f"{DROPS_ROLE} (role {message['role']!r})"
         for place, message in enumerate(messages)
@@ -108,26 +125,76 @@ def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
     return Prompt(text, encode(tokenizer, text), notes)
 
 
-def encode_answer(tokenizer, history: list, answer: list, tools, prompt: Prompt) -> Answer:
-    """Returns the token ids of an answer of messages to a prompt, which is that of a history."""
-    if len(answer) > 1 or not is_learned(answer[0]):
-        return encode_several(tokenizer, history, answer, tools, prompt)
-    message = answer[0]
-    whole = render(tokenizer, [*history, message], tools)
-    context = prompt.text
-    text = whole.removeprefix(context)
+def encode_conversation(
+    tokenizer,
+    messages: list[dict],
+    turns: list[int],
+    tools=None,
+    learn_all: bool = False,
+    known: dict[int, Prompt] | None = None,
+) -> tuple[list[Sequence], list[int], list[str]]:
+    """Returns the sequences of a conversation, the ids before its last answer, and notes.
+
+    There is one sequence, unless the template writes earlier turns differently once later ones
+    follow. Then each answer has its own, with the history as the model reads it before that answer.
+
+    Args:
+        turns: which messages are answers to learn.
+        learn_all: learn what precedes the answers, too, each token once.
+        known: prompts that were encoded before, by the number of their messages.
+    """
+    sequences: list[Sequence] = []
+    prompt_ids: list[int] = []
     notes: list[str] = []
-    is_plain = not message.get("tool_calls") and not thoughts.of_message(message)
-    if not (whole.startswith(context) and is_plain and message["content"].strip() in text):
-        context, text, notes = find_answer(tokenizer, context, history, message, tools, whole)
-    if not text:
-        return Answer(prompt.ids, ids=[], learned=[], notes=notes)
+    previous = None  # the last answer that was learned
+    for turn in turns:
+        history = messages[:turn]
+        prompt = (known or {}).get(turn) or encode_prompt(tokenizer, history, tools)
+        context, answer, of_answer = write_answer(
+            tokenizer, prompt.text, history, messages[turn], tools
+        )
+        notes += of_answer + (prompt.notes if turn == turns[-1] else [])
+        if not answer:  # the template does not write it
+            continue
+        context_ids = encode(tokenizer, context)
+        ids = encode_after(tokenizer, context, answer)
+        before, learned = sequences[-1] if sequences else ([], [])
+        n_old = len(before)
+        if context_ids[:n_old] == before:  # the same history: one sequence
+            del sequences[-1:]
+        else:
+            n_old = len(context_ids)
+            if learn_all:
+                n_old -= len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
+            learned = [False] * n_old
+        learned = learned + [learn_all] * (len(context_ids) - n_old) + [True] * len(ids)
+        # Nothing predicts a sequence's first token.
+        sequences.append(Sequence(context_ids + ids, [False, *learned[1:]]))
+        prompt_ids = prompt.ids
+        previous = turn
+    return sequences, prompt_ids, notes
+
+
+def write_answer(
+    tokenizer, prompt: str, history: list[dict], answer: dict, tools
+) -> tuple[str, str, list[str]]:
+    """Returns what precedes an answer, the answer up to and with its end, and notes.
+
+    The former is the prompt, or only its beginning if the template writes the answer after that.
+    The answer is "" if the template does not write it.
+    """
+    whole = render(tokenizer, [*history, answer], tools)
+    context = prompt
+    text = whole.removeprefix(prompt)
+    notes: list[str] = []
+    is_plain = not answer.get("tool_calls") and not thoughts.of_message(answer)
+    if not (whole.startswith(prompt) and is_plain and answer["content"].strip() in text):
+        context, text, notes = find_answer(tokenizer, prompt, history, answer, tools, whole)
     text, is_ended = up_to_end(tokenizer, text)
-    ids = encode_after(tokenizer, context, text)
-    if not is_ended:
-        ids = [*ids, tokenizer.eos_token_id]
+    if text and not is_ended:
+        text += tokenizer.eos_token
         notes = [*notes, APPENDS_EOS]
-    return Answer(encode(tokenizer, context), ids, [True] * len(ids), notes)
+    return context, text, notes
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
@@ -144,77 +211,6 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
     if style.end and ends and not text[ends[-1] :].strip():
         return text[: ends[-1]], True
     return text, False
-
-
-def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
-    """Returns the ids of a prompt and of each answer, for strings without a chat template.
-
-    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
-    """
-    prompt_ids = encode(tokenizer, prompt)
-    answer_ids = [encode_after(tokenizer, prompt, answer) for answer in answers]
-    eos = [tokenizer.eos_token_id]
-    if sum(answer_ids, prompt_ids)[:1] != bos_of(tokenizer):
-        prompt_ids = bos_of(tokenizer) + prompt_ids
-    return prompt_ids, *(ids if ids[-1:] == eos else ids + eos for ids in answer_ids)
-
-
-# ============================================================ several messages
-def encode_several(tokenizer, history: list, answer: list, tools, prompt: Prompt) -> Answer:
-    """Returns what `encode_answer` does for several messages, of which the assistant's are learned.
-
-    There are no ids if the template rewrites one message of the answer once others follow.
-    """
-    messages = history + answer
-    turns = learned_turns(messages, len(history))
-    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools)
-    if len(sequences) > 1:
-        notes = [REWRITES_TURNS]
-    if not sequences or why_left_out(notes):
-        return Answer(prompt.ids, ids=[], learned=[], notes=notes)
-    [(ids, learned)] = sequences
-    n = min(n_common(prompt.ids, ids), learned.index(True))
-    return Answer(ids[:n], ids[n:], learned[n:], notes)
-
-
-def encode_conversation(
-    tokenizer, messages: list[dict], turns: list[int], tools=None, learn_all: bool = False
-) -> tuple[list[Sequence], list[int], list[str]]:
-    """Returns the sequences of a conversation, the ids before its last answer, and notes.
-
-    There is one sequence, unless the template writes earlier turns differently once later ones
-    follow. Then each answer has its own, with the history as the model reads it before that answer.
-
-    Args:
-        turns: which messages are answers to learn.
-        learn_all: learn what precedes the answers, too, each token once.
-    """
-    sequences: list[Sequence] = []
-    prompt_ids: list[int] = []
-    notes: list[str] = []
-    previous = None  # the last answer that was learned
-    for turn in turns:
-        history = messages[:turn]
-        prompt = encode_prompt(tokenizer, history, tools)
-        answer = encode_answer(tokenizer, history, [messages[turn]], tools, prompt)
-        notes += answer.notes + (prompt.notes if turn == turns[-1] else [])
-        if not answer.ids:  # the template does not write it
-            continue
-        ids, learned = sequences[-1] if sequences else ([], [])
-        n_old = len(ids)
-        if answer.context[:n_old] == ids:  # the same history: one sequence
-            del sequences[-1:]
-        else:
-            n_old = len(answer.context)
-            if learn_all:
-                n_old -= len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
-            learned = [False] * n_old
-        learned = learned + [learn_all] * (len(answer.context) - n_old) + answer.learned
-        # Nothing predicts a sequence's first token.
-        sequences.append(Sequence(answer.context + answer.ids, [False, *learned[1:]]))
-        prompt_ids = prompt.ids
-        previous = turn
-    return sequences, prompt_ids, notes
 
 
 def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
@@ -240,17 +236,14 @@ def find_answer(
 ) -> tuple[str, str, list[str]]:
     """Returns the context of an answer, the answer with all that follows it, and notes.
 
-        the template ...                                  so ...
-        writes more in the prompt than before an answer   see `split_answer`
-        rewrites the history once an answer follows       the prompt's is put back: `as_read`
-        drops the thinking of the answer                  it is put back: `with_thinking`
-        drops a content or a call of the answer           the answer is left out
-
-    Args:
-        whole: the history with the answer, as the template writes them.
+    the template ...                                  so ...
+    writes more in the prompt than before an answer   see `split_answer`
+    rewrites the history once an answer follows       the prompt's is put back: `as_read`
+    drops the thinking of the answer                  it is put back: `with_thinking`
+    drops a content or a call of the answer           the answer is left out
     """
-    context, text = split_answer(prompt, as_read(tokenizer, prompt, history, tools, whole))
     messages = [*history, answer]
+    context, text = split_answer(prompt, as_read(tokenizer, prompt, history, tools, whole))
     if answer.get("tool_calls") and is_same(tokenizer, messages, tools, -1, tool_calls=[]):
         return prompt, "", [DROPS_CALLS]
     content = thoughts.split(answer["content"])[2].strip()
@@ -303,12 +296,12 @@ def as_read(tokenizer, prompt: str, history: list[dict], tools, whole: str) -> s
     begins after the last generation prompt before its content. If there is none, what ends the
     prompt takes its place.
     """
-    history_text = render(tokenizer, history, tools)
-    if whole.startswith((prompt, history_text)) or not prompt.startswith(history_text):
+    before = render(tokenizer, history, tools)
+    if whole.startswith((prompt, before)) or not prompt.startswith(before):
         return whole
     markers = [found.start() for found in thoughts.ANY_MARKER.finditer(prompt)]
     last_marker = markers[-1] if markers else len(prompt)
-    generation_prompt = prompt.removeprefix(history_text) or prompt[last_marker:]
+    generation_prompt = prompt.removeprefix(before) or prompt[last_marker:]
     generation_prompt = re.sub(rf"\s*({thoughts.OPENERS})\s*$", "", generation_prompt)
     if not generation_prompt:
         return whole

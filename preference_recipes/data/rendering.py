@@ -122,6 +122,8 @@ def added_tokens(tokenizer) -> re.Pattern:
 
 def n_common(first, second) -> int:
     """Returns how many elements, or characters, both begin with."""
+    if second[: len(first)] == first:
+        return len(first)
     differ = (place for place, (one, other) in enumerate(zip(first, second)) if one != other)
     return next(differ, min(len(first), len(second)))
 
@@ -164,6 +166,8 @@ def render(
         tools: JSON schemas of what the messages may call.
         style: how the template wants messages; found by trial if not given.
     """
+    if not messages:
+        return ""
     if tokenizer.chat_template is None:
         raise BadRow(
             "messages, but the tokenizer has no chat template: give one by --chat_template FILE, "
@@ -275,7 +279,7 @@ def set_defaults(tokenizer, text: str) -> None:
 def with_variables(tokenizer, values: dict | str | None):
     """Returns a tokenizer whose template has the values of a row's column for its variables.
 
-    They are an object or its JSON. Names that the template does not have do nothing.
+    They are an object or its JSON.
     """
     if not values or tokenizer.chat_template is None:
         return tokenizer
@@ -288,13 +292,10 @@ def with_variables(tokenizer, values: dict | str | None):
 @functools.lru_cache(maxsize=16)
 def with_defaults(tokenizer, text: str):
     """Returns a copy of a tokenizer whose template has default values; earlier ones yield."""
-    known = variables(tokenizer)
     # Jinja reads constants as Python writes them.
-    beginning = "".join(
-        f"{{% set {name} = {name} | default({value!r}) %}}\n"
-        for name, value in json.loads(text).items()
-        if name in known
-    )
+    values = json.loads(text).items()
+    lines = [f"{{% set {name} = {name} | default({value!r}) %}}\n" for name, value in values]
+    beginning = "".join(lines)
     changed = copy.copy(tokenizer)
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several, by their names

@@ -73,11 +73,10 @@ def inference_ids(name: str, history: list[dict]) -> list[int]:
     """Ids of the history and the generation prompt, by transformers alone."""
     if base(name) in WANT_PARTS:
         history = [
-            {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in history
+            message(turn["role"], [{"type": "text", "text": turn["content"]}]) for turn in history
         ]
-    return templates.tokenizer(name).apply_chat_template(
-        history, add_generation_prompt=True, return_dict=False
-    )
+    how = dict(add_generation_prompt=True, return_dict=False)
+    return templates.tokenizer(name).apply_chat_template(history, **how)
 
 
 def context_ids(name: str, history: list[dict]) -> list[int]:
@@ -89,12 +88,8 @@ def context_ids(name: str, history: list[dict]) -> list[int]:
 
 
 def plain_answer(name: str, content: str) -> str:
-    return (
-        LEADS.get(base(name), "")
-        + content
-        + BEFORE_END.get(base(name), "")
-        + templates.end_of(name)
-    )
+    lead = LEADS.get(base(name), "")
+    return lead + content + BEFORE_END.get(base(name), "") + templates.end_of(name)
 
 
 def learned(row: dict) -> list[tuple[list[int], list[int]]]:
@@ -104,15 +99,19 @@ def learned(row: dict) -> list[tuple[list[int], list[int]]]:
     for length in row["sequence_lengths"]:
         ids = row["input_ids"][start : start + length]
         targets = [False, *row["learned"][start : start + length], False]
-        begins = [
-            place for place in range(1, len(targets)) if targets[place] and not targets[place - 1]
-        ]
-        for begin in begins:
+        for begin in range(1, len(targets)):
+            if targets[begin - 1] or not targets[begin]:
+                continue
             end = targets.index(False, begin)
             found.append((ids[: begin - 1], ids[begin - 1 : end - 1]))
         start += length
     assert start == len(row["input_ids"]) == len(row["learned"]) == row["length"]
     return found
+
+
+def answers_of(tokenizer, row: dict) -> list[str]:
+    """The text of each run of targets."""
+    return [tokenizer.decode(ids) for _, ids in learned(row)]
 
 
 CHAT = [
@@ -132,16 +131,12 @@ def test_two_answers_without_thinking(name):
     tokenizer = templates.tokenizer(name)
     row = sft_row({"messages": CHAT}, tokenizer, 10_000, "assistant")
     found = learned(row)
-    assert [tokenizer.decode(ids) for _, ids in found] == [
-        plain_answer(name, CHAT[place]["content"]) for place in (1, 3)
-    ]
+    expected = [plain_answer(name, CHAT[place]["content"]) for place in (1, 3)]
+    assert answers_of(tokenizer, row) == expected
     assert [before for before, _ in found] == [context_ids(name, CHAT[:place]) for place in (1, 3)]
     assert row["prompt_ids"] == inference_ids(name, CHAT[:3])
-    assert (
-        row["n_targets"] == sum(len(ids) for _, ids in found)
-        and row["reason"] == ""
-        and not row["truncated"]
-    )
+    assert row["n_targets"] == sum(len(ids) for _, ids in found)
+    assert row["reason"] == "" and not row["truncated"]
     # One sequence, where the history of the second answer begins with the first answer as it was learned.
     first = found[0][0] + found[0][1]
     assert len(row["sequence_lengths"]) == 2 - (found[1][0][: len(first)] == first)
@@ -159,14 +154,12 @@ def test_preferences_and_prompts(name):
         assert texts == [plain_answer(name, content) for content in ("six seven", "six")]
         # Each answer's ids follow its prompt as in the template's own text, or as generated behind the prompt.
         for key, text in zip(("chosen_ids", "rejected_ids"), texts):
+            whole = tokenizer.decode(row["prompt_ids"]) + text
             alone = tokenizer(text, add_special_tokens=False).input_ids
-            behind = tokenizer(
-                tokenizer.decode(row["prompt_ids"]) + text, add_special_tokens=False
-            ).input_ids
+            behind = tokenizer(whole, add_special_tokens=False).input_ids
             assert row[key] in (alone, behind[len(row["prompt_ids"]) :])
-    assert prompt_row({"prompt": CHAT[:3]}, tokenizer, 10_000, 8)["prompt_ids"] == inference_ids(
-        name, CHAT[:3]
-    )
+    row = prompt_row({"prompt": CHAT[:3]}, tokenizer, 10_000, 8)
+    assert row["prompt_ids"] == inference_ids(name, CHAT[:3])
 
 
 # How templates write a thought that the content holds, and where they drop it how it is learned all the same.
@@ -194,21 +187,16 @@ def thinking_answer(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_thinking_inside_the_content_is_learned_whole(name):
     tokenizer = templates.tokenizer(name)
-    chat = [
-        message("user", "five"),
-        message("assistant", THOUGHT),
-        message("user", "six"),
-        message("assistant", THOUGHT),
-    ]
+    thinks = message("assistant", THOUGHT)
+    chat = [*FIVE, thinks, message("user", "six"), thinks]
     row = sft_row({"messages": chat}, tokenizer, 10_000, "assistant")
     expected = thinking_answer(name) + BEFORE_END.get(base(name), "") + templates.end_of(name)
     found = learned(row)
-    assert [tokenizer.decode(ids) for _, ids in found] == [expected] * 2
+    assert answers_of(tokenizer, row) == [expected] * 2
     for place, (before, _) in zip((1, 3), found):
         prompt = inference_ids(name, chat[:place])
-        assert before == prompt or (
-            base(name) == "qwen3_5_nothink" and before == prompt[: len(before)]
-        )
+        assert before == prompt[: len(before)]
+        assert before == prompt or base(name) == "qwen3_5_nothink"
     completion = sft_row({"messages": chat}, tokenizer, 10_000, "completion")
     assert learned(completion) == found[1:]
 
@@ -242,10 +230,8 @@ def test_thinking_in_a_field_is_learned_whole(name):
     begins = [beginning for beginning in FIELD_BY_NAME if name.startswith(beginning)]
     lead = " " if base(name) in WANT_PARTS else ""
     expected = FIELD_BY_NAME[begins[0]] if begins else lead + THOUGHT
-    ((_, ids),) = learned(row)
-    assert tokenizer.decode(ids) == expected + BEFORE_END.get(base(name), "") + templates.end_of(
-        name
-    )
+    expected += BEFORE_END.get(base(name), "") + templates.end_of(name)
+    assert answers_of(tokenizer, row) == [expected]
     if base(name) in WANT_PARTS:
         answer = {**answer, "content": [{"type": "text", "text": "three four."}]}
     chat = [*FIVE, answer]
@@ -320,15 +306,12 @@ def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(argume
     )
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     row = {"messages": [*FIVE, message("assistant", "", tool_calls=[call])]}
-    ((_, ids),) = learned(sft_row(row, tokenizer, 10_000, "assistant"))
-    assert tokenizer.decode(ids) == 'add{"x": true}<|im_end|>'
+    row = sft_row(row, tokenizer, 10_000, "assistant")
+    assert answers_of(tokenizer, row) == ['add{"x": true}<|im_end|>']
 
 
-CALL = message(
-    "assistant",
-    "",
-    tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}],
-)
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+CALL = message("assistant", "", tool_calls=[ADD])
 CALLS = {
     "qwen2_5": '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>',
     "gptoss": ' to=functions.add<|channel|>commentary json<|message|>{"x": 1}<|call|>',
@@ -365,7 +348,7 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     rows = [{"messages": chat}, {"messages": chat[:2]}, {"messages": [chat[0], chat[3]]}]
     path = str(write_jsonl(tmp_path / "calls.jsonl", rows))
     data = load_rows(accelerator, path, sft_row, tokenizer, max_length=10_000, loss_on="assistant")
-    texts = [[tokenizer.decode(ids) for _, ids in learned(row)] for row in data]
+    texts = [answers_of(tokenizer, row) for row in data]
     assert data["row"][:] == [1, 3] and texts == [[plain_answer(name, "seven")]] * 2
     reason = "tool calls are not learned, because the chat template does not write them"
     said = capsys.readouterr().out
@@ -388,7 +371,7 @@ def test_a_message_that_the_template_does_not_write_is_said(name, role):
     assert is_written == (name == "qwen2_5")
     note = f"messages that the chat template does not write (role '{role}')"
     assert (note in row["notes"]) != is_written
-    assert [tokenizer.decode(ids) for _, ids in learned(row)] == [plain_answer(name, "six")]
+    assert answers_of(tokenizer, row) == [plain_answer(name, "six")]
     # Behind the last answer nothing is read, so nothing is missed there.
     behind = [message("user", "five"), message("assistant", "six"), message(role, "a secret")]
     row = sft_row({"messages": behind}, tokenizer, 10_000, "assistant")
@@ -410,8 +393,7 @@ def test_system_messages_and_tools_are_read(name):
     notes = " ".join(row.get("notes", []))
     text = tokenizer.decode(row["input_ids"])
     assert ("be brief" in text) != ("role 'system'" in notes)
-    ((_, ids),) = learned(row)
-    assert tokenizer.decode(ids) == plain_answer(name, CHAT[1]["content"])
+    assert answers_of(tokenizer, row) == [plain_answer(name, CHAT[1]["content"])]
 
 
 # ---------------------------------------------------------------------------------------------- strings
@@ -474,19 +456,6 @@ def test_variables_of_the_template_are_saved_with_it(tmp_path):
     assert rendering.fingerprint(tokenizer) != rendering.fingerprint(plain)
 
 
-def test_a_file_replaces_the_template(tmp_path):
-    file = tmp_path / "own.jinja"
-    file.write_text(templates.ALPACA, encoding="utf-8")
-    tokenizer = load.tokenizer_of(saved(tmp_path / "model"), str(file))
-    row = sft_row({"messages": CHAT[:2]}, tokenizer, 1000, "assistant")
-    assert (
-        tokenizer.decode(row["input_ids"])
-        == "### Instruction:\none two\n\n### Response:\nthree four.<|im_end|>"
-    )
-    tokenizer.save_pretrained(tmp_path / "actor")
-    assert AutoTokenizer.from_pretrained(tmp_path / "actor").chat_template == templates.ALPACA
-
-
 def test_only_what_a_template_reads_as_a_variable_can_be_set():
     """gpt-oss has a field `thinking` of messages: to set it changed nothing, and was recommended."""
     assert "enable_thinking" in rendering.variables(templates.tokenizer("qwen3"))
@@ -522,10 +491,8 @@ def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
 def test_a_date_is_that_of_the_run(tmp_path):
     folder = saved(tmp_path / "model", "own_dated")
     on = lambda date: load.tokenizer_of(folder, date=date)
-    rows = [
-        sft_row({"messages": CHAT}, on(date), 1000, "assistant")
-        for date in ("2020-02-29", "2020-02-29", "2021-03-01")
-    ]
+    days = ("2020-02-29", "2020-02-29", "2021-03-01")
+    rows = [sft_row({"messages": CHAT}, on(date), 1000, "assistant") for date in days]
     assert rows[0] == rows[1] and "29 Feb 2020" in on("2020-02-29").decode(rows[0]["input_ids"])
     assert "01 Mar 2021" in on("2020-02-29").decode(rows[2]["input_ids"])
     assert rendering.fingerprint(on("2020-02-29")) != rendering.fingerprint(on("2021-03-01"))
@@ -535,9 +502,8 @@ def test_a_date_is_that_of_the_run(tmp_path):
     assert rendering.fingerprint(first) == rendering.fingerprint(second) and first.chat_date is None
     # The saved tokenizer prints the day on which it is used.
     on("2020-02-29").save_pretrained(tmp_path / "actor")
-    text = AutoTokenizer.from_pretrained(tmp_path / "actor").apply_chat_template(
-        CHAT[:1], tokenize=False
-    )
+    saved_one = AutoTokenizer.from_pretrained(tmp_path / "actor")
+    text = saved_one.apply_chat_template(CHAT[:1], tokenize=False)
     assert f"{datetime.date.today():%d %b %Y}" in text
 
 
@@ -545,10 +511,8 @@ def test_what_ends_an_answer_ends_a_response():
     model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=None))
     for name in NAMES:
         tokenizer = templates.tokenizer(name)
-        ends = {tokenizer.eos_token, templates.end_of(name)}
-        assert stop_tokens(tokenizer, model) == set(
-            tokenizer.convert_tokens_to_ids(sorted(ends))
-        ), name
+        ends = tokenizer.convert_tokens_to_ids([tokenizer.eos_token, templates.end_of(name)])
+        assert stop_tokens(tokenizer, model) == set(ends), name
 
 
 # ---------------------------------------------------------------------------------------------- prompts with more than an answer continues
@@ -613,9 +577,8 @@ def test_an_end_that_a_content_has_is_learned_once(name, times, after):
     turns = [{**turn} for turn in CHAT]
     for turn in (turns[1], turns[3]):
         turn["content"] += templates.end_of(name) * times + after
-    assert sft_row({"messages": turns}, tokenizer, 10_000, "assistant") == sft_row(
-        {"messages": CHAT}, tokenizer, 10_000, "assistant"
-    )
+    rows = [sft_row({"messages": each}, tokenizer, 10_000, "assistant") for each in (turns, CHAT)]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -647,7 +610,7 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
         rows = [sft_row({"messages": each}, tokenizer, 1000, "assistant") for each in (same, CHAT)]
         assert rows[0] == rows[1]
     row = sft_row({"messages": chat_}, tokenizer, 1000, "assistant")
-    assert [tokenizer.decode(ids) for _, ids in learned(row)] == ["six seven<|im_end|>"]
+    assert answers_of(tokenizer, row) == ["six seven<|im_end|>"]
     assert row["input_ids"] == rows[0]["input_ids"]
     with pytest.raises(BadRow, match="--loss_on all"):
         sft_row({"messages": chat_}, tokenizer, 1000, "all")
@@ -657,16 +620,12 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
 
 def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
     """A shorter context need not be the beginning of the longer one, token by token."""
-    answers = iter(
-        [
-            chat.Answer([1, 2, 3], [4, 7], [True, False], []),
-            chat.Answer([1, 5], [6], [True], []),
-        ]
-    )
-    monkeypatch.setattr(chat, "encode_answer", lambda *args: next(answers))
-    prompt, (chosen, rejected), _ = chat.encode_answers(
-        templates.tokenizer("qwen3"), CHAT[:1], [CHAT[1:2]] * 2
-    )
+    long = chat.Sequence([1, 2, 3, 4, 7], [False, False, False, True, False])
+    short = chat.Sequence([1, 5, 6], [False, False, True])
+    found = iter([([long], [], []), ([short], [], [])])
+    monkeypatch.setattr(chat, "encode_conversation", lambda *args, **kwargs: next(found))
+    given = (templates.tokenizer("qwen3"), CHAT[:1], [CHAT[1:2]] * 2)
+    prompt, (chosen, rejected), _ = chat.encode_answers(*given)
     assert prompt == [1] and rejected == ([5, 6], [True, True])
     assert chosen == ([2, 3, 4, 7], [True, True, True, False])
 
@@ -674,29 +633,21 @@ def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(m
 def test_one_answer_of_a_pair_thinks():
     """The prompt is what both answers continue; the one that thinks begins with what opens its thinking."""
     tokenizer = templates.tokenizer("deepseekv3")
+    thinks = [message("assistant", THOUGHT)]
     row = preference_row(
-        {"prompt": CHAT[:1], "chosen": [message("assistant", THOUGHT)], "rejected": CHAT[1:2]},
-        tokenizer,
-        1000,
+        {"prompt": CHAT[:1], "chosen": thinks, "rejected": CHAT[1:2]}, tokenizer, 1000
     )
     assert row["prompt_ids"] == context_ids("deepseekv3", CHAT[:1])
     end = templates.end_of("deepseekv3")
-    assert [tokenizer.decode(row[key]) for key in ("chosen_ids", "rejected_ids")] == [
-        THOUGHT + end,
-        "three four." + end,
-    ]
+    texts = [tokenizer.decode(row[key]) for key in ("chosen_ids", "rejected_ids")]
+    assert texts == [THOUGHT + end, "three four." + end]
 
 
 def test_every_token_is_learned_once_though_histories_repeat():
     tokenizer = templates.tokenizer("qwen3")
-    chat = [
-        message("user", "one"),
-        message("assistant", "two"),
-        message("user", "five"),
-        message("assistant", "six"),
-    ]
+    chat = [message("user", "one"), message("assistant", "two"), *FIVE, message("assistant", "six")]
     row = sft_row({"messages": chat}, tokenizer, 1000, "all")
-    assert [tokenizer.decode(ids) for _, ids in learned(row)] == [
+    assert answers_of(tokenizer, row) == [
         "user\none<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\ntwo<|im_end|>",
         "\n<|im_start|>user\nfive<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nsix<|im_end|>",
     ]
@@ -704,11 +655,8 @@ def test_every_token_is_learned_once_though_histories_repeat():
 
 def test_max_length_holds_for_each_sequence():
     tokenizer = templates.tokenizer("qwen3")
-    chat = [
-        turn
-        for text in ("one", "two", "five")
-        for turn in (message("user", text), message("assistant", "six seven"))
-    ]
+    answer = message("assistant", "six seven")
+    chat = [turn for text in ("one", "two", "five") for turn in (message("user", text), answer)]
     whole = sft_row({"messages": chat}, tokenizer, 1000, "assistant")
     lengths = whole["sequence_lengths"]
     assert len(lengths) == 3 and not whole["truncated"]
@@ -718,12 +666,8 @@ def test_max_length_holds_for_each_sequence():
         (lengths[1] - 1, [lengths[0], lengths[1] - 1]),
     ):
         row = sft_row({"messages": chat}, tokenizer, max_length, "assistant")
-        assert (
-            row["sequence_lengths"] == kept
-            and row["truncated"]
-            and row["reason"] == ""
-            and row["length"] == sum(kept)
-        )
+        assert row["sequence_lengths"] == kept and row["length"] == sum(kept)
+        assert row["truncated"] and row["reason"] == ""
         assert row["n_targets"] == sum(row["learned"]) == sum(len(ids) for _, ids in learned(row))
     short = sft_row({"messages": chat}, tokenizer, 5, "assistant")
     assert short["reason"] == "nothing to learn within max_length" and short["length"] == 5
@@ -733,11 +677,7 @@ def test_max_length_holds_for_each_sequence():
 def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
     """Cohere's templates end an answer with two tokens: the second one was counted, and learned, as new."""
     tokenizer = templates.tokenizer(name)
-    messages = [
-        {"role": "user", "content": "One"},
-        {"role": "assistant", "content": "Two words"},
-        {"role": "user", "content": "Three"},
-    ]
+    messages = [message("user", "One"), message("assistant", "Two words"), message("user", "Three")]
     prompt = chat.encode_prompt(tokenizer, messages)
     _, [answer], _ = chat.encode_answers(tokenizer, messages[:1], [messages[1:2]])
     end = tokenizer.decode(answer.ids[-2:] if name == "cohere2" else answer.ids[-1:])
@@ -766,7 +706,7 @@ def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(
     ]
     row = sft_row({"messages": messages}, tokenizer, 4000, loss_on)
     assert row["sequence_lengths"] == [row["length"]] and row["notes"] == []
-    texts = [tokenizer.decode(ids) for _, ids in learned(row)]
+    texts = answers_of(tokenizer, row)
     called = "<|channel|>analysis<|message|>Use it<|end|><|start|>assistant to=functions.add"
     assert texts[-1] == analysis + "<|channel|>final<|message|>It is 5.<|return|>"
     assert len(texts) == (2 if loss_on == "assistant" else 1)
