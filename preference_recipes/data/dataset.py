@@ -30,16 +30,12 @@ from common import as_list, distributed, folders, in_one_line
 from preference_recipes.data import files, formats, rendering, unread
 from preference_recipes.data.messages import BadRow
 
-# A process tokenises this many rows in some seconds.
-ROWS_PER_PROCESS = 5_000
+ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
 MOST_PROCESSES = 32
-# Rows that are in memory at a time.
-ROWS_AT_A_TIME = 1_000
+ROWS_AT_A_TIME = 1_000  # that are in memory
 
-# Next to the result: what nothing reads, see `unread.describe`.
-UNREAD = "not_read.txt"
-# A temporary column: each row's checksum, from which the fingerprint is made.
-CHECKSUM = "crc"
+UNREAD = "not_read.txt"  # next to the result: what nothing reads, see `unread.describe`
+CHECKSUM = "crc"  # a temporary column: each row's checksum, from which the fingerprint is made
 # Between the answers of a list, any of which is right: ASCII's record separator.
 BETWEEN = "\x1e"
 
@@ -93,21 +89,17 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     names = as_list(args.dataset_name)
     sets = [load(accelerator, name, args.dataset_split, converter) for name in names]
     starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
+    train = sets[0]
+    if len(sets) > 1:
+        # Only held-out sets are asked for answers, and not every set may have them.
+        columns = [name for name in train.column_names if name != "answer"]
+        train = datasets.concatenate_datasets([rows.select_columns(columns) for rows in sets])
+        content = datasets.fingerprint.Hasher.hash([rows._fingerprint for rows in sets])
+        train = train.select(range(len(train)), new_fingerprint=content)
     eval_sets = load_evaluation_sets(
         accelerator, args.eval_dataset_name or [], args.eval_dataset_split, converter
     )
-    return Data(joined(sets), starts, eval_sets, converter)
-
-
-def joined(sets: list[datasets.Dataset]) -> datasets.Dataset:
-    """Returns the rows of training sets one after the other."""
-    if len(sets) == 1:
-        return sets[0]
-    # Only held-out sets are asked for answers, and not every set may have them.
-    columns = [name for name in sets[0].column_names if name != "answer"]
-    rows = datasets.concatenate_datasets([rows.select_columns(columns) for rows in sets])
-    content = datasets.fingerprint.Hasher.hash([rows._fingerprint for rows in sets])
-    return rows.select(range(len(rows)), new_fingerprint=content)
+    return Data(train, starts, eval_sets, converter)
 
 
 def load_evaluation_sets(
@@ -265,10 +257,8 @@ def convert(name: str, rows: files.Rows, converter: Converter, folder: Path) -> 
         worker.join()
     if any(worker.exitcode for worker in workers):
         sys.exit(f"data set {name!r}: a process that tokenises ended before its rows did")
-    found = []
-    while not faults.empty():
-        found.append(faults.get())
-    if found:
+    if not faults.empty():
+        found = [faults.get() for _ in tasks if not faults.empty()]
         sys.exit(f"data set {name!r}, {min(found)[1]}")
 
 

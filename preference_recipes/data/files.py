@@ -11,7 +11,6 @@ import glob
 import gzip
 import itertools
 import json
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import datasets
 from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.packaged_modules.json.json import Json
 
-from common import counted, in_one_line, print_once
+from common import in_one_line
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
@@ -86,15 +85,23 @@ def find(name: str, split: str) -> Source:
         saved = datasets.load_from_disk(name)
         return of_table(saved if isinstance(saved, datasets.Dataset) else saved[split])
     # A file is not resolved: a link of the hub's cache points to one whose name says no format.
-    splits = split_files(path.resolve()) if path.is_dir() else {"train": [path.absolute()]}
+    splits = {"train": [path.absolute()]}
+    if path.is_dir():
+        folder = str(path.resolve())
+        escaped = glob.escape(folder)  # `datasets` would read the characters `*?[` as a pattern
+        if escaped == folder:
+            # This also reads what the data card of a cloned hub folder says about its files.
+            splits = datasets.load_dataset_builder(folder).config.data_files
+        else:
+            splits = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
     files = {str(part): list(filter(is_data_file, map(Path, splits[part]))) for part in splits}
     suffixes = {file.suffix for paths in files.values() for file in paths}
     if not suffixes:
         sys.exit(f"no file of {name!r} ends in {' '.join(SUFFIXES)}, or one of them and .gz")
     if suffixes != {".parquet"}:
         return of_files(files, split)
-    escaped = {part: [glob.escape(str(file)) for file in paths] for part, paths in files.items()}
-    return of_table(datasets.load_dataset("parquet", data_files=escaped, split=split))
+    names = {part: [glob.escape(str(file)) for file in paths] for part, paths in files.items()}
+    return of_table(datasets.load_dataset("parquet", data_files=names, split=split))
 
 
 def find_on_hub(name: str, split: str) -> Source:
@@ -109,35 +116,6 @@ def find_on_hub(name: str, split: str) -> Source:
     downloaded = manager.download_and_extract(builder.config.data_files)
     files = {part: list(map(Path, manager.iter_files(downloaded[part]))) for part in downloaded}
     return of_files({str(part): paths for part, paths in files.items()}, split)
-
-
-def split_files(folder: Path) -> DataFilesDict:
-    """Returns the files of each split of a local folder, and prints which are in none.
-
-    `datasets` would read the characters `*?[` in a name as a pattern, so they are escaped.
-    """
-    escaped = glob.escape(str(folder))
-    if escaped == str(folder):
-        # This also reads what the data card of a cloned hub folder says about its files.
-        splits = datasets.load_dataset_builder(str(folder)).config.data_files
-    else:
-        splits = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
-    read = {os.path.realpath(file) for paths in splits.values() for file in paths}
-    others = [
-        str(file.relative_to(folder))
-        for file in folder.rglob("*")
-        if is_data_file(file)
-        and file.is_file()
-        and os.path.realpath(file) not in read
-        # `datasets` ignores these.
-        and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
-    ]
-    if others:
-        print_once(
-            f"NOTE: folder {str(folder)!r}: {counted(len(others), 'file')} in none of the splits "
-            f"{sorted(map(str, splits))}, so not read: {', '.join(sorted(others)[:5])}"
-        )
-    return splits
 
 
 def of_table(table: datasets.Dataset) -> Source:

@@ -117,15 +117,11 @@ def end_of_prompt(chosen: list[dict], rejected: list[dict]) -> int:
     Both answers begin with the assistant, have at least one message, and the prompt does not end
     with the assistant: U1 A1 U2 A2 and U1 A1 U3 A3 share U1.
     """
-
-    def are_answers_from(place: int) -> bool:
-        is_open = chosen[place - 1]["role"] == "assistant"
-        return chosen[place]["role"] == rejected[place]["role"] == "assistant" and not is_open
-
-    end = rendering.n_common(chosen[:-1], rejected[:-1])
-    while end > 0 and not are_answers_from(end):
-        end -= 1
-    return end
+    for end in range(rendering.n_common(chosen[:-1], rejected[:-1]), 0, -1):
+        begins = chosen[end]["role"] == rejected[end]["role"] == "assistant"
+        if begins and chosen[end - 1]["role"] != "assistant":
+            return end
+    return 0
 
 
 def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:

@@ -57,15 +57,13 @@ def describe(rows: Iterable[dict], converter) -> str:
         tried = itertools.chain(*examples[path].values())
         if not is_below_unread and not any(is_read(row, path) for row in tried):
             unread.append(path)
-    if not unread:
-        return ""
-    named = [
-        f'{"column" if len(path) == 1 else "key"} "{".".join(path)}" '
-        f"({counted(counts[path], 'row')})"
-        for path in unread
-    ]
     where = f" of the first {MOST_ROWS:,}" if looked_at == MOST_ROWS else ""
-    return f"not read{where}: {', '.join(named)}"
+    kinds = ["column" if len(path) == 1 else "key" for path in unread]
+    named = [
+        f'{kind} "{".".join(path)}" ({counted(counts[path], "row")})'
+        for kind, path in zip(kinds, unread)
+    ]
+    return f"not read{where}: {', '.join(named)}" if named else ""
 
 
 def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:
