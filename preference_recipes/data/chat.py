@@ -4,10 +4,9 @@ One rule: an answer is what the chat template writes after the generation prompt
 the token that ends the turn. Cutting is done on texts. They are tokenised at the very end, prompt
 and answer apart, as at inference.
 
-The usual path is `encode_answers`, `encode_prompt`, `encode_answer`. A template writes the prompt,
-then the prompt with its answer; what the second text has more is the answer. Sections below are for
-an answer of several messages, for a template that writes the prompt or the answer differently
-(`find_answer`), and for what an environment replies.
+The usual path is `encode_answers`, `encode_conversation`, `write_answer`: the template writes the
+prompt, then the prompt with its answer, and what the second text has more is the answer. Sections
+below are for a template that writes either differently, and for what an environment replies.
 """
 
 import re
@@ -58,7 +57,7 @@ class Sequence(NamedTuple):
     learned: list[bool]
 
 
-# ============================================================ prompts and answers
+# ============================================================ the usual path
 def encode_answers(
     tokenizer, prompt, answers: list, tools=None
 ) -> tuple[list[int], list[Sequence], list[str]]:
@@ -95,34 +94,6 @@ def encode_answers(
         for start, (ids, learned) in zip(starts, whole)
     ]
     return contexts[0][:n], cut, notes
-
-
-def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
-    """Returns the ids of a prompt and of each answer, for strings without a chat template.
-
-    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
-    """
-    prompt_ids = encode(tokenizer, prompt)
-    answer_ids = [encode_after(tokenizer, prompt, answer) for answer in answers]
-    eos = [tokenizer.eos_token_id]
-    if sum(answer_ids, prompt_ids)[:1] != bos_of(tokenizer):
-        prompt_ids = bos_of(tokenizer) + prompt_ids
-    return prompt_ids, *(ids if ids[-1:] == eos else ids + eos for ids in answer_ids)
-
-
-def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
-    """Returns what a model reads before it answers these messages; nothing if there are none.
-
-    Notes name the roles that the template leaves out without a word, as it does at inference.
-    """
-    text = render(tokenizer, messages, tools, add_generation_prompt=True)
-    notes = [
-        f"{DROPS_ROLE} (role {message['role']!r})"
-        for place, message in enumerate(messages)
-        if message["role"] != "assistant" and message["content"].strip() not in text
-        if drops_content(tokenizer, messages, tools, place)
-    ]
-    return Prompt(text, encode(tokenizer, text), notes)
 
 
 def encode_conversation(
@@ -213,15 +184,32 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
     return text, False
 
 
-def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
-    """Returns what a prompt has after the end of one of its answers."""
-    changed = [*history[:place], MARKED, *history[place + 1 :]]
-    text = render(tokenizer, changed, tools, add_generation_prompt=True).partition(MARK)[2]
-    end = style_of(tokenizer).end
-    if not text.startswith(end):  # it ends an earlier answer in another way (gpt-oss)
-        found = added_tokens(tokenizer).match(text)
-        end = found.group() if found else ""
-    return text.removeprefix(end)
+def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
+    """Returns what a model reads before it answers these messages; nothing if there are none.
+
+    Notes name the roles that the template leaves out without a word, as it does at inference.
+    """
+    text = render(tokenizer, messages, tools, add_generation_prompt=True)
+    notes = [
+        f"{DROPS_ROLE} (role {message['role']!r})"
+        for place, message in enumerate(messages)
+        if message["role"] != "assistant" and message["content"].strip() not in text
+        if drops_content(tokenizer, messages, tools, place)
+    ]
+    return Prompt(text, encode(tokenizer, text), notes)
+
+
+def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
+    """Returns the ids of a prompt and of each answer, for strings without a chat template.
+
+    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
+    """
+    prompt_ids = encode(tokenizer, prompt)
+    answer_ids = [encode_after(tokenizer, prompt, answer) for answer in answers]
+    eos = [tokenizer.eos_token_id]
+    if sum(answer_ids, prompt_ids)[:1] != bos_of(tokenizer):
+        prompt_ids = bos_of(tokenizer) + prompt_ids
+    return prompt_ids, *(ids if ids[-1:] == eos else ids + eos for ids in answer_ids)
 
 
 def why_left_out(notes: list[str]) -> str:
@@ -335,6 +323,17 @@ def with_thinking(
         return context, text
     # What opens the thought may be the prompt's.
     return split_answer(prompt, context + text)
+
+
+def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
+    """Returns what a prompt has after the end of one of its answers."""
+    changed = [*history[:place], MARKED, *history[place + 1 :]]
+    text = render(tokenizer, changed, tools, add_generation_prompt=True).partition(MARK)[2]
+    end = style_of(tokenizer).end
+    if not text.startswith(end):  # it ends an earlier answer in another way (gpt-oss)
+        found = added_tokens(tokenizer).match(text)
+        end = found.group() if found else ""
+    return text.removeprefix(end)
 
 
 def is_same(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:

@@ -81,11 +81,7 @@ def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
 
 
 def as_message(message: dict, where: str) -> dict:
-    """Returns a message with `role` and a text as its `content`; what else it has is kept.
-
-    Args:
-        where: the message, for errors.
-    """
+    """Returns a message with `role` and a text as its `content`; what else it has is kept."""
     if "role" not in message:  # ShareGPT's
         sender = message["from"]
         if sender not in SENDERS:

@@ -130,8 +130,8 @@ def n_common(first, second) -> int:
 
 def fingerprint(tokenizer) -> str:
     """Returns a text that changes whenever the tokenizer would produce different ids."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else vocabulary
+    backend = backend_of(tokenizer)
+    content = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
     date = getattr(tokenizer, "chat_date", None)
     return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}"
 
@@ -277,10 +277,7 @@ def set_defaults(tokenizer, text: str) -> None:
 
 
 def with_variables(tokenizer, values: dict | str | None):
-    """Returns a tokenizer whose template has the values of a row's column for its variables.
-
-    They are an object or its JSON.
-    """
+    """Returns a tokenizer whose template has the variables of a row: an object or its JSON."""
     if not values or tokenizer.chat_template is None:
         return tokenizer
     given = from_json(values)
@@ -294,8 +291,9 @@ def with_defaults(tokenizer, text: str):
     """Returns a copy of a tokenizer whose template has default values; earlier ones yield."""
     # Jinja reads constants as Python writes them.
     values = json.loads(text).items()
-    lines = [f"{{% set {name} = {name} | default({value!r}) %}}\n" for name, value in values]
-    beginning = "".join(lines)
+    beginning = "".join(
+        f"{{% set {name} = {name} | default({part!r}) %}}\n" for name, part in values
+    )
     changed = copy.copy(tokenizer)
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several, by their names
