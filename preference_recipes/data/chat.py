@@ -267,7 +267,7 @@ def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, st
     inside = [found.start() for found in thoughts.ANY_MARKER.finditer(prompt) if found.end() > n]
     n = min([n, *inside])
     only_in_prompt = prompt[n:]
-    is_thought = thoughts.is_closed(only_in_prompt) and not thinks
+    is_thought = thoughts.CLOSED.fullmatch(only_in_prompt) and not thinks
     if is_thought or only_in_prompt.isspace():  # 2, 3. A model would give this answer after it.
         return prompt, whole[n:]
     # 4, 5. The rest of the prompt leads to another answer. An empty thought leads to none.
@@ -319,7 +319,7 @@ def with_thinking(
     text = thoughts.EMPTY.sub("", text)
     space = text[: len(text) - len(text.lstrip())]
     text = space + thoughts.written(answer, str(tokenizer.chat_template)) + text.lstrip()
-    if thoughts.is_closed(prompt[len(context) :]):
+    if thoughts.CLOSED.fullmatch(prompt[len(context) :]):
         return context, text
     # What opens the thought may be the prompt's.
     return split_answer(prompt, context + text)
@@ -356,9 +356,8 @@ def drops_content(tokenizer, messages: list[dict], tools, place: int) -> bool:
 def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
     """Refuses a template that cannot continue a conversation after what a model has sampled.
 
-    A turn is never tokenised again: what comes back is appended to the ids that were sampled. So a
-    template must add to what it wrote. One that does not: its generation prompt ends with
-    `<bot><think>`, and it writes an earlier answer as `<bot>Yes`.
+    A turn is never tokenised again, so a template must add to what it wrote. One does not that ends
+    its prompt with `<bot><think>`, and writes an earlier answer as `<bot>Yes`.
     """
     prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
     before, _ = render_beyond_answer(tokenizer, [QUESTION])

@@ -21,6 +21,8 @@ CLOSERS = "|".join(re.escape(closer) for _, closer in MARKERS)
 ANY_MARKER = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|◁[^◁▷]*▷")
 # An empty thought at the beginning of an answer; the prompt may have opened it.
 EMPTY = re.compile(rf"^\s*({OPENERS})?\s*({CLOSERS})\s*")
+# A whole thought and nothing else; it may be empty.
+CLOSED = re.compile(rf"\s*({OPENERS}).*({CLOSERS})\s*", re.DOTALL)
 # An open or an empty thought at the end of a prompt, or what closes one there.
 AT_END = re.compile(rf"(({OPENERS})\s*)?({CLOSERS})\s*$|({OPENERS})\s*$")
 # Fields of a message that hold a thought. They all mean the same, and a template knows one of them.
@@ -84,17 +86,3 @@ def outside_of(text: str) -> str:
         # Drop the thought that the prompt has opened.
         text = text.rpartition(closer)[2]
     return text
-
-
-def is_closed(text: str) -> bool:
-    """Whether a text is a thought and nothing else, as far as its form tells; it may be empty.
-
-    Templates have more markers than `MARKERS`. So it must begin and end with any, the last must
-    look as if it closes, and a word for thinking must be somewhere.
-    """
-    text = text.strip()
-    markers = ANY_MARKER.findall(text)
-    if len(markers) < 2 or not (text.startswith(markers[0]) and text.endswith(markers[-1])):
-        return False
-    closes = "/" in markers[-1] or "end" in markers[-1].lower() or markers[-1] == "<channel|>"
-    return closes and bool(re.search("think|thought|reason|analysis", text, re.IGNORECASE))

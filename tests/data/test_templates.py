@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from preference_recipes.data import chat, rendering, thoughts
+from preference_recipes.data import chat, rendering
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
@@ -258,7 +258,7 @@ WHY = "<think>\nwhy\n</think>\n\n"
 EMPTY = "<think>\n\n</think>\n\n"
 # Whole thoughts: a model answers after them. One is as Seed-OSS's, which says how much may be thought.
 WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|>", "<think>\n[none]\n</think>\n",
-         "<think><budget>0</budget></think>", "<|analysis|><|/analysis|>"]  # fmt: skip
+         "<think><budget>0</budget></think>"]  # fmt: skip
 
 
 @pytest.mark.parametrize("answer, prompt_end, content, thought, kept, expected", [
@@ -515,23 +515,6 @@ def test_what_ends_an_answer_ends_a_response():
         assert stop_tokens(tokenizer, model) == set(ends), name
 
 
-# ---------------------------------------------------------------------------------------------- prompts with more than an answer continues
-
-
-@pytest.mark.parametrize("content, expected", [
-    ("yes", "<think>\nwhy\n</think>\n\n"),  # from the field, with the first markers that the template has
-    ("<think>\n</think>\nyes", "<think>\nwhy\n</think>\n\n"),
-    ("so[/THINK] yes", "[THINK]so[/THINK] "),  # the prompt has opened it
-    ("<think>so</think> yes", "<think>so</think> "),
-    ("a</think>b<think>c</think>yes", "<think>a</think>b<think>c</think>"),
-    ("Sure. <think>c</think>yes", "Sure. <think>c</think>"),
-    ("[THINK]no </think> here[/THINK]yes", "[THINK]no </think> here[/THINK]"),
-])  # fmt: skip
-def test_a_thought_gets_markers_once(content, expected):
-    given = {"content": content, "reasoning_content": "why"}
-    assert thoughts.written(given, "... </think> ... [/THINK] ...") == expected
-
-
 MISTRAL = (  # its v3: the system message stands in the last message of the user, calls need ids
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}{% if loop.last and system %}{{ system + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
@@ -671,18 +654,6 @@ def test_max_length_holds_for_each_sequence():
         assert row["n_targets"] == sum(row["learned"]) == sum(len(ids) for _, ids in learned(row))
     short = sft_row({"messages": chat}, tokenizer, 5, "assistant")
     assert short["reason"] == "nothing to learn within max_length" and short["length"] == 5
-
-
-@pytest.mark.parametrize("name", ["cohere2", "qwen3", "llama3"])
-def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
-    """Cohere's templates end an answer with two tokens: the second one was counted, and learned, as new."""
-    tokenizer = templates.tokenizer(name)
-    messages = [message("user", "One"), message("assistant", "Two words"), message("user", "Three")]
-    prompt = chat.encode_prompt(tokenizer, messages)
-    _, [answer], _ = chat.encode_answers(tokenizer, messages[:1], [messages[1:2]])
-    end = tokenizer.decode(answer.ids[-2:] if name == "cohere2" else answer.ids[-1:])
-    _, _, following = prompt.text.partition("Two words" + end)
-    assert following and chat.text_since(tokenizer, messages, 1) == following
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
