@@ -25,9 +25,8 @@ class Sequences:
         lists = dataset.with_format("arrow")["sequence_lengths"][:]  # Python lists would take long
         self.lengths = pyarrow.compute.list_flatten(lists).to_numpy()
         per_row = pyarrow.compute.list_value_length(lists).to_numpy()
-        self._row_of = np.repeat(np.arange(len(dataset)), per_row)
         # The number of each row's first sequence, and at the end the number of all sequences.
-        self._starts = np.searchsorted(self._row_of, np.arange(len(dataset) + 1))
+        self._starts = np.append(0, np.cumsum(per_row))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -40,7 +39,7 @@ class Sequences:
 
     def __getitem__(self, numbers: Sequence[int]) -> dict[str, list]:
         """Returns `input_ids learned row` of some sequences."""
-        rows = self._row_of[numbers]
+        rows = np.searchsorted(self._starts, numbers, side="right") - 1
         columns = self.dataset[rows]
         cut = {"input_ids": [], "learned": [], "row": columns["row"]}
         for place, number in enumerate(numbers):
