@@ -39,11 +39,10 @@ def is_message(value) -> bool:
     """
     if not isinstance(value, dict):
         return False
-    is_sharegpt = value.get("role") is None
-    role = value.get("from" if is_sharegpt else "role")
-    content = value.get("value" if is_sharegpt else "content")
-    has_content = isinstance(content, (str, list)) or (content is None and calls_of(value))
-    return isinstance(role, str) and bool(has_content)
+    role, content = ("from", "value") if value.get("role") is None else ("role", "content")
+    text = value.get(content)
+    has_content = isinstance(text, (str, list)) or (text is None and calls_of(value))
+    return isinstance(value.get(role), str) and bool(has_content)
 
 
 def learned_turns(messages: list[dict], first: int) -> list[int]:

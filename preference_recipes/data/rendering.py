@@ -251,12 +251,10 @@ def end_in(tokenizer, ending: str, followed: str) -> str:
     `<|end|>` after others. If they have nothing in common (gpt-oss), the last answer's own counts.
     An EOS is the end wherever it is; of other tokens the last one that both have (Cohere).
     """
-    found = [match.span() for match in added_tokens(tokenizer).finditer(ending)]
-    shared = [span for span in found if followed.startswith(ending[: span[1]])]
-    spans = shared or found[:1]
-    eos = [span for span in spans if ending[slice(*span)] == tokenizer.eos_token]
-    ends = [end for _, end in eos[:1] or spans[-1:]]
-    return ending[: ends[0]] if ends else ""
+    ends = [ending[: found.end()] for found in added_tokens(tokenizer).finditer(ending)]
+    ends = [end for end in ends if followed.startswith(end)] or ends[:1]
+    with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
+    return [*with_eos, *reversed(ends), ""][0]
 
 
 # ============================================================ variables and date of a template
