@@ -20,7 +20,6 @@ TABLE = [
     ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
     ("dpo", [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1], ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
-    ("dpo", [*OWN, "--dataset_weights", 1, 2], ["--dataset_weights 1.0 2.0: expected 1 number"]),
     ("dpo", [*OWN, "--max_epochs", 0], ["--max_epochs 0 and --max_steps 0", "at least one"]),
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha has no meaning", "give --lora_r"]),
     ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit", "give --lora_r"]),
