@@ -178,8 +178,7 @@ def place_tokens(rows: list[Row], length: int, prompts: Sequence, answers: Seque
 def attention_mask(pieces: torch.Tensor, prompt_pieces: torch.Tensor) -> torch.Tensor:
     """Returns whether a query (third dimension) sees a key (fourth): of its piece or its prompt.
 
-    Padding sees padding, because attention over nothing would be
-    NaN; no piece sees it.
+    Padding sees padding, because attention over nothing would be NaN; no piece sees it.
     """
     keys = pieces[:, None, None, :]
     mask = keys == pieces[:, None, :, None]
