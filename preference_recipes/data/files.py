@@ -11,6 +11,7 @@ import glob
 import gzip
 import itertools
 import json
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ import datasets
 from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.packaged_modules.json.json import Json
 
-from common import in_one_line
+from common import counted, in_one_line, print_once
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
@@ -96,12 +97,30 @@ def find(name: str, split: str) -> Source:
             splits = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
     files = {str(part): list(filter(is_data_file, map(Path, splits[part]))) for part in splits}
     suffixes = {file.suffix for paths in files.values() for file in paths}
+    note_unread(path, files)
     if not suffixes:
         sys.exit(f"no file of {name!r} ends in {' '.join(SUFFIXES)}, or one of them and .gz")
     if suffixes != {".parquet"}:
         return of_files(files, split)
     names = {part: [glob.escape(str(file)) for file in paths] for part, paths in files.items()}
     return of_table(datasets.load_dataset("parquet", data_files=names, split=split))
+
+
+def note_unread(folder: Path, files: dict[str, list[Path]]) -> None:
+    """Prints which data files of a folder are in no split: `more.jsonl` next to `train.jsonl`."""
+    read = {os.path.realpath(file) for paths in files.values() for file in paths}
+    unread = [
+        str(file.relative_to(folder))
+        for file in sorted(filter(is_data_file, folder.rglob("*")))
+        if os.path.realpath(file) not in read
+        # `datasets` ignores these.
+        and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)
+    ]
+    if unread:
+        print_once(
+            f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
+            f"{sorted(files)}, so not read: {', '.join(unread[:5])}"
+        )
 
 
 def find_on_hub(name: str, split: str) -> Source:

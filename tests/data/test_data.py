@@ -243,6 +243,21 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
         assert load(folder) == data, kind
 
 
+def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
+    for name in ("train", "parts/more", ".ipynb_checkpoints/more", "test"):
+        write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
+    folder = str(tmp_path / "set")
+    for _ in range(2):  # it is named once
+        assert files.find(folder, "train").rows().number
+    assert capsys.readouterr().out == (
+        f"NOTE: folder {folder!r}: 1 file in none of the splits ['test', 'train'], so not read: "
+        "parts/more.jsonl\n"
+    )
+    (tmp_path / "set" / "parts" / "more.jsonl").unlink()
+    files.find(folder, "test")
+    assert capsys.readouterr().out == ""
+
+
 def test_a_folder_that_is_named_as_a_file(tmp_path):
     """As Spark writes it."""
     (tmp_path / "train.parquet").mkdir()
