@@ -55,13 +55,12 @@ def write(accelerator, args) -> None:
 
 
 def date_of_run(args) -> str:
-    """Returns the date that chat templates print, as in 2026-01-31: that of the run's first start.
-
-    For the main process.
-    """
+    """Returns the date that chat templates print, as in 2026-01-31: in UTC, of the first start."""
     if args.resume != "never":
-        at_path = Path(args.resume).resolve().parents[1]  # a checkpoint's run
-        file = (Path(args.output_dir) if args.resume == "auto" else at_path) / "environment.json"
+        folder = Path(args.output_dir or "")
+        if args.resume != "auto":
+            folder = Path(args.resume).resolve().parent.parent  # of the checkpoint's run
+        file = folder / "environment.json"
         if file.is_file():
             return folders.read_json(file)[0]["time"][:10]
     return f"{datetime.now(timezone.utc):%Y-%m-%d}"

@@ -199,8 +199,8 @@ def test_the_date_is_that_of_the_first_start(tmp_path):
     assert record.date_of_run(args) == today  # another run, in a folder that was left at its start
     args.resume = "auto"
     assert record.date_of_run(args) == "2020-02-29"
-    args = types.SimpleNamespace(output_dir=str(tmp_path / "other"))
     args.resume = str(tmp_path / "checkpoints/global_step_000001")
     assert record.date_of_run(args) == "2020-02-29"
-    args.resume = str(tmp_path / "elsewhere/checkpoints/global_step_000001")
-    assert record.date_of_run(args) == today
+    for elsewhere in (tmp_path / "elsewhere/checkpoints/global_step_000001", "/global_step_000001"):
+        args.resume = str(elsewhere)
+        assert record.date_of_run(args) == today
