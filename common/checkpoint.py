@@ -234,7 +234,7 @@ class Checkpoint:
 
         # 2. What `state.json` holds.
         self.scheduler.load_state_dict(state["scheduler"])
-        # Once more to the same place: `--max_steps` or `--max_epochs` may have changed the rates.
+        # A step to the same place: `--max_steps` or `--max_epochs` may have changed the rates.
         self.scheduler.last_epoch -= 1
         self.scheduler.step()
         for name in COUNTERS:
@@ -256,14 +256,14 @@ class Checkpoint:
         accelerator = self.accelerator
         tokenizer = self.actor.tokenizer
         template = str(getattr(tokenizer, "chat_template", None)).encode()
-        engine_name = engine.describe(accelerator)
+        processes = counted(accelerator.num_processes, "process")
         return {
             **vars(self.run.args),
             **self.identity,
             # The content of the template counts, not the name of its file.
             "chat_template": hashlib.sha256(template).hexdigest()[:16],
             "date": getattr(tokenizer, "chat_date", None),
-            "launched as": f"{engine_name}, {counted(accelerator.num_processes, 'process')}",
+            "launched as": f"{engine.describe(accelerator)}, {processes}",
         }
 
     def refuse_another_run(self, path: Path, before: dict) -> None:

@@ -51,8 +51,8 @@ from preference_recipes.rollouts.rollout import (
     check_rollout_size,
     compute_logps,
     describe_updates,
+    held_out_results,
     n_updates,
-    results,
     sample,
     sample_held_out,
 )
@@ -381,7 +381,7 @@ def main():
     run = Run(
         accelerator,
         args,
-        len(data.train),
+        n_prompts,
         flop=cost.flop(policy),
         bar_metric="kl/reverse",
         charts=CHARTS,
@@ -487,7 +487,7 @@ def evaluate(
                 )
                 means.add(values, weights)
             line |= {prefix + name: value for name, value in means.reduce().items()}
-            of_responses, shown = results(sampler, samples, None, eval_set, prefix)
+            of_responses, shown = held_out_results(sampler, samples, None, eval_set, prefix)
             line |= of_responses
             examples += shown
     run.log_evaluation(line, examples)

@@ -307,7 +307,7 @@ def evaluate(
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:
-                from preference_recipes.rollouts import answers  # brings generation with it
+                from preference_recipes.rollouts import answers  # only here: it loads generation
 
                 exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
                 line |= exact_match

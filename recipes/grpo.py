@@ -611,9 +611,7 @@ def main():
     flop = cost.flop(policy)
     # As if no group were dropped: how much of the data is used up, the position tells.
     epochs = dict(updates_per_epoch=rollout.n_updates(args, n_prompts), position=state.position)
-    run = Run(
-        accelerator, args, len(data.train), flop=flop, bar_metric="reward", charts=CHARTS, **epochs
-    )
+    run = Run(accelerator, args, n_prompts, flop=flop, bar_metric="reward", charts=CHARTS, **epochs)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
@@ -743,7 +741,7 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
             scores = judge.score(sampler, samples, packer)
             penalties = length_penalties(samples.mask.sum(1), run.args)
             scores = scores._replace(total=scores.total - penalties)
-            values, shown = rollout.results(sampler, samples, scores, eval_set, prefix)
+            values, shown = rollout.held_out_results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += shown
     run.log_evaluation(line, examples)

@@ -52,8 +52,8 @@ from preference_recipes.rollouts.rollout import (
     State,
     compute_logps,
     describe_updates,
+    held_out_results,
     n_updates,
-    results,
     sample,
     sample_held_out,
 )
@@ -460,7 +460,7 @@ def main():
     run = Run(
         accelerator,
         args,
-        len(data.train),
+        n_prompts,
         flop=cost.flop(policy),
         bar_metric="objective/scores",
         charts=CHARTS,
@@ -555,7 +555,7 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sample_held_out(sampler, eval_set)
             scores = score(sampler, judge, samples, packer)
-            values, answered = results(sampler, samples, scores, eval_set, prefix)
+            values, answered = held_out_results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += answered
     run.log_evaluation(line, examples)

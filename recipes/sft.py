@@ -87,7 +87,7 @@ def encode_conversation(
 def sft_row(
     row: dict, tokenizer, max_length: int, loss_on: str, strings_as_messages: bool = False
 ) -> dict:
-    """Returns the columns of a row, see `dataset.load`.
+    """Returns the columns of a row, see `dataset.Converter`.
 
     `input_ids` and `learned` hold the sequences of the row one after the other, whose lengths are
     `sequence_lengths`. The others are `prompt_ids length n_targets truncated reason notes`.
@@ -262,7 +262,7 @@ def evaluate(
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:
-                from preference_recipes.rollouts import answers  # brings generation with it
+                from preference_recipes.rollouts import answers  # only here: it loads generation
 
                 exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
                 line |= exact_match

@@ -240,7 +240,7 @@ def sample_held_out(sampler: Sampler, eval_set) -> Samples:
     return sample(sampler, eval_set[:], unused, temperature=0.0)
 
 
-def results(
+def held_out_results(
     sampler: Sampler, samples: Samples, scores: Scores | None, eval_set, prefix: str
 ) -> tuple[dict[str, float], list[dict]]:
     """Returns the line of a held-out set's evaluation, and its samples for `samples.jsonl`."""
