@@ -22,8 +22,7 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
     if not run.accelerator.is_local_main_process:
         return
     module = checkpoint.actor.unwrapped
-    size = engine.count_parameters(module) / 1e6
-    trained = engine.count_trained_parameters(module) / 1e6
+    size, trained = [count / 1e6 for count in engine.count_parameters(module)]
     processes = counted(run.accelerator.num_processes, "process")
     steps = counted(run.accelerator.gradient_accumulation_steps, "gradient accumulation step")
     division = f"= micro_train_batch_size {args.micro_train_batch_size} x {processes} x {steps}"

@@ -4,11 +4,27 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_
 from torch.overrides import TorchFunctionMode
+
+from common import engine
 
 # Numbers whose norm is taken at once. Their copy in fp64 still fits into a processor's cache.
 NORM_AT_ONCE = 2**20
+
+
+def make_exact(accelerator: Accelerator) -> None:
+    """Lets an Accelerator clip by exact norms on a CPU, and makes half precision work there."""
+    if not engine.zero_stage(accelerator):  # DeepSpeed clips itself, by a norm in fp64
+        accelerator.clip_grad_norm_ = clip_by_exact_norm
+    if accelerator.mixed_precision != "no":
+        HalfProductsInFp32().__enter__()  # for the life of the process
+        accelerator.print(
+            f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only "
+            "(half weights, fp32 products)"
+        )
 
 
 class HalfProductsInFp32(TorchFunctionMode):
@@ -42,41 +58,18 @@ def to_fp32(value):
     return value
 
 
-class NormsInFp64(TorchFunctionMode):
-    """Computes the norms of tensors on a CPU in fp64.
+def clip_by_exact_norm(parameters, max_norm: float) -> torch.Tensor:
+    """Clips gradients by their norm, as torch does, and returns it: summed in fp64.
 
-    There torch adds up squares in fp32, one after the other: the norm of a hundred million numbers
-    is too small by 1e-2 of it. A GPU takes many short sums side by side, and stays as it is.
+    On a CPU torch adds up squares in fp32, one after the other: the norm of a hundred million
+    numbers is too small by 1e-2 of it. A GPU takes many short sums side by side.
     """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is torch.linalg.vector_norm and args[0].device.type == "cpu":
-            return norm_in_fp64(*args, **kwargs)
-        if function is torch._foreach_norm and args[0][0].device.type == "cpu":
-            tensors, *order = args
-            return [norm_in_fp64(tensor, *order, **kwargs) for tensor in tensors]
-        return function(*args, **kwargs)
-
-
-def norm_in_fp64(tensor: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-    """Returns the norm of all numbers of a tensor, as if they were one vector, in fp64."""
-    if isinstance(tensor, DTensor):  # a collective: at once
-        return torch.linalg.vector_norm(tensor, order, dtype=torch.float64)
-    parts = tensor.flatten().split(NORM_AT_ONCE)
-    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64) for part in parts]
-    return torch.linalg.vector_norm(torch.stack(norms), order)
-
-
-def clip_by_exact_norm(accelerator) -> None:
-    """Lets `accelerator.clip_grad_norm_` clip by an exact norm, and return it, on a CPU.
-
-    Under DeepSpeed it only returns what the engine clipped by, which is a norm in fp64.
-    """
-    clip_grad_norm_ = accelerator.clip_grad_norm_
-
-    def clip_exactly(parameters, max_norm: float, norm_type: float = 2.0):
-        with NormsInFp64():
-            return clip_grad_norm_(parameters, max_norm, norm_type)
-
-    accelerator.clip_grad_norm_ = clip_exactly
+    parameters = list(parameters)
+    norms = []
+    for gradient in [each.grad for each in parameters if each.grad is not None]:
+        is_shard = isinstance(gradient, DTensor)  # its norm is a collective: at once
+        parts = [gradient] if is_shard else gradient.flatten().split(NORM_AT_ONCE)
+        norms += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

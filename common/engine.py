@@ -70,24 +70,18 @@ def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
     engine = deepspeed_engine(accelerator)
     if engine is not None:
         engine.set_train_batch_size(divisor * engine.train_micro_batch_size_per_gpu())
+        scaler = engine.optimizer.loss_scaler
+        scaler.cur_scale = vars(scaler).pop("grown", scaler.cur_scale)  # zero.delay_scale_growth
     return divisor
 
 
 def loss_scale(accelerator: Accelerator) -> float | None:
     """Returns the current scale of the loss under fp16; None where there is none."""
     if zero_stage(accelerator) and accelerator.mixed_precision == "fp16":
-        scaler = deepspeed_engine(accelerator).optimizer.loss_scaler
-        return getattr(scaler, "grown", scaler.cur_scale)  # see `zero.delay_scale_growth`
+        return deepspeed_engine(accelerator).optimizer.cur_scale
     if accelerator.scaler is not None:
         return accelerator.scaler.get_scale()
     return None
-
-
-def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer that really steps, which accelerate and DeepSpeed wrap."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def reshard(prepared: nn.Module) -> None:
@@ -105,11 +99,8 @@ def size_of(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves a process only a part
 
 
-def count_parameters(model: nn.Module) -> int:
-    """Counts the model's parameters, tied ones once."""
-    return sum(size_of(parameter) for parameter in model.parameters())
-
-
-def count_trained_parameters(model: nn.Module) -> int:
-    """Counts the parameters that are not frozen."""
-    return sum(size_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Counts the model's parameters, tied ones once, and those of them that are trained."""
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(map(size_of, parameters)), sum(map(size_of, trained))

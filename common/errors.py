@@ -1,6 +1,5 @@
 """How a run that cannot go on ends: with one message, the last thing on the user's screen."""
 
-import contextlib
 import json
 import os
 import sys
@@ -15,38 +14,33 @@ failed = False  # whether `run` is ending this process because of an error
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen."""
+    """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen.
+
+    torch's launcher ends its report with what it finds in a process's `error.json`. Only the first
+    process of a node that fails writes one. What the others would say is a consequence, or the
+    same: they wait for the launcher, which ends them once it sees the first.
+    """
     global failed
     try:
         main()
     except (SystemExit, Exception) as error:
         message = error.code if isinstance(error, SystemExit) else traceback.format_exc()
         failed = bool(message)
-        if isinstance(message, str) and launcher_says(message):
-            sys.exit(1)
-        raise  # Python prints it
-
-
-def launcher_says(message: str) -> bool:
-    """Writes why this process ends to the file with which torch's launcher ends its own report.
-
-    Only the first process of a node that fails writes one. What the others would say is a
-    consequence, or the same: they wait for the launcher, which ends them once it sees the first.
-    Returns whether there is a launcher.
-    """
-    for bar in list(tqdm._instances):
-        bar.close()  # or Python would draw it again below the message
-    # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from one
-    # that a launcher started.
-    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if file.parent.name != os.environ.get("LOCAL_RANK"):
-        return False
-    with contextlib.suppress(FileExistsError):
-        open(file.parent.parent / "first_failure", "x").close()
-        # The launcher prints `py_callstack`, with or without a call stack in it.
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        report = {"message": {"message": message, "extraInfo": extra}}
-        file.write_text(json.dumps(report), encoding="utf-8")
-    if not file.exists():
-        time.sleep(3)
-    return True
+        for bar in list(tqdm._instances):
+            bar.close()  # or Python would draw it again below the message
+        # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from
+        # one that a launcher started.
+        file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        is_launched = file.parent.name == os.environ.get("LOCAL_RANK")
+        if not is_launched or not isinstance(message, str):
+            raise  # Python prints it
+        try:
+            open(file.parent.parent / "first_failure", "x").close()
+        except FileExistsError:
+            time.sleep(3)
+        else:
+            # The launcher prints `py_callstack`, with or without a call stack in it.
+            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            report = {"message": {"message": message, "extraInfo": extra}}
+            file.write_text(json.dumps(report), encoding="utf-8")
+        sys.exit(1)

@@ -1,19 +1,21 @@
-"""From the launcher's environment to an Accelerator."""
+"""From the launcher's environment to an Accelerator, and to the folder that is this run's alone."""
 
 import datetime
+import fcntl
 import logging
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import datasets
 import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, engine, run_folder
+from common import arguments, distributed, engine, folders
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
@@ -37,10 +39,18 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     accelerator = build(args, on_cpu, accumulation)
     if accelerator.num_processes != processes:
         sys.exit(f"the launcher started {processes} processes, got {accelerator.num_processes}")
-    mend_rounding(accelerator)
+    if accelerator.device.type == "cpu":
+        from common import cpu
+
+        cpu.make_exact(accelerator)
     set_seed(args.seed)
     if not getattr(args, "preview", 0):  # which writes nothing
-        run_folder.make(accelerator, args, recipe)
+        args.output_dir = distributed.on_main_process(accelerator, decide_folder, args, recipe)
+        if not all(gather_object([Path(args.output_dir).is_dir()])):
+            sys.exit(
+                f"--output_dir {args.output_dir} is not visible to every process: "
+                "several nodes need a shared file system"
+            )
         what = f"{engine.describe(accelerator)}; output in {args.output_dir}"
         accelerator.print(what, flush=True)
     return accelerator
@@ -77,27 +87,12 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
         sys.exit("FSDP without fsdp_version: 2, see accelerate_configs/fsdp2.yaml")
     if on_cpu and accelerator.mixed_precision == "fp16" and not use_deepspeed:
         sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 in silence")
-    return accelerator
-
-
-def mend_rounding(accelerator: Accelerator) -> None:
-    """Keeps what accelerate and torch would round, and makes half precision work on a CPU."""
-    policy = accelerator.state.fsdp_plugin.mixed_precision_policy if accelerator.is_fsdp2 else None
-    if policy:
+    if use_fsdp and accelerator.mixed_precision != "no":
         # accelerate would let FSDP2 round the sums of gradients, and outputs such as log-probs.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            policy.param_dtype, reduce_dtype=torch.float32
+            engine.half_precision(accelerator), reduce_dtype=torch.float32
         )
-    if accelerator.device.type == "cpu":
-        from common import cpu
-
-        cpu.clip_by_exact_norm(accelerator)
-        if accelerator.mixed_precision != "no":
-            cpu.HalfProductsInFp32().__enter__()  # for the life of the process
-            accelerator.print(
-                f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only "
-                "(half weights, fp32 products)"
-            )
+    return accelerator
 
 
 def quiet() -> None:
@@ -113,3 +108,58 @@ def quiet() -> None:
     # It warns of tied weights, which are saved once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")
+
+
+# ============================================================ the run's folder
+def decide_folder(args, recipe: str) -> str:
+    """Returns `--output_dir`, the folder of a resumed run, or `runs/<recipe>/<date-time>`.
+
+    It is made if it is not there. From then on it is this run's alone, until this process ends.
+    """
+    own = None  # the folder of the run that goes on
+    if args.resume == "auto":
+        if not args.output_dir:
+            sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
+        own = Path(args.output_dir).resolve()
+    elif args.resume != "never":
+        checkpoints = Path(args.resume).resolve().parent
+        if checkpoints.name == "checkpoints":
+            own = checkpoints.parent
+        elif not args.output_dir:
+            sys.exit(
+                f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too"
+            )
+    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    path = args.output_dir or own or folders.unused(Path("runs", recipe, now), separator="-")
+    path = Path(path).absolute()  # a user's code may change the working directory
+    # A folder named after the time must be new: another run may begin in the same instant.
+    path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
+    lock(path)
+    if path.resolve() != own and has_update(path):
+        sys.exit(
+            f"--output_dir {path} already holds another run. Take another, "
+            "or --resume auto to go on from its last checkpoint."
+        )
+    return str(path)
+
+
+def lock(folder: Path) -> None:
+    """Locks a run's folder until this process ends, however it ends."""
+    handle = os.open(folder / ".run.lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
+    try:
+        # POSIX, not BSD (`flock`): what a reward function forks, which may outlive this run, does
+        # not inherit it. It works on NFS, too.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        sys.exit(f"--output_dir {folder} is in use: two runs would write over each other")
+    except OSError as error:
+        print(f"NOTE: {folder} cannot be locked ({error}): let no other run write to it")
+
+
+def has_update(folder: Path) -> bool:
+    """Whether a run's folder holds more than what is written before the first update."""
+    if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
+        return True
+    log = folder / "metrics.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    return any(not line.startswith('{"global_step": 0,') for line in lines)

@@ -21,29 +21,24 @@ def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
     Args:
         settings: further settings of all groups, such as `lr`.
     """
-    hidden = []
-    matrices = []
-    vectors = []
+    decays = {"weight_decay": args.weight_decay, **settings}
+    matrices = {"params": [], **decays}
+    vectors = {"params": [], "weight_decay": 0.0, **settings}
+    # Updates as large as AdamW's, for AdamW's learning rate and weight decay.
+    hidden = {"params": [], "adjust_lr_fn": "match_rms_adamw", **decays}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         path, _, own_name = name.rpartition(".")
         owner = model.get_submodule(path)
         is_hidden = type(owner) in (nn.Linear, Conv1D) and "lora_" not in path
+        group = matrices
         if not is_matrix(parameter, own_name, owner):
-            vectors.append(parameter)
+            group = vectors
         elif args.optimizer == "muon" and is_hidden:
-            hidden.append(parameter)
-        else:
-            matrices.append(parameter)
-    decays = {"weight_decay": args.weight_decay, **settings}
-    groups = [
-        {"params": matrices, **decays},
-        {"params": vectors, "weight_decay": 0.0, **settings},
-        # Updates as large as AdamW's, for AdamW's learning rate and weight decay.
-        {"params": hidden, "adjust_lr_fn": "match_rms_adamw", **decays},
-    ]
-    return [group for group in groups if group["params"]]
+            group = hidden
+        group["params"].append(parameter)
+    return [group for group in (matrices, vectors, hidden) if group["params"]]
 
 
 def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
@@ -75,19 +70,18 @@ def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
             "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
             "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
         )
-    for_muon = [group for group in groups if "adjust_lr_fn" in group]
-    others = [group for group in groups if "adjust_lr_fn" not in group]
-    muon = torch.optim.Muon(for_muon, lr=args.learning_rate)
-    return MuonAndAdamW(muon, torch.optim.AdamW(others, **settings))
+    return MuonAndAdamW(groups, settings)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon for the groups that have `adjust_lr_fn`, and AdamW for the others, as one."""
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
-        super().__init__(adamw.param_groups + muon.param_groups, {})
-        self.muon = muon
-        self.adamw = adamw
+    def __init__(self, groups: list[dict], of_adamw: dict):
+        for_muon = [group for group in groups if "adjust_lr_fn" in group]
+        others = [group for group in groups if "adjust_lr_fn" not in group]
+        self.muon = torch.optim.Muon(for_muon, lr=of_adamw["lr"])
+        self.adamw = torch.optim.AdamW(others, **of_adamw)
+        super().__init__(self.adamw.param_groups + self.muon.param_groups, {})
 
     def step(self, closure=None) -> None:
         # Loading a checkpoint replaces groups and state.
@@ -98,16 +92,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.adamw.step()
 
 
-def warmup_updates(warmup_steps: float, total_updates: int) -> int:
-    """The updates of warm-up: `warmup_steps`, or, below 1, that share of all, rounded up.
+def warmup_updates(args, total_updates: int) -> int:
+    """The updates of warm-up: `--warmup_steps`, or, below 1, that share of all, rounded up.
 
     The first has a learning rate of 0, so a run of a single update has none, or learned nothing.
     """
-    if total_updates <= 1:
+    if total_updates <= 1 or args.lr_scheduler_type == "constant":
         return 0
-    if warmup_steps >= 1:
-        return int(warmup_steps)
-    return share_of(total_updates, warmup_steps)
+    if args.warmup_steps >= 1:
+        return int(args.warmup_steps)
+    return share_of(total_updates, args.warmup_steps)
 
 
 def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> LambdaLR:
@@ -117,23 +111,21 @@ def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> Lam
     schedule is not prepared: accelerate would step it `num_processes` times per update.
     """
     kind = args.lr_scheduler_type
-    warmup = warmup_updates(args.warmup_steps, total_updates)
+    warmup = warmup_updates(args, total_updates)
+    falling = max(1, total_updates - warmup)
 
     def share_of_peak(update: int) -> float:
-        if kind == "constant":
-            return 1.0
-        if update < warmup:
-            return update / warmup
         after_warmup = update - warmup
-        if kind == "inverse_sqrt":
-            timescale = warmup or 10_000
-            return 1 / math.sqrt((after_warmup + timescale) / timescale)
-        falling = max(1, total_updates - warmup)
+        if after_warmup < 0:
+            return update / warmup
         if kind == "linear":
             return max(0, total_updates - update) / falling
         if kind == "cosine":
             return (1 + math.cos(math.pi * (after_warmup / falling))) / 2
-        return 1.0  # constant_with_warmup
+        if kind == "inverse_sqrt":
+            timescale = warmup or 10_000
+            return 1 / math.sqrt((after_warmup + timescale) / timescale)
+        return 1.0
 
     return LambdaLR(optimizer, share_of_peak)
 
@@ -143,8 +135,6 @@ def describe_schedule(args, total_updates: int, scheduler) -> str:
     groups = scheduler.optimizer.param_groups
     rates = {group.get("name", ""): rate for group, rate in zip(groups, scheduler.base_lrs)}
     rates_by_name = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
-    warmup = 0
-    if args.lr_scheduler_type != "constant":
-        warmup = warmup_updates(args.warmup_steps, total_updates)
+    warmup = warmup_updates(args, total_updates)
     updates = f"{counted(total_updates, 'update')}, {warmup} of them warm-up"
     return f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from common import batches, engine, guards
+from common import batches, engine, stopping
 from common.log import Logger
 from common.metrics import Speed
 from common.progress import Progress
@@ -138,20 +138,20 @@ class Run(Progress):
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Ends the run if a loss of the update is not finite; see `guards.check_finite`.
+        """Ends the run if a loss of the update is not finite; see `stopping.check_finite`.
 
         It looks once, at its last micro-batch. Call it before `backward`, where DeepSpeed steps.
         """
         update.losses.append((data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
-            guards.check_finite(self, update.losses, tensors)
+            stopping.check_finite(self, update.losses, tensors)
 
     def count(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
         """Counts an update, and returns whether it was applied; False: gradients overflowed."""
         applied = not self.accelerator.optimizer_step_was_skipped
         self.update_done(applied, update.n_samples, update.n_tokens, update.n_sequences)
         if not applied:
-            guards.check_skips(self.accelerator, self, update.loss_scale)
+            stopping.check_skips(self.accelerator, self, update.loss_scale)
         elif not math.isfinite(float(grad_norm)):
             raise FloatingPointError(
                 f"the gradient of update {self.global_step} is not finite though its loss is: "

@@ -48,14 +48,14 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     if "scheduler" in config:
         sys.exit('the DeepSpeed config has a "scheduler", which --lr_scheduler_type decides')
     zero = config["zero_optimization"]
-    if zero["stage"] not in (1, 2, 3):
-        sys.exit(f'the DeepSpeed config has "stage": {zero["stage"]}, expected 1, 2 or 3')
     # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):
         # Else it would sum micro-batches in half precision, and small ones would vanish.
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        keep_zero_1()
+        # DeepSpeed 0.19.8 would take another optimizer for that under ZeRO-1 in bf16. It does not
+        # skip updates that are not finite, and writes other checkpoints.
+        deepspeed.runtime.engine.BFLOAT16 = deepspeed.runtime.engine.ZERO_OPTIMIZATION
     # Actors are saved from the gathered weights.
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     if zero.get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
@@ -65,25 +65,8 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     return plugin
 
 
-def keep_zero_1() -> None:
-    """Keeps ZeRO-1's own optimizer where micro-batches of bf16 are summed in fp32.
-
-    DeepSpeed 0.19.8 would take another there, which does not skip updates that are not finite and
-    writes other checkpoints.
-    """
-    from deepspeed.runtime import engine
-
-    original_check = engine.DeepSpeedEngine._do_optimizer_sanity_check
-
-    def check(self, optimizer):
-        kind = original_check(self, optimizer)
-        return engine.ZERO_OPTIMIZATION if kind == engine.BFLOAT16 else kind
-
-    engine.DeepSpeedEngine._do_optimizer_sanity_check = check
-
-
 def delay_scale_growth() -> None:
-    """Lets DeepSpeed's loss scale grow between two updates only.
+    """Lets DeepSpeed's loss scale grow in `engine.begin_update` only, as `grown` of the scaler.
 
     DeepSpeed 0.19.8 lets it grow within an update, and then divides gradients by twice the scale
     that they were multiplied by.
@@ -99,12 +82,7 @@ def delay_scale_growth() -> None:
             scaler.grown = scaler.cur_scale
             scaler.cur_scale = before
 
-    def scale_loss(scaler, loss: torch.Tensor) -> torch.Tensor:
-        scaler.cur_scale = scaler.__dict__.pop("grown", scaler.cur_scale)
-        return loss * scaler.cur_scale
-
     DynamicLossScaler.update_scale = update_scale
-    DynamicLossScaler.scale_loss = scale_loss
 
 
 def gathered(parameters: list[nn.Parameter], writer: int | None = None):

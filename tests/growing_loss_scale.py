@@ -7,7 +7,7 @@ import sys
 import types
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 update_scale = DynamicLossScaler.update_scale
 
@@ -36,6 +36,7 @@ def updates() -> list[tuple[float, float, float]]:
     model, optimizer = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=1.0))
     found, before = [], 8.0
     for _ in range(5):
+        engine.begin_update(accelerator, [0, 1])
         scale = engine.loss_scale(accelerator)
         for _ in range(2):
             with accelerator.accumulate(model):
@@ -52,5 +53,4 @@ def updates() -> list[tuple[float, float, float]]:
 
 print("guarded", updates())
 DynamicLossScaler.update_scale = update_scale
-DynamicLossScaler.scale_loss = LossScalerBase.scale_loss
 print("unguarded", updates())

@@ -33,7 +33,7 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
 
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
-    total = engine.count_parameters(wrapper)
+    total, _ = engine.count_parameters(wrapper)
     seed = torch.initial_seed()
     layers = []
     for number, model in enumerate(architecture.whole_models(wrapper).values()):
@@ -62,7 +62,7 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # Else bitsandbytes packs weights of 4 bits anew in the first evaluation on a CPU.
             module.support_avx512bf16_for_cpu = False
-    trained = engine.count_trained_parameters(wrapper)
+    _, trained = engine.count_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     accelerator.print(
         f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "

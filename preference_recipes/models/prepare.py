@@ -40,7 +40,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
     if not engine.zero_stage(accelerator):
-        engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
+        optimizer.optimizer.register_step_pre_hook(fill_in_gradients)
     model.train()
     return model, optimizer
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import batches, guards
+from common import batches, stopping
 from common.checkpoint import carried
 from preference_recipes.data.rendering import decode_answers
 from preference_recipes.models.packing import Packer
@@ -119,7 +119,7 @@ class Samples:
         # A sum is finite only if all its parts are. The value of a whole sample is added to each of
         # its tokens.
         sums = sum(tensors.values())  # [samples, longest response]
-        guards.check_finite(sampler.progress, [(self.data_rows, sums, self.mask)], tensors)
+        stopping.check_finite(sampler.progress, [(self.data_rows, sums, self.mask)], tensors)
 
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns the samples that are kept; those of a prompt are together or not at all."""

@@ -33,7 +33,8 @@ def test_a_share_of_updates_is_rounded_up_only_if_it_is_no_whole_number(share, o
     """0.07 * 100 is 7.000000000000001."""
     progress = Progress(100, 1, max_epochs=1, max_steps=0)
     assert steps_logged(progress, share)[1] == of_100
-    assert optim.warmup_updates(share, 100) == of_100
+    args = types.SimpleNamespace(warmup_steps=share, lr_scheduler_type="linear")
+    assert optim.warmup_updates(args, 100) == of_100
 
 
 def test_a_rollout_without_updates_is_not_logged_as_the_first_update_again():

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from common import guards
+from common import stopping
 from common.progress import Progress
 from recipes import ANSWER_REWARD, TAUGHT, TIES
 from runs import (
@@ -98,7 +98,7 @@ def test_skips_are_said_and_without_end_end(scale, said, capsys):
     with pytest.raises(SystemExit, match=f"update 21 was skipped 100 times .* finite{said}. Lower"):
         while True:
             progress.update_done(applied=False, samples=1, tokens=1)
-            guards.check_skips(accelerator, progress, scale)
+            stopping.check_skips(accelerator, progress, scale)
     assert progress.skipped_steps == 100 and progress.global_step == 20
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 99

@@ -6,8 +6,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common import run_folder
 from common.checkpoint import Checkpoint
+from common.launch import decide_folder
 from runs import LAUNCHERS, launch, refuses
 from small_run import small_run
 
@@ -90,7 +90,7 @@ def test_where_a_resumed_run_goes(tmp_path):
     def decide(resume, output_dir=None):
         folder = output_dir and str(output_dir)
         args = types.SimpleNamespace(resume=str(resume), output_dir=folder)
-        return run_folder.decide(args, "sft")
+        return decide_folder(args, "sft")
 
     assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old")
     assert decide(old, tmp_path / "new") == decide(loose, tmp_path / "new") == str(tmp_path / "new")
