@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-
-if not torch.cuda.is_available():
-    # DeepSpeed would warn about the missing GPU wherever it is imported.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def zero_stage(accelerator: Accelerator) -> int:
@@ -23,14 +17,12 @@ def zero_stage(accelerator: Accelerator) -> int:
 
 def describe(accelerator: Accelerator) -> str:
     """Returns in words how the run computes, such as `DeepSpeed ZeRO-2 fp16 on cpu`."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        engine = f"DeepSpeed ZeRO-{zero_stage(accelerator)}"
-    elif accelerator.distributed_type == DistributedType.FSDP:
-        engine = "FSDP2"
-    elif accelerator.num_processes > 1:
-        engine = "DDP"
-    else:
-        engine = "one process"
+    names = {
+        DistributedType.NO: "one process",
+        DistributedType.FSDP: "FSDP2",
+        DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero_stage(accelerator)}",
+    }
+    engine = names.get(accelerator.distributed_type, "DDP")
     precision = accelerator.mixed_precision.replace("no", "fp32")
     return f"{engine} {precision} on {accelerator.device.type}"
 

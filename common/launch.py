@@ -97,6 +97,8 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
 
 def quiet() -> None:
     """Leaves the console to the run: libraries report warnings and errors only."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed would warn of it
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it also logs the errors that it raises
     transformers.logging.disable_progress_bar()
@@ -104,7 +106,6 @@ def quiet() -> None:
     logging.getLogger("transformers.modeling_utils").addFilter(
         lambda record: "LOAD REPORT" not in record.getMessage()
     )
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # It warns of tied weights, which are saved once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")
@@ -117,18 +118,13 @@ def decide_folder(args, recipe: str) -> str:
     It is made if it is not there. From then on it is this run's alone, until this process ends.
     """
     own = None  # the folder of the run that goes on
+    checkpoint = Path(args.resume).resolve()
     if args.resume == "auto":
-        if not args.output_dir:
-            sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
-        own = Path(args.output_dir).resolve()
-    elif args.resume != "never":
-        checkpoints = Path(args.resume).resolve().parent
-        if checkpoints.name == "checkpoints":
-            own = checkpoints.parent
-        elif not args.output_dir:
-            sys.exit(
-                f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too"
-            )
+        own = args.output_dir and Path(args.output_dir).resolve()
+    elif args.resume != "never" and checkpoint.parent.name == "checkpoints":
+        own = checkpoint.parents[1]
+    if args.resume != "never" and not (args.output_dir or own):
+        sys.exit(f"--resume {args.resume} does not say where the run goes on: give --output_dir")
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     path = args.output_dir or own or folders.unused(Path("runs", recipe, now), separator="-")
     path = Path(path).absolute()  # a user's code may change the working directory

@@ -40,10 +40,7 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     }
     for key, value in sizes.items():
         if config.get(key, "auto") not in ("auto", value):
-            sys.exit(
-                f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: '
-                'write "auto" there'
-            )
+            sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
         config[key] = value
     if "scheduler" in config:
         sys.exit('the DeepSpeed config has a "scheduler", which --lr_scheduler_type decides')

@@ -26,8 +26,8 @@ TABLE = [
     ("dpo", [*OWN, "--lora_target_modules", "q_proj"], ["--lora_target_modules has no meaning", "give --lora_r"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], ["'owner/never'", "connect"]),
     ("ppo", OWN, ["nothing scores the responses", "--reward_function"]),
-    ("dpo", [*OWN, "--resume", "auto"], ["--resume auto", "--output_dir: give it"]),
-    ("dpo", [*OWN, "--resume", "used"], ["--resume used is not in the checkpoints of a run"]),
+    ("dpo", [*OWN, "--resume", "auto"], ["--resume auto does not say where", "give --output_dir"]),
+    ("dpo", [*OWN, "--resume", "used"], ["--resume used does not say where", "give --output_dir"]),
 ]  # fmt: skip
 
 
