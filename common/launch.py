@@ -157,5 +157,7 @@ def has_update(folder: Path) -> bool:
     if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
         return True
     log = folder / "metrics.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    return any(not line.startswith('{"global_step": 0,') for line in lines)
+    if not log.is_file():
+        return False
+    with open(log, encoding="utf-8") as lines:  # there may be millions
+        return any(not line.startswith('{"global_step": 0,') for line in lines)
