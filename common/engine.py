@@ -52,9 +52,9 @@ def deepspeed_engine(accelerator: Accelerator):
 
 
 def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
-    """Tells the engine that the next update consists of these micro-batches of each process.
+    """Tells accelerate and DeepSpeed that the next update has so many micro-batches a process.
 
-    Returns by what it divides the summed losses: the number of micro-batches times processes.
+    Returns what they divide the summed losses by: the number of micro-batches times processes.
     """
     accelerator.step = 0  # so that it syncs at the last micro-batch of this update
     accelerator.gradient_accumulation_steps = len(micro_batches)

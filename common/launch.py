@@ -76,7 +76,8 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=accumulation, sync_with_dataloader=False
+            num_steps=accumulation,  # for DeepSpeed's config, see `begin_update`
+            sync_with_dataloader=False,
         ),
         deepspeed_plugin=deepspeed_plugin,
         kwargs_handlers=process_group,

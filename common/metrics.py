@@ -173,7 +173,7 @@ class Means:
         Where an update was applied, so where there is a `loss`, the values of the last one are
         among them.
         """
-        self.open.take(self.pending)
+        self.open.take(self.pending)  # of an evaluation; in training `close_update` emptied it
         means = self.open.reduce()
         if "loss" not in means:
             return means

@@ -20,7 +20,7 @@ def check_finite(
     losses: Sequence[tuple[Sequence[int], torch.Tensor, torch.Tensor]],
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Stops a run whose losses, or what they come from, are not finite: no loss scale cures that.
+    """Stops a run whose losses, or what they come from, are not finite: no loss scale would help.
 
     An overflow of fp16 gradients is something else: the engine skips that update.
 

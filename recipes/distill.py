@@ -434,8 +434,8 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, lessons, stored, args, has_moved)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
-                # Its part of the mean over response tokens. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply by it.
+                # Its part of the mean over response tokens. The engine divides by the
+                # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * token_weights).sum() * update.divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

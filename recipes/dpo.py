@@ -255,8 +255,8 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, reference, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
-                # Its part of the mean over the update's pairs. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply by it.
+                # Its part of the mean over the update's pairs. The engine divides by the
+                # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

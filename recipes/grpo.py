@@ -116,7 +116,7 @@ def length_penalties(response_lengths: torch.Tensor, args: Args) -> torch.Tensor
 def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups of a rollout are kept, bool `[groups]`.
 
-    The KL has a gradient in every group. Source: DAPO, arXiv:2503.14476 section 3.2.
+    With a KL term all are: it has a gradient in each. Source: DAPO, arXiv:2503.14476 section 3.2.
 
     Args:
         scores: `[samples]`, without the penalty for length: a group whose responses are all right,
@@ -408,35 +408,34 @@ def sample_losses(
     logps = output["logps"]
     mask = stored["mask"].to(logps.dtype)
     values = {}
-    old = stored
     if not has_moved:
         # How far the sampler's log-probs are from those of this pass.
         values = correction.sampler_differences(output, stored, mask)
-        old = {**stored, "logps": logps.detach()}
+        stored = {**stored, "logps": logps.detach()}
 
-    ratios = ratios_to_old(logps, old["logps"], stored["mask"], args.ratio)
-    advantages = old["advantages"]
+    ratios = ratios_to_old(logps, stored["logps"], stored["mask"], args.ratio)
+    advantages = stored["advantages"]
     how = args.loss_type, args.clip_range, args.clip_range_high
     if args.loss_type.startswith("dppo"):  # it compares with the sampler, not with the old policy
-        surrogate = divergence_losses(logps, old["sampler_logps"], advantages, *how)
+        surrogate = divergence_losses(logps, stored["sampler_logps"], advantages, *how)
     else:
         surrogate = policy_losses(logps, ratios, advantages, *how)
     token_losses, clipped_low, clipped_high = surrogate
     if args.vllm_url and not args.loss_type.startswith("dppo"):
         # A server's log-probs differ from those of training, so the policy's losses are weighted.
         # The KL below is not: its own ratios take the old policy for the sampler.
-        corrections, of_sampler = correction.importance_weights(old, mask, args)
+        corrections, of_sampler = correction.importance_weights(stored, mask, args)
         token_losses = token_losses * corrections
         values |= of_sampler
     if args.off_policy_limit:
-        sampler_logps = old["sampler_logps"]
+        sampler_logps = stored["sampler_logps"]
         is_off = is_off_policy(logps, sampler_logps, mask, advantages, args.off_policy_limit)
         token_losses = token_losses * ~is_off
         values["clip_ratio/off_policy"] = (is_off.flatten().float(), torch.ones_like(mask[:, 0]))
     if args.kl_coef:
         # The ratio of each token, also with --ratio sequence.
-        token_ratios = ratios_to_old(logps, old["logps"], stored["mask"], "token")
-        kl, kl_terms = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
+        token_ratios = ratios_to_old(logps, stored["logps"], stored["mask"], "token")
+        kl, kl_terms = kl_losses(logps, stored["ref_logps"], token_ratios, args.kl_estimator)
         token_losses = token_losses + args.kl_coef * kl_terms
         values["kl"] = (kl, mask)
     losses, shares = average_tokens(token_losses, stored["mask"], args.average, args.max_new_tokens)
@@ -445,7 +444,7 @@ def sample_losses(
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
         "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
         "entropy": (output["entropy"], mask),
-        "policy/approxkl_avg": ((logps - old["logps"]) ** 2 / 2, mask),
+        "policy/approxkl_avg": ((logps - stored["logps"]) ** 2 / 2, mask),
         "val/ratio": (ratios.expand_as(logps), mask),
     }
     return losses, shares, values
@@ -490,7 +489,7 @@ def make_rollout(
     }
     made = Rollout(samples, is_trained, tokens, started_at=run.global_step)
     with run.timed("score"):
-        # Later updates compare with the policy before the first one; the first needs nothing.
+        # Later updates compare with the policy before the first, which takes its own pass's.
         names = ("logps",) if made.n_updates(args) > 1 else ()
         computed = rollout.compute_logps(sampler, samples, packer, names, reference)
         samples.check_finite(sampler, **computed)
@@ -664,8 +663,8 @@ def main():
                     losses, shares, values = sample_losses(model, batch, stored, args, has_moved)
                     sample_weights = shares * weights
                     run.check_finite(update, data_rows, losses, sample_weights)
-                    # Its part of the update's weighted mean. The engine divides by `divisor`,
-                    # the number of micro-batches of all processes, so we multiply by it.
+                    # Its part of the update's weighted mean. The engine divides by the
+                    # micro-batches of a process and averages over processes: `divisor` undoes both.
                     loss = (losses * sample_weights).sum() * update.divisor / sum_of_weights
                     accelerator.backward(loss)  # DeepSpeed clips and steps in here
                     if accelerator.sync_gradients:  # true once, in the last micro-batch

@@ -193,8 +193,8 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["rows"], losses, answer_weights)
-                # Its part of the mean over the update's answers. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply by it.
+                # Its part of the mean over the update's answers. The engine divides by the
+                # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * answer_weights).sum() * update.divisor / n_answers
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

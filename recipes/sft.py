@@ -211,8 +211,8 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
-                # Its part of the mean over the update's targets. The engine divides by `divisor`,
-                # the number of micro-batches of all processes, so we multiply by it.
+                # Its part of the mean over the update's targets. The engine divides by the
+                # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * token_weights).sum() * update.divisor / n_targets
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch

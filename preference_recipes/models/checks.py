@@ -46,7 +46,7 @@ def make_packer(
     Args:
         models: all that will read the rows, prepared, or None.
         max_length: tokens of the longest row.
-        share: whether prompts are shared, if all models read them so as they read each alone.
+        share: whether prompts are shared, if that changes no log-prob of any of the models.
     """
     readers = [model for model in models if model is not None]
     if not share or not all(can_share(accelerator, model, max_length) for model in readers):

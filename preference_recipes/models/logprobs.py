@@ -45,7 +45,7 @@ class LogProbModel(ModelWrapper):
 
     Attributes:
         vocabulary: how many tokens, from the first, have a probability.
-        multiplier, softcap: of the logits, see `LogProbs`.
+        multiplier, softcap: of the logits, see `LogProbJob`.
     """
 
     def __init__(self, model: nn.Module):
@@ -81,11 +81,12 @@ class LogProbModel(ModelWrapper):
         hidden = architecture.hidden_states(self.model, batch["inputs"])
         hidden = hidden.index_select(0, batch["predictors"])
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
-        job = LogProbs(
+        job = LogProbJob(
             batch["targets"], self.multiplier / temperature, self.softcap / temperature, extras
         )
 
         def by_chunks(hidden, weight, bias) -> tuple[torch.Tensor, ...]:
+            # In `LogProbHead.forward`, where ZeRO-3 has the whole weight.
             return ByChunks.apply(hidden, weight, bias, job)  # fp32 `[targets]` each
 
         values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
@@ -113,7 +114,7 @@ def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
 
 # ============================================================ the output layer, by chunks
 class ByChunks(torch.autograd.Function):
-    """A linear layer, and what a job makes of its logits, such as log-probs: see `LogProbs`.
+    """A linear layer, and what a job makes of its logits, such as log-probs: see `LogProbJob`.
 
     autograd would keep all logits, and a second matrix to add up the weight's gradient. So the
     backward pass is written by hand, and both work on a chunk of positions at a time:
@@ -126,8 +127,7 @@ class ByChunks(torch.autograd.Function):
 
         read(part, hidden, matrix, bias)   their state: the logits, or what else it needs
         values(part, state)                fp32 `[n]` each, of which the first has a gradient
-        slopes(part, state)                that gradient, d value / d (multiplier * product): fp32
-                                           `[n, v]`, in the memory of the state
+        slopes(part, state)                it, by multiplier * product, in place of the state
         n_matrices                         how many `[n, v]` a state holds
     """
 
@@ -188,7 +188,7 @@ class ByChunks(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class LogProbs:
+class LogProbJob:
     """The job of `ByChunks` whose values are the log-probs of the targets `[n]`, then the extras.
 
     The logits are `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.

@@ -117,8 +117,8 @@ class Packer:
     ) -> tuple[list[Row], int]:
         """Returns rows, and the length of all: shared prompts where they are wanted and pay.
 
-        Of a layer of width h a row of length n takes about n * (12 h + n) products: of its weights,
-        12 h^2, and of causal attention. Shared prompts need a mask, which doubles the latter.
+        A row of n tokens costs a layer of width h about h n (12 h + n) multiplications: 12 h^2 a
+        token for weights, h n for causal attention, which a mask doubles. The factor h is left out.
         """
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
         longest = max(lengths)

@@ -19,7 +19,7 @@ def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
     """Returns the model that the arguments name, ready for `for_training`.
 
     Args:
-        dropout: False: what the recipe compares, policies or answers, must differ in nothing else.
+        dropout: False where a recipe compares policies, which must differ in their weights alone.
     """
     model = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
     if not dropout:

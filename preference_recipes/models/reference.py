@@ -9,7 +9,8 @@ from preference_recipes.models.logprobs import LogProbModel
 
 
 class Reference:
-    """A reference policy; with adapters, unless another is named, the trained model without them.
+    """A frozen copy of the first policy, or a model that is named. With adapters, the policy itself
+    with these switched off, unless another is named.
 
     Attributes:
         model: reads batches as the policy does; None where all its log-probs are precomputed.
@@ -24,8 +25,8 @@ class Reference:
             settings: what each of its forward passes gets where it is the reference, such as
                 `with_values=False` of PPO's.
         """
-        self.fingerprints: dict[str, str] = {}
         self.model: nn.Module | None
+        self.fingerprints: dict[str, str] = {}
         if args.lora_r and args.ref_model_name_or_path is None:
             from preference_recipes.models import lora
 
@@ -33,8 +34,7 @@ class Reference:
             return
         name = args.ref_model_name_or_path or args.model_name_or_path
         wrapper = LogProbModel(load.causal_lm(name, tokenizer, args, frozen=True))
-        fingerprint = load.fingerprint(accelerator, name, wrapper.config)
-        self.fingerprints["reference model"] = fingerprint
+        self.fingerprints["reference model"] = load.fingerprint(accelerator, name, wrapper.config)
         self.model = prepare.frozen(accelerator, wrapper)
 
     @torch.no_grad()

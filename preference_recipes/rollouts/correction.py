@@ -47,7 +47,7 @@ def importance_weights(
 def sampler_differences(output: dict, old: dict, mask: torch.Tensor) -> dict:
     """Returns values to log: how far the sampler's log-probs are from those of training.
 
-    In a rollout's first update both are of one policy, but with `--rollouts_ahead`.
+    In a rollout's first update both are of one policy, except with `--rollouts_ahead`.
     """
     difference = (output["logps"] - old["sampler_logps"]).abs()
     name = "sampling/sampling_logp_difference"

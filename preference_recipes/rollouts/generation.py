@@ -21,7 +21,7 @@ from preference_recipes.rollouts.sampler import Response, Sampler
 CACHE_BYTES = 16 * 2**30
 # Finished rows are dropped after every 16 tokens: dropping them copies the cache.
 TOKENS_AT_ONCE = 16
-# With transformers 5.23 these continue a prompt otherwise where others are beside it.
+# With transformers 5.23 these generate other tokens in a batch than alone.
 ALONE = ("recurrent_gemma", "minimax", "rwkv")
 # What `generate` calls the cache that it takes and returns: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"

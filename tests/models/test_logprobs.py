@@ -19,7 +19,7 @@ from architectures import TEXT, build
 from common import cpu
 from common.shared_args import SharedArgs
 from preference_recipes.models import architecture, checks, load, logprobs, onednn, packing
-from preference_recipes.models.logprobs import ByChunks, LogProbModel, LogProbs
+from preference_recipes.models.logprobs import ByChunks, LogProbJob, LogProbModel
 from preference_recipes.models.packing import Packer
 from runs import tiny_llama
 
@@ -185,7 +185,7 @@ def test_the_head_under_half_precision(dtype, softcap, monkeypatch):
     targets, weights = torch.randint(300, (23,)), torch.rand(23)
     monkeypatch.setattr(logprobs, "product_dtype", lambda hidden: hidden.dtype)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300 * 7)
-    job = LogProbs(targets, 0.7, softcap)
+    job = LogProbJob(targets, 0.7, softcap)
     raw = (hidden.double() @ weight.double().T + bias.double()).requires_grad_()
     exact = softcap * torch.tanh(0.7 * raw / softcap) if softcap else 0.7 * raw
     exact_logps = exact.log_softmax(-1)
@@ -220,7 +220,7 @@ def test_no_logits_of_the_whole_sequence_exist(monkeypatch):
 
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 20_000 * 10)
     with Watch():
-        job = LogProbs(torch.arange(50), extras=tuple(logprobs.EXTRAS))
+        job = LogProbJob(torch.arange(50), extras=tuple(logprobs.EXTRAS))
         logps, *_ = ByChunks.apply(hidden, weight, None, job)
         logps.sum().backward()
     assert max(sizes) == 20_000 * 10

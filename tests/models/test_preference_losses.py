@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from common.batches import MicroBatch, Rows
-from preference_recipes.models.logprobs import ByChunks, LogProbs
+from preference_recipes.models.logprobs import ByChunks, LogProbJob
 from preference_recipes.models.packing import Packer
 from recipes import load
 from runs import LAUNCHERS, launch, recipe, tiny_llama, training_lines, write_jsonl
@@ -68,7 +68,7 @@ def losses_of_tokens(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     targets = torch.randint(60, (7,))
 
     def model(batch, extras):
-        found = ByChunks.apply(hidden, weight, None, LogProbs(targets, extras=extras))
+        found = ByChunks.apply(hidden, weight, None, LogProbJob(targets, extras=extras))
         return dict(zip(("logps", *extras), found))
 
     losses, values = SFT.token_losses(model, {"mask": torch.ones(7, dtype=torch.bool)}, kind)
