@@ -91,7 +91,7 @@ def checksum(path: Path) -> int:
     """Returns the CRC-32 of a file. It finds what storage damages; it is no signature."""
     found = 0
     with open(path, "rb") as file:
-        while part := file.read(2**24):
+        while part := file.read(2**22):
             found = zlib.crc32(part, found)
     return found
 
