@@ -19,7 +19,7 @@ import torch
 from common import distributed
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import BadRow, as_messages
-from preference_recipes.rollouts import environments, generation
+from preference_recipes.rollouts import environments, generation, vllm
 from preference_recipes.rollouts.environments import UserClass
 from preference_recipes.rollouts.sampler import Response, Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_groups
@@ -195,7 +195,8 @@ class Stage:
         """
         sampler = self.sampler
         if sampler.servers is not None:
-            yield from sampler.servers.generate_locally(prompts, uniforms, temperature)
+            requests = vllm.make_requests(sampler, prompts, uniforms[:, None], temperature)
+            yield from enumerate(sampler.servers.ask(requests))
             return
         longest = uniforms.shape[1]
         at_once = generation.responses_at_once(sampler, prompts, longest)

@@ -5,7 +5,7 @@ through a folder, and a probe compares their log-probs with those of training.
 """
 
 import dataclasses
-import http.client
+import itertools
 import json
 import os
 import sys
@@ -13,13 +13,14 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from common import actor, adapters
 from common.distributed import on_main_process
@@ -89,9 +90,10 @@ class Ahead(NamedTuple):
 
 
 class Servers:
-    """vLLM servers that share the prompts of a rollout. All processes must call its methods.
+    """vLLM servers that share the prompts of a rollout.
 
-    The main process alone talks to them, except in episodes: each process asks for its own.
+    All processes must call its methods, and the main process alone talks to the servers. But in
+    episodes each process asks for its own, by `ask`.
     """
 
     def __init__(self, sampler: Sampler):
@@ -99,9 +101,8 @@ class Servers:
         self.servers = [Server(url) for url in sampler.args.vllm_url]
         self.version = ""  # names the weights that the servers were last given
         self.synced_at: int | None = None  # `global_step` of these weights
-        # What each server last answered to a probe, and training's log-probs of that, computed when
-        # it first gave this answer.
-        self.probes: dict[str, tuple[list[Response], torch.Tensor]] = {}
+        # Each server's last log-probs of a probe, and those of training when it first gave these.
+        self.probes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.dtype = "float32"  # the coarsest of those in which the servers compute
         self.ahead: Ahead | None = None  # see `sample_ahead`
 
@@ -160,82 +161,63 @@ class Servers:
         self.ahead = Ahead(**{**state, "answer": answer})
 
     def ask(self, requests: list[dict]) -> list[Response]:
-        """Returns the servers' responses to all requests, in their order."""
-        responses = dict(self.responses_as_they_come(requests))
-        return [response for number in range(len(requests)) for response in responses[number]]
-
-    def generate_locally(
-        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
-    ) -> Iterator[tuple[int, Response]]:
-        """Asks for a response to each prompt; for this process alone; see `Stage.generate`."""
-        requests = make_requests(self.sampler, prompts, uniforms[:, None], temperature)
-        for number, (response,) in self.responses_as_they_come(requests):
-            yield number, response
-
-    def responses_as_they_come(self, requests: list[dict]) -> Iterator[tuple[int, list[Response]]]:
-        """Yields the number of each request and its responses, once a server has answered it."""
-
-        def complete(number: int) -> tuple[int, list[Response]]:
-            server = self.servers[number % len(self.servers)]
-            return number, server.complete(requests[number])
-
-        yield from in_parallel(complete, range(len(requests)))
-        if not self.all_have_version():
+        """Returns the responses to all requests, in their order; for this process alone."""
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            answers = pool.map(Server.complete, itertools.cycle(self.servers), requests)
+            responses = [response for answer in answers for response in answer]
+        if {worker["version"] for worker in self.workers()} != {self.version}:
             sys.exit(
                 "a vLLM server got other weights while it sampled: another run uses it, too, or it "
                 "was started again. Its responses are not used"
             )
+        return responses
 
     # ======================================================== weights
 
     def synchronise(self) -> None:
         """Gives the servers the actor's weights, if theirs are others, and proves it by a probe."""
-        started = time.perf_counter()
         sampler = self.sampler
-        is_current = self.synced_at == sampler.progress.global_step
-        if is_current and self.on_main_process(self.all_have_version):
+        step = sampler.progress.global_step
+        if self.synced_at == step:
             return
-        folder = Path(sampler.args.output_dir) / FOLDER
+        started = time.perf_counter()
+        folder = Path(sampler.args.output_dir).resolve() / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
         models = {folder: sampler.unwrapped.model}
         whose = (sampler.accelerator, sampler.args, sampler.model)
         actor.save(*whose, models, sampler.tokenizer, dtype=dtype)
         is_adapter = adapters.has_adapter(sampler.unwrapped)
-        self.version = self.on_main_process(self.load_weights, folder, is_adapter)
+        self.version = self.on_main_process(self.load_weights, str(folder), is_adapter)
         if is_adapter:
             for server in self.servers:
                 server.model = ADAPTER
         difference = max(map(self.prove, self.servers))
-        self.synced_at = sampler.progress.global_step
+        self.synced_at = step
         seconds = time.perf_counter() - started
         if not sampler.progress.finished:  # else no training line follows
             means = sampler.means
             means.add_rollout({"sync/seconds": torch.tensor([seconds])})
             means.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
 
-    def load_weights(self, folder: Path, is_adapter: bool) -> str:
+    def load_weights(self, folder: str, is_adapter: bool) -> str:
         """Lets all servers load the weights in a folder, and returns their new version."""
         version = str(uuid.uuid4())
-        path = str(folder.resolve())
 
         def load_into(server: Server) -> None:
             server.send("/pause?mode=wait")
             if is_adapter:
-                adapter = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
+                adapter = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
                 server.send("/v1/load_lora_adapter", adapter)
             else:
-                server.call("load", folder=path)
+                server.call("load", folder=folder)
             # The keys and values of prompts that it still holds come from the old weights.
             server.send("/reset_prefix_cache")
             server.call("note_version", version=version)
             server.send("/resume")
 
-        list(in_parallel(load_into, self.servers))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(load_into, self.servers))
         return version
-
-    def all_have_version(self) -> bool:
-        """Whether all workers of all servers have the weights that they were last given."""
-        return {worker["version"] for worker in self.workers()} == {self.version}
 
     @torch.no_grad()
     def prove(self, server: "Server") -> float:
@@ -256,26 +238,22 @@ class Servers:
         batch = packer.make_batch(prompts, [response.ids for response in responses])
         with checks.evaluation_mode(sampler.model):
             ours = sampler.model(batch, args.temperature)["logps"].cpu()
+        theirs = pad_sequence([torch.tensor(response.logps) for response in responses], True)
+        difference = (theirs - ours)[batch["mask"].cpu()].abs().mean().item()
 
         of_training = {"bf16": "bfloat16", "fp16": "float16"}.get(
             sampler.accelerator.mixed_precision, "float32"
         )
         dtype = max(of_training, self.dtype, key=LARGEST_DIFFERENCE.__getitem__)
-        last_responses, last_ours = self.probes.get(server.url, (None, None))
-        if last_responses != responses:
-            # Responses hold log-probs, so new weights make them differ, if in the last bit.
-            self.probes[server.url] = (responses, ours)
+        last_theirs, last_ours = self.probes.get(server.url, (None, None))
+        if last_theirs is None or not torch.equal(theirs, last_theirs):
+            self.probes[server.url] = (theirs, ours)
         # Else the old probe is kept: training's small changes add up against it.
         elif (change := (ours - last_ours).abs().max().item()) > VISIBLE_CHANGE[dtype]:
             sys.exit(
                 f"{server.url} does not have the weights that it was given: its log-probs are the "
                 f"old ones to the last bit, while those of training changed by {change:.3g}"
             )
-        differences = [
-            (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
-            for response, logps in zip(responses, ours)
-        ]
-        difference = torch.cat(differences).mean().item()
         bound = args.max_sampler_difference
         if bound is None:
             bound = LARGEST_DIFFERENCE[dtype]
@@ -309,16 +287,10 @@ class Server:
         responses = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
             ids = choice["token_ids"]
-            logps = (choice.get("logprobs") or {}).get("token_logprobs") or []
-            is_whole = len(ids) == request["max_tokens"] or (
-                bool(ids) and ids[-1] in request["stop_token_ids"]
-            )
-            has_prompt = choice.get("prompt_token_ids") == request["prompt"]
-            if not is_whole or not has_prompt or len(logps) != len(ids):
-                sys.exit(
-                    f"{self.url}: a response to another prompt, one that was cut, or one without a "
-                    f"log-prob for each token: {choice}"
-                )
+            logps = choice["logprobs"]["token_logprobs"]
+            is_whole = len(ids) == request["max_tokens"] or ids[-1] in request["stop_token_ids"]
+            if not is_whole or choice["prompt_token_ids"] != request["prompt"]:
+                sys.exit(f"{self.url}: a response to another prompt, or one that was cut: {choice}")
             responses.append(Response(ids, logps if request["temperature"] else []))
         if len(responses) != request["n"]:
             sys.exit(f"{self.url} gave {len(responses)} responses, asked for {request['n']}")
@@ -334,11 +306,12 @@ class Server:
         try:
             with OPENER.open(request, timeout=TIMEOUT_SECONDS) as answer:
                 text = answer.read()
-                return json.loads(text) if text.strip().startswith(b"{") else {}
         except urllib.error.HTTPError as error:
             said = f"answered {error.code} {error.read().decode(errors='replace')[:300]!r}"
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            said = f"gave no answer: {type(error).__name__}: {error}"
+        except OSError as error:
+            said = f"gave no answer: {error}"
+        else:
+            return json.loads(text) if text.strip().startswith(b"{") else {}
         sys.exit(f"the vLLM server {self.url}{path} {said}; docs/vllm.md says how it is started")
 
 
@@ -375,16 +348,3 @@ def make_requests(
         }
         for number, prompt in enumerate(prompts)
     ]
-
-
-def in_parallel(function: Callable, jobs: Sequence) -> Iterator:
-    """Yields the results of a function that waits for servers, in the order in which they come.
-
-    If one fails, those that have not begun are not begun.
-    """
-    pool = ThreadPoolExecutor(min(len(jobs), REQUESTS_AT_ONCE))
-    try:
-        for future in as_completed([pool.submit(function, job) for job in jobs]):
-            yield future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)

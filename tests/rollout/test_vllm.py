@@ -99,14 +99,9 @@ def test_a_rollout_is_asked_for_prompt_by_prompt_after_a_proven_synchronisation(
     start = ["describe", *sync, *probe]
     # Rollouts of 4 prompts, 8 samples, 2 updates each. Evaluations before, after 2 and after 4; the
     # one after 2 synchronises for the rollout that follows, too.
-    expected = [
-        *start,
-        *("describe", *held_out),
-        *("describe", *rollout),
-        *(*sync, *probe, *held_out),
-        *("describe", *rollout),
-        *(*sync, *probe, *held_out),
-    ]
+    expected = [*start, *held_out, *rollout]
+    expected += [*sync, *probe, *held_out, *rollout]
+    expected += [*sync, *probe, *held_out]
     assert server.paths() == expected
     versions = versions_of(server)
     assert len(set(versions)) == 3
@@ -283,25 +278,16 @@ def test_wrong_weights_end_the_run_within_one_rollout(inputs, tmp_path, fault):
     assert len([line for line in trained if "loss" in line]) <= 2
 
 
-@pytest.mark.parametrize("when", ["before a rollout", "in a rollout"])
-def test_a_restart_is_noticed_by_the_version(inputs, server, tmp_path, when):
-    """Without new weights in between: the start of the first rollout, or its middle."""
+def test_a_server_that_was_started_again_in_a_rollout_ends_the_run(inputs, server, tmp_path):
     asked = itertools.count()
 
     def restart(path, content):
-        is_sampling = path == "/v1/completions" and content["n"] == 2
-        is_before = content.get("method") == "describe" and len(server.answered) == 6
-        if when == "in a rollout" and is_sampling and next(asked) == 1:
-            server.restart()
-        if when == "before a rollout" and is_before and next(asked) == 1:
+        if path == "/v1/completions" and content["n"] == 2 and next(asked) == 1:
             server.restart()
 
     server.fault = restart
     done = run(inputs, tmp_path / "out", GRPO, server.url, check=False)
-    if when == "in a rollout":
-        assert "got other weights while it sampled" in said_at_the_end(done)
-    else:
-        assert done.returncode == 0 and server.paths().count("load") == 4
+    assert "got other weights while it sampled" in said_at_the_end(done)
 
 
 # ============================================================ servers that fail
@@ -321,9 +307,7 @@ def answer_of(**changes) -> dict:
         (500, {"error": "out of memory"}, ["answered 500", "out of memory"]),
         (200, answer_of(prompt_token_ids=[2, 5, 6]), ["to another prompt", "[2, 5, 6]"]),
         (200, {"choices": answer_of()["choices"][:1]}, ["gave 1 responses, asked for 2"]),
-        (200, answer_of(token_ids=[7]), ["without a log-prob for each"]),
         (200, answer_of(token_ids=[7, 8]), ["one that was cut", "[7, 8]"]),
-        (200, answer_of(token_ids=[], logprobs=None), ["one that was cut"]),
     ],
 )
 def test_answers_that_are_refused(server, status, answer, parts):
