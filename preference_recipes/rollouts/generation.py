@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine
@@ -46,13 +46,11 @@ def generate(
     micro_batches = batches.split(sampler.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
     with ready_to_generate(sampler):
-        for micro_batch in micro_batches:
-            if not micro_batch.weights.any():
-                continue  # only a padding row: there are fewer prompts than processes
-            numbers = micro_batch.rows
-            responses |= generate_some(
-                sampler, prompts, numbers, max_new_tokens, temperature, uniforms
-            )
+        for rows, weights in micro_batches:
+            if weights.any():  # else only a padding row: there are fewer prompts than processes
+                responses |= generate_some(
+                    sampler, prompts, rows, max_new_tokens, temperature, uniforms
+                )
     return distributed.gather_rows(responses)
 
 
@@ -109,14 +107,13 @@ def begin(
     model = sampler.unwrapped.model
     device = sampler.accelerator.device
     ids = batches.pad(prompts, sampler.tokenizer.pad_token_id, device, left=True)
-    length = ids.shape[1]
-    padding = np.array([length - len(prompt) for prompt in prompts])
+    padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(sampler, ids, padding, None, draw)
     batch = Batch(sampler, ids, padding, DynamicCache(config=model.config), draw)
-    is_recorded = length > 1 and recorded.can_record(sampler, batch.cache)
-    room = length + max_new_tokens
-    with_room(batch.cache, recorded.round_up(room) if is_recorded else room)
+    if ids.shape[1] == 1:  # nothing to read beforehand
+        return batch
+    is_recorded = recorded.can_record(sampler, batch.cache)
     if is_recorded or len(set(map(tuple, prompts))) < len(prompts):
         read_prompts(batch, prompts)
     return recorded.Recorder(recorded.Step(batch, max_new_tokens)) if is_recorded else batch
@@ -128,13 +125,10 @@ def read_prompts(batch: "Batch", prompts: list[list[int]]) -> None:
     The last tokens are left to the first round: their logits decide the first new ones.
     """
     distinct = list(dict.fromkeys(map(tuple, prompts)))  # of A A B A: A B
-    length = batch.ids.shape[1] - 1
-    if length == 0:
-        return
     place_of = {prompt: place for place, prompt in enumerate(distinct)}
     copies = [place_of[tuple(prompt)] for prompt in prompts]  # 0 0 1 0
     first_rows = [copies.index(place) for place in range(len(distinct))]  # 0 2
-    firsts = batch.ids[first_rows, :length]
+    firsts = batch.ids[first_rows, :-1]
     # This fills the cache. `generate` also draws a token, which is not used.
     Batch(batch.sampler, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
     batch.cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
@@ -208,50 +202,6 @@ def responses_at_once(
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
     longest = max(map(len, prompts)) + max_new_tokens
     return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))
-
-
-class RoomyLayer(DynamicLayer):
-    """A layer of a cache that has room for all tokens from the start. The numbers are the same.
-
-    `DynamicLayer` copies all keys and values for each new token, a quarter of the time.
-    """
-
-    places: int  # tokens that there is room for; `with_room` sets it
-    # Of keys and values, `[rows, heads, places, head size]`; none before the first token, and in a
-    # layer that reads the keys of another one.
-    rooms: tuple[torch.Tensor, ...] = ()
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        new_states = (key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(*new_states)
-            self.rooms = tuple(
-                new.new_empty(*new.shape[:-2], self.places, new.shape[-1]) for new in new_states
-            )
-        old = self.get_seq_length()
-        length = old + key_states.shape[-2]
-        for room, new in zip(self.rooms, new_states):
-            room[..., old:length, :] = new
-        self.keys, self.values = (room[..., :length, :] for room in self.rooms)
-        return self.keys, self.values
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Keeps the rows of these numbers, in this order; a number may occur several times."""
-        if self.rooms:
-            length = self.get_seq_length()
-            self.rooms = tuple(room[beam_idx.to(room.device)] for room in self.rooms)
-            self.keys, self.values = (room[..., :length, :] for room in self.rooms)
-
-
-def with_room(cache: DynamicCache, places: int) -> None:
-    """Gives the growing layers of an empty cache room for `places` tokens.
-
-    Layers of other kinds, such as those of a sliding window, are as transformers makes them.
-    """
-    for layer in cache.layers:
-        if type(layer) is DynamicLayer:  # and no subclass of it
-            layer.__class__ = RoomyLayer  # in place: it keeps what its constructor has set
-            layer.places = places
 
 
 class SampleByUniform(LogitsProcessor):

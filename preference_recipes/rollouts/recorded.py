@@ -52,16 +52,17 @@ class FixedLayer(DynamicLayer):
     """A layer of the cache whose keys and values `[rows, heads, places, head size]` never move.
 
     Args:
-        read: a layer with the keys of the prompts, and room for those of the responses.
+        prompts: the layer that has those of the prompts.
     """
 
-    def __init__(self, read: DynamicLayer, step: Step):
+    def __init__(self, prompts: DynamicLayer, step: Step):
         super().__init__()
         self.step = step
         self.is_initialized = True
-        self.keys, self.values = read.rooms
-        for room in read.rooms:
-            room[:, :, step.read :] = 0  # what is masked must be a number, too
+        # What is masked must be a number, too: 0.
+        room = (0, 0, 0, step.mask.shape[-1] - step.read)  # behind the places of the prompts
+        self.keys = torch.nn.functional.pad(prompts.keys, room)
+        self.values = torch.nn.functional.pad(prompts.values, room)
 
     def update(self, key_states, value_states, *args, **kwargs):
         rows = slice(self.step.rows)

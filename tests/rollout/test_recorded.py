@@ -84,7 +84,6 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, here, monkeypatch):
     with torch.no_grad(), pretended_device.device(monkeypatch) as device:
         there = pretended_device.DEVICE
         model.to(there)
-        generation.with_room(cache, 16)
         ids = torch.tensor([prompt[:2] for prompt in PROMPTS]).to(there)
         model(ids[:, :-1], past_key_values=cache, use_cache=True)
         uniforms = torch.rand(len(PROMPTS), 8, dtype=torch.float64).to(there)
