@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import itertools
 import json
 import math
 import sys
@@ -72,26 +73,21 @@ class Judge:
         self.weights = weights_by_part(args)
         # All rows of a set have the columns of its first one, with None for what is missing.
         firsts = sampler.data.train[sampler.data.starts]["columns"]
-        self.columns = columns_of(list(map(json.loads, firsts)))  # of the training data
+        names = itertools.chain.from_iterable(map(json.loads, firsts))
+        self.columns = list(dict.fromkeys(names))  # of the training data
         self.fingerprints: dict[str, Any] = {}
         self.model: nn.Module | None = None  # prepared
         self.mean = 0.0  # these normalise its scores
         self.std = 1.0
         name = args.reward_model_name_or_path
-        if name is None:
-            return
-        model = scores.ScoreModel(scores.score_model(name, sampler.tokenizer, args, frozen=True))
-        if args.normalize_reward:
-            if not getattr(model.config, "reward_std", None):
-                sys.exit(
-                    f"--normalize_reward: {name!r} has no reward_std in its config; "
-                    "recipes/reward.py with --eval_dataset_name writes it"
-                )
-            self.mean = model.config.reward_mean
-            self.std = model.config.reward_std
-        found = load.fingerprint(sampler.accelerator, name, model.config)
-        self.fingerprints["reward model"] = found
-        self.model = prepare.frozen(sampler.accelerator, model)
+        if name is not None:
+            model = scores.score_model(name, sampler.tokenizer, args, frozen=True)
+            if args.normalize_reward:  # recipes/reward.py with --eval_dataset_name writes these
+                self.mean = model.config.reward_mean
+                self.std = model.config.reward_std
+            found = load.fingerprint(sampler.accelerator, name, model.config)
+            self.fingerprints["reward model"] = found
+            self.model = prepare.frozen(sampler.accelerator, scores.ScoreModel(model))
 
     @torch.no_grad()
     def score(self, sampler: Sampler, samples: Samples, packer: Packer) -> Scores:
@@ -106,13 +102,16 @@ class Judge:
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
+        total = np.where(is_there, values * weights, 0.0).sum(0)
         # A part of weight 0 only measures: a response that it alone has scored has no reward.
         decides = is_there & (weights != 0) if weights.any() else is_there
-        total = np.where(is_there, values * weights, 0.0).sum(0)
-        for data_row, is_scored, reward in zip(samples.data_rows, decides.any(0), total):
-            if not is_scored or not abs(reward) <= LARGEST:
-                found = f"{reward:g}, which fp32 does not hold" if is_scored else "None"
-                sys.exit(f"the reward of data row {data_row} is {found}; weights: {self.weights}")
+        total[~decides.any(0)] = np.nan
+        for data_row, reward in zip(samples.data_rows, total):
+            if not abs(reward) <= LARGEST:
+                sys.exit(
+                    f"the reward of data row {data_row} is {reward:g}: nothing scored it (nan), or "
+                    f"fp32 does not hold it; weights: {self.weights}"
+                )
         return Scores(
             total=torch.tensor(total, dtype=torch.float32),
             parts=dict(zip(self.weights, torch.tensor(values, dtype=torch.float32))),
@@ -125,15 +124,7 @@ class Judge:
             # It reads a padding row, too: other processes may wait for its forward pass.
             scores = self.model(batch).double().cpu().numpy()
             score_of_row |= dict(zip(rows, ((scores - self.mean) / self.std).tolist()))
-        of_samples = distributed.gather_rows(score_of_row)
-        for data_row, score in zip(samples.data_rows, of_samples):
-            # Refused here: from now on NaN means that a function returned None.
-            if not abs(score) <= LARGEST:
-                sys.exit(
-                    f"the reward model's score of data row {data_row} is {score}. fp16 activations "
-                    "overflow where bf16's do not"
-                )
-        return of_samples
+        return as_numbers("the reward model", distributed.gather_rows(score_of_row), len(samples))
 
     def scores_of_functions(self, sampler: Sampler, samples: Samples) -> dict[str, list[float]]:
         """Returns the scores of all samples by each function and by the environment.
@@ -176,7 +167,7 @@ def given_to_functions(
     """
     data = [json.loads(samples.row_texts[row]) for row in rows]
     responses = samples.answers(sampler.tokenizer)
-    names = columns_of([dict.fromkeys(columns), *data])
+    names = dict.fromkeys([*columns, *itertools.chain.from_iterable(data)])
     given: dict[str, Any] = {name: [values.get(name) for values in data] for name in names}
     given["prompts"] = given.pop("prompt")  # strings or lists of messages
     given["responses"] = [responses[row] for row in rows]  # of an episode its last answer
@@ -252,11 +243,6 @@ def weights_by_part(args) -> dict[str, float]:
             f"numbers, one for each of {', '.join(names)}"
         )
     return dict(zip(names, weights))
-
-
-def columns_of(data: list[dict]) -> list[str]:
-    """Returns the names of the columns of some rows: those of several sets may differ."""
-    return list(dict.fromkeys(name for row in data for name in row))
 
 
 # ============================================================ a reward function
