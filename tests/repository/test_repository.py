@@ -32,19 +32,13 @@ OURS = {
     "users",
     *(path.stem for path in REPOSITORY.glob("*/*.py")),
     *(path.stem for path in REPOSITORY.glob("tests/*/*.py")),
-    *(path.stem for path in REPOSITORY.glob("benchmarks/audit/*.py")),
 }
 
 
 def imported(*folders: str) -> dict[str, Path]:
-    """The packages that the files of folders import, each with a file that does.
-
-    The adapters of the audit run in environments of their own, with requirements of their own.
-    """
+    """The packages that the files of folders import, each with a file that does."""
     found = {}
     for path in sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")):
-        if path.is_relative_to(REPOSITORY / "benchmarks/audit"):
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
