@@ -39,31 +39,34 @@ def describe(rows: Iterable[dict], converter) -> str:
             if len(some) < EXAMPLES:
                 some.append(row)
 
-    def learned(row: dict) -> dict:
-        values = converter.convert_row(row, 0)
-        # The copy for reward functions has each column; those for the template they do not read.
-        columns = json.loads(values.pop("columns", "{}")).keys()
-        return {**values, "columns": columns - {"tools", "chat_template_kwargs"}}
-
-    def is_read(row: dict, path: Path) -> bool:
-        try:
-            return learned(row) != learned(without(row, path))
-        except BadRow:  # only without the key
-            return True
-
     unread: list[Path] = []
     for path in sorted(counts, key=len):
         is_below_unread = any(path[: len(above)] == above for above in unread)
         tried = itertools.chain(*examples[path].values())
-        if not is_below_unread and not any(is_read(row, path) for row in tried):
+        if not is_below_unread and not any(is_read(row, path, converter) for row in tried):
             unread.append(path)
-    where = f" of the first {MOST_ROWS:,}" if looked_at == MOST_ROWS else ""
-    kinds = ["column" if len(path) == 1 else "key" for path in unread]
     named = [
-        f'{kind} "{".".join(path)}" ({counted(counts[path], "row")})'
-        for kind, path in zip(kinds, unread)
+        f'{"key" if path[1:] else "column"} "{".".join(path)}" ({counted(counts[path], "row")})'
+        for path in unread
     ]
+    where = f" of the first {MOST_ROWS:,}" if looked_at == MOST_ROWS else ""
     return f"not read{where}: {', '.join(named)}" if named else ""
+
+
+def is_read(row: dict, path: Path, converter) -> bool:
+    """Whether a row becomes something else without a key."""
+    try:
+        return learned(row, converter) != learned(without(row, path), converter)
+    except BadRow:  # only without the key
+        return True
+
+
+def learned(row: dict, converter) -> dict:
+    """Returns what a row becomes, as far as a model or a reward function reads it."""
+    values = converter.convert_row(row, 0)
+    # The copy for reward functions has each column; those for the template they do not read.
+    columns = json.loads(values.pop("columns", "{}")).keys()
+    return {**values, "columns": columns - {"tools", "chat_template_kwargs"}}
 
 
 def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:

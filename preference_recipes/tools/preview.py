@@ -29,8 +29,9 @@ class Sequence(NamedTuple):
 def print_preview(args, data: Data) -> None:
     """Prints the first rows of each training set."""
     for name in as_list(args.dataset_name):
-        rows = files.find(name, args.dataset_split).rows()
-        for index, row in enumerate(rows.read(0, args.preview)):
+        rows = files.find(name, args.dataset_split)
+        some = rows.select(range(min(args.preview, len(rows))))
+        for index, row in enumerate(some):
             values = data.converter.convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
             print("\n".join(describe_row(row, values, data.converter)))
@@ -60,7 +61,7 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
         lines.append(f"  LEFT OUT: {values['reason']}")
     elif values["truncated"]:
         lines.append(f"  CUT to --max_length {converter.settings['max_length']}")
-    return lines + [f"  {note}" for note in values["notes"].splitlines()]
+    return lines + [f"  {note}" for note in values["notes"]]
 
 
 def sequences_of(values: dict) -> list[Sequence]:

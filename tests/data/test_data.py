@@ -235,7 +235,7 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
         assert data["row"] == [number for number, row in enumerate(rows, 1) if row["chosen"]], name
-        for key in expected[0].keys() - {"notes"}:
+        for key in expected[0].keys() - set(dataset.NOT_KEPT):
             assert data[key] == [row[key] for row in expected], (name, key)
     for kind in ("jsonl", "parquet", "csv", "jsonl.gz"):
         write(tmp_path / kind / f"part-1.{kind}", rows[2:])
@@ -244,11 +244,11 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
 
 
 def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
-    for name in ("train", "parts/more", ".ipynb_checkpoints/more", "test"):
+    for name in ("train", "parts/more", "test"):
         write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
     folder = str(tmp_path / "set")
     for _ in range(2):  # it is named once
-        assert files.find(folder, "train").rows().number
+        assert len(files.find(folder, "train")) == 1
     assert capsys.readouterr().out == (
         f"NOTE: folder {folder!r}: 1 file in none of the splits ['test', 'train'], so not read: "
         "parts/more.jsonl\n"
@@ -262,7 +262,7 @@ def test_a_folder_that_is_named_as_a_file(tmp_path):
     """As Spark writes it."""
     (tmp_path / "train.parquet").mkdir()
     write(tmp_path / "train.parquet" / "part-0.parquet", [{"prompt": U1}])
-    assert files.find(str(tmp_path / "train.parquet"), "train").rows().number == 1
+    assert len(files.find(str(tmp_path / "train.parquet"), "train")) == 1
 
 
 # ---------------------------------------------------------------------------------------------- token ids
@@ -436,10 +436,9 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
     assert capsys.readouterr().out == (
         f"reading {path} ...\n"
-        f"data {path}: 3 usable rows; 4 of 17 left out (chosen equal to rejected): rows 8, 9, 10 and 1 more; "
-        "3 of 17 left out (empty answer): rows 5, 6, 7; 2 of 17 left out (empty prompt): rows 3, 4; "
-        "5 of 17 left out (prompt fills --max_length 12): rows 12, 13, 14 and 2 more; "
-        "1 truncated (--max_length 12): row 2\n"
+        f"data {path}: 3 usable rows; left out (chosen equal to rejected): 4 of 17 rows; "
+        "left out (empty answer): 3 of 17 rows; left out (empty prompt): 2 of 17 rows; "
+        "left out (prompt fills max_length): 5 of 17 rows; truncated: 1 of 17 rows\n"
     )
 
 
@@ -480,12 +479,11 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
         f"reading {path} ...\n"
-        f"data {path}: 2 usable rows; 2 of 8 left out (empty answer): rows 3, 5; "
-        "1 of 8 left out (no message of role assistant, found bot, user): row 8; "
-        "1 of 8 left out (no message of role assistant, found none): row 7; "
-        "1 of 8 left out (no message of role assistant, found user): row 6; "
-        "1 of 8 left out (nothing to learn within --max_length 12): row 4; "
-        "1 truncated (--max_length 12): row 2\n"
+        f"data {path}: 2 usable rows; left out (empty answer): 2 of 8 rows; "
+        "left out (no message of role assistant, found bot, user): 1 of 8 rows; "
+        "left out (no message of role assistant, found none): 1 of 8 rows; "
+        "left out (no message of role assistant, found user): 1 of 8 rows; "
+        "left out (nothing to learn within max_length): 1 of 8 rows; truncated: 1 of 8 rows\n"
     )
 
 
@@ -495,9 +493,10 @@ def test_the_json_files_of_a_hub_set_are_read_row_by_row(tmp_path, monkeypatch):
         write(tmp_path / "set" / name, part)
     builder = datasets.load_dataset_builder(str(tmp_path / "set"))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
-    read = lambda split: list(files.find("owner/set", split).rows().read(0, 9))
+    read = lambda split: list(files.find("owner/set", split).select(range(9)))
     assert read("train") == [*rows[:2], {"prompt": ["c"], "answer": None}]
-    assert read("test") == rows[:1] and read("train[1:2]") == rows[1:2]
+    assert read("test") == rows[:1]
+    refuses("has no split 'train[:1]'", "train, test", call=lambda: read("train[:1]"))
 
 
 # ---------------------------------------------------------------------------------------------- the cache
@@ -634,12 +633,16 @@ def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0::2] == [f"reading {name} ..." for name in (one, one, two)]
     assert said[1].startswith(f"data {one}: 2 usable rows") and said[3] == said[1]
-    assert said[5].startswith(f"data {two}: 2 usable rows; 1 of 3 left out")
+    assert said[5].startswith(f"data {two}: 2 usable rows; left out (empty answer): 1 of 3")
 
     assert load(one, one, two).train._fingerprint == data.train._fingerprint
     others = [load(one), load(one, two), load(two, one, one)]
     assert len({data.train._fingerprint, *(other.train._fingerprint for other in others)}) == 4
     assert load(one).train["answer"][:] == ["b", "b"]
+    capsys.readouterr()
+    args.eval_dataset_name = ["none.jsonl"]
+    refuses("'none.jsonl' does not exist", call=lambda: load(one))
+    assert capsys.readouterr().out == ""  # before a set is read
 
 
 # ---------------------------------------------------------------------------------------------- the samples of an update

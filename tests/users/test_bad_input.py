@@ -85,18 +85,18 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     path = tmp_path / name
     path.write_bytes(content)
     quiet()
-    refuses(path, *parts, call=lambda: files.find(str(path), "train").rows())
+    refuses(path, *parts, call=lambda: len(files.find(str(path), "train")))
     assert "Failed" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("function, rows, parts", [
     (preference_row, [PAIR, {**PAIR, "rejected": 5}], ["row 2", "column 'rejected'", "string or a list of messages", "found 5"]),
     (preference_row, [{"prompt": "a", "chosen": "b"}], ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"]),
-    (preference_row, [{**PAIR, "chosen": ""}] * 2, ["no usable row", "2 of 2 left out (empty answer): rows 1, 2"]),
-    (preference_row, [{**PAIR, "prompt": "long" * 9}], ["no usable row", "1 of 1 left out (prompt fills --max_length 20): row 1"]),
+    (preference_row, [{**PAIR, "chosen": ""}] * 2, ["no usable row", "left out (empty answer): 2 of 2 rows"]),
+    (preference_row, [{**PAIR, "prompt": "long" * 9}], ["no usable row", "left out (prompt fills max_length): 1 of 1 rows"]),
     (sft_row, [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], ["row 2", "no 'completion'"]),
     (sft_row, [], ["holds no rows"]),
-    (sft_row, [{"prompt": "long" * 9, "completion": "a"}], ["no usable row", "1 of 1 left out (nothing to learn within --max_length 20): row 1"]),
+    (sft_row, [{"prompt": "long" * 9, "completion": "a"}], ["no usable row", "left out (nothing to learn within max_length): 1 of 1 rows"]),
 ])  # fmt: skip
 def test_rows_that_do_not_fit(accelerator, tokenizer, tmp_path, function, rows, parts):
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))

@@ -160,8 +160,8 @@ class Bench:
         names = as_list(self.arguments[f"{kind}_name"])
         if not names:
             return []
-        source = files.find(names[0], self.arguments[f"{kind}_split"]).rows()
-        return uneven(list(source.read(0, 2 * ROWS)))
+        rows = files.find(names[0], self.arguments[f"{kind}_split"])
+        return uneven(list(rows.select(range(min(2 * ROWS, len(rows))))))
 
     def has(self, name: str) -> bool:
         """Whether the recipe has this argument."""
