@@ -22,23 +22,11 @@ BEST_FILE = "best.json"
 
 @dataclasses.dataclass
 class Best:
-    """The best evaluation so far, see `--keep_best`. A checkpoint holds it.
+    """The best evaluation so far, see `--keep_best`. A checkpoint holds it."""
 
-    Attributes:
-        global_step: when it was; None as long as there is none.
-        value: of the metric.
-        since: how many evaluations came after it.
-    """
-
-    global_step: int | None = None
+    global_step: int | None = None  # None as long as there is none
     value: float | None = None
-    since: int = 0
-
-    def is_beaten_by(self, value: float, lower: bool) -> bool:
-        """Whether a value is better. Equal is not, and NaN never is."""
-        if self.value is None:
-            return not math.isnan(value)
-        return value < self.value if lower else value > self.value
+    since: int = 0  # evaluations that came after it
 
 
 class Actor:
@@ -112,18 +100,21 @@ class Actor:
         run = self.run
         if not run.args.keep_best:
             return
-        metric, lower = metric_of(run.args.keep_best)
+        metric = run.args.keep_best.removesuffix(":min").removesuffix(":max")
+        sign = -1 if run.args.keep_best.endswith((":min", "loss", "kl")) else 1
         if metric not in line:
             sys.exit(
                 f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "
                 f"they have {', '.join(line)}"
             )
+        value = line[metric]
+        before = -math.inf if self.best.value is None else sign * self.best.value
         self.best.since += 1
-        if self.best.is_beaten_by(line[metric], lower):
-            self.best = Best(run.global_step, line[metric])
+        if sign * value > before:  # NaN never is
+            self.best = Best(run.global_step, value)
             # The file first: a run that is killed in between sees that they do not agree.
             if run.accelerator.is_main_process:
-                values = {"metric": metric, "global_step": run.global_step, "value": line[metric]}
+                values = {"metric": metric, "global_step": run.global_step, "value": value}
                 folders.replace_file(run.output_dir / BEST_FILE, json.dumps(values) + "\n")
             self.save(run.output_dir / BEST_FOLDER)
         self.count_patience()
@@ -137,12 +128,6 @@ class Actor:
                 tqdm.write(f"stopped early: {evaluations} without a better one (--stop_after)")
 
 
-def metric_of(keep_best: str) -> tuple[str, bool]:
-    """Returns the metric that `--keep_best` names, and whether less of it is better."""
-    metric = keep_best.removesuffix(":min").removesuffix(":max")
-    return metric, keep_best.endswith((":min", "loss", "kl"))
-
-
 def save(
     accelerator: Accelerator,
     args,
@@ -152,7 +137,7 @@ def save(
     dtype: str | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes models inside a prepared one as ordinary folders. All processes must call it.
+    """Writes models inside a prepared one, with tokenizer and card. All processes must call it.
 
     Args:
         models: by the folder of each, which is replaced as a whole if it is there.
@@ -165,26 +150,18 @@ def save(
         for folder, model in models.items():
             state_dict = weights_of(model, {**gathered, **(weights or {})}, unwrapped)
             state_dict = {name: converted(value, dtype) for name, value in state_dict.items()}
-            write(args, model, state_dict, tokenizer, folder)
+            temporary = folder.with_name(f".{folder.name}.writing")
+            shutil.rmtree(temporary, ignore_errors=True)
+            if adapters.has_adapter(model):
+                adapters.save(model, state_dict, temporary)
+            else:
+                model.save_pretrained(temporary, state_dict=state_dict)
+                if dtype:
+                    write_dtype(temporary, dtype)
+            tokenizer.save_pretrained(temporary)
+            record.write_card(temporary, args)
+            folders.replace(temporary, folder)
     accelerator.wait_for_everyone()
-
-
-def write(
-    args, model: nn.Module, state_dict: dict[str, torch.Tensor], tokenizer, folder: Path
-) -> None:
-    """Writes a model with these weights, its tokenizer and a card. For the main process."""
-    temporary = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    is_adapter = adapters.has_adapter(model)
-    if is_adapter:
-        adapters.save(model, state_dict, temporary)
-    else:
-        model.save_pretrained(temporary, state_dict=state_dict)
-        largest = max(state_dict.values(), key=torch.Tensor.numel)
-        write_dtype(temporary, str(largest.dtype).removeprefix("torch."))
-    tokenizer.save_pretrained(temporary)
-    record.write_card(temporary, args, "peft" if is_adapter else "transformers")
-    folders.replace(temporary, folder)
 
 
 def write_dtype(folder: Path, dtype: str) -> None:
@@ -198,10 +175,7 @@ def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     """Returns a tensor in another floating-point dtype; one of integers stays as it is."""
     if dtype is None or not tensor.is_floating_point():
         return tensor
-    result = tensor.to(getattr(torch, dtype))
-    if tensor.isfinite().all() and not result.isfinite().all():
-        tqdm.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
-    return result
+    return tensor.to(getattr(torch, dtype))
 
 
 def gather_weights(

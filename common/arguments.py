@@ -88,13 +88,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
             parser.error(
                 f"--{field.name} {value}: expected a whole number of updates, or a share below 1"
             )
-    if args.keep_best and not args.eval_dataset_name:
-        parser.error(f"--keep_best {args.keep_best} needs --eval_dataset_name")
     if args.stop_after and not (args.keep_best and args.eval_steps):
         parser.error(f"--stop_after {args.stop_after} needs --keep_best and --eval_steps")
-    # A single data set is recorded by its name, not as a list of one.
-    if len(args.dataset_name) == 1:
-        (args.dataset_name,) = args.dataset_name
     return args
 
 

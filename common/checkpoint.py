@@ -88,7 +88,7 @@ class Checkpoint:
         number = self.signals.of_any(self.accelerator)
         if number:
             self.save()
-            run.logger.bar.close()
+            run.bar.close()
             self.accelerator.print(
                 f"stopped by {signal.Signals(number).name} after update {self.last_saved}, "
                 f"saved in {self.folder}: go on with --resume auto"
@@ -150,7 +150,8 @@ class Checkpoint:
         )
         shares = gather_object([own_share])
         if accelerator.is_main_process:
-            folders.write_manifest(temporary, *shares)
+            manifest = {name: entry for share in shares for name, entry in share.items()}
+            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             folders.replace(temporary, final)
             folders.rotate(self.folder, self.run.args.save_total_limit)
         accelerator.wait_for_everyone()
@@ -180,8 +181,7 @@ class Checkpoint:
             self.actor.best = Best()
         self.actor.count_patience()  # a run that had stopped early stops again
         distributed.on_main_process(accelerator, record.write, accelerator, run.args)
-        run.logger.start()
-        run.speed.restart()
+        run.start()
         if path and path.parent.resolve() == self.folder.resolve():
             self.last_saved = run.global_step
         elif path and run.args.save_steps:
@@ -205,10 +205,6 @@ class Checkpoint:
             self.accelerator.print(f"passed over {path}: {fault}")
         if candidates:
             sys.exit(f"--resume {resume}: no whole checkpoint, see above")
-        if (self.run.output_dir / "actor").exists():
-            sys.exit(
-                f"--resume auto: the run in {self.run.output_dir} has ended and left no checkpoint"
-            )
         self.accelerator.print(f"no checkpoint in {self.folder}: starting from the beginning")
         return None
 
@@ -292,7 +288,7 @@ class Checkpoint:
         beyond = [
             folder
             for parent in (self.folder, output_dir / "actors")
-            for folder in folders.by_step(parent)[::-1]
+            for folder in folders.by_step(parent)
             if folders.step_of(folder) > self.run.global_step
         ]
         copies = (path or self.folder) / "logs"  # without a checkpoint there are none

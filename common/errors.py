@@ -1,4 +1,4 @@
-"""How a run that cannot go on ends: with one message, the last thing on the user's screen."""
+"""How a run ends: one that cannot go on with one message, the last thing on the user's screen."""
 
 import json
 import os
@@ -8,9 +8,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
-
-failed = False  # whether `run` is ending this process because of an error
 
 
 def run(main: Callable[[], None]) -> None:
@@ -20,12 +19,10 @@ def run(main: Callable[[], None]) -> None:
     process of a node that fails writes one. What the others would say is a consequence, or the
     same: they wait for the launcher, which ends them once it sees the first.
     """
-    global failed
     try:
         main()
     except (SystemExit, Exception) as error:
         message = error.code if isinstance(error, SystemExit) else traceback.format_exc()
-        failed = bool(message)
         for bar in list(tqdm._instances):
             bar.close()  # or Python would draw it again below the message
         # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from
@@ -44,3 +41,8 @@ def run(main: Callable[[], None]) -> None:
             report = {"message": {"message": message, "extraInfo": extra}}
             file.write_text(json.dumps(report), encoding="utf-8")
         sys.exit(1)
+    if torch.distributed.is_initialized():
+        # gloo's threads may abort a process, or let it hang, while the interpreter cleans up
+        # (torch 2.13).
+        sys.stdout.flush()
+        os._exit(0)

@@ -97,19 +97,15 @@ def checksum(path: Path) -> int:
 
 
 def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """Returns size in bytes and checksum of a folder's files, by path: one share of several."""
+    """Returns size in bytes and checksum of a folder's files, by path: one share of several.
+
+    A checkpoint's `manifest.json` holds those of all files, for `fault_of`.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         str(path.relative_to(folder)): [path.stat().st_size, checksum(path)]
         for path in files[share::shares]
     }
-
-
-def write_manifest(folder: Path, *shares: dict[str, list[int]]) -> None:
-    """Writes `manifest.json`, by which `fault_of` finds what is missing or damaged."""
-    entries = {name: entry for share in shares for name, entry in share.items()}
-    text = json.dumps(entries, indent=1, sort_keys=True)
-    (folder / "manifest.json").write_text(text, encoding="utf-8")
 
 
 def fault_of(path: Path) -> str | None:

@@ -132,7 +132,8 @@ def decide_folder(args, recipe: str) -> str:
     # A folder named after the time must be new: another run may begin in the same instant.
     path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
     lock(path)
-    if path.resolve() != own and has_update(path):
+    of_a_run = ("metrics.jsonl", "checkpoints", "actors", "actor")
+    if path.resolve() != own and any((path / name).exists() for name in of_a_run):
         sys.exit(
             f"--output_dir {path} already holds another run. Take another, "
             "or --resume auto to go on from its last checkpoint."
@@ -151,14 +152,3 @@ def lock(folder: Path) -> None:
         sys.exit(f"--output_dir {folder} is in use: two runs would write over each other")
     except OSError as error:
         print(f"NOTE: {folder} cannot be locked ({error}): let no other run write to it")
-
-
-def has_update(folder: Path) -> bool:
-    """Whether a run's folder holds more than what is written before the first update."""
-    if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
-        return True
-    log = folder / "metrics.jsonl"
-    if not log.is_file():
-        return False
-    with open(log, encoding="utf-8") as lines:  # there may be millions
-        return any(not line.startswith('{"global_step": 0,') for line in lines)

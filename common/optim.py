@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW and Muon, the schedule and its words."""
+"""Parameter groups, AdamW and Muon, the schedule."""
 
 import math
 import sys
@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.pytorch_utils import Conv1D
 
-from common import counted, engine
+from common import engine
 from common.progress import share_of
 
 
@@ -128,13 +128,3 @@ def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> Lam
         return 1.0
 
     return LambdaLR(optimizer, share_of_peak)
-
-
-def describe_schedule(args, total_updates: int, scheduler) -> str:
-    """Returns the peak learning rates and their schedule in one line."""
-    groups = scheduler.optimizer.param_groups
-    rates = {group.get("name", ""): rate for group, rate in zip(groups, scheduler.base_lrs)}
-    rates_by_name = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
-    warmup = warmup_updates(args, total_updates)
-    updates = f"{counted(total_updates, 'update')}, {warmup} of them warm-up"
-    return f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"

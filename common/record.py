@@ -1,10 +1,7 @@
 """What a run records about itself: arguments, surroundings, and a card for its model."""
 
-import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import sys
 from datetime import datetime, timezone
@@ -16,7 +13,7 @@ import yaml
 from common import as_list, engine, folders
 
 HERE = Path.cwd()  # a user's code may leave it
-PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes"
+PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes".split()
 
 
 def write(accelerator, args) -> None:
@@ -36,21 +33,17 @@ def write(accelerator, args) -> None:
     is_cuda = accelerator.device.type == "cuda"
     plugin = accelerator.state.deepspeed_plugin
     of_launcher = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
+    versions = {name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules}
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([sys.executable, *sys.argv]),
         "working_directory": str(HERE),
         "engine": engine.describe(accelerator),
-        "processes": accelerator.num_processes,
         "device": torch.cuda.get_device_name(accelerator.device) if is_cuda else "cpu",
         "launcher": {name: os.environ[name] for name in os.environ if name.startswith(of_launcher)},
         "deepspeed_config": plugin.deepspeed_config if plugin else None,
-        "python": platform.python_version(),
-        "versions": {},
+        "versions": {"python": sys.version, **versions},
     }
-    for package in PACKAGES.split():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            start["versions"][package] = importlib.metadata.version(package)
     folders.replace_file(file, json.dumps([*starts, start], indent=1) + "\n")
 
 
@@ -66,23 +59,15 @@ def date_of_run(args) -> str:
     return f"{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
-def write_card(folder: Path, args, library: str) -> None:
-    """Writes a model card into the folder of an actor.
-
-    Args:
-        library: that loads the model, `transformers` or `peft`.
-    """
+def write_card(folder: Path, args) -> None:
+    """Writes a model card into an actor's folder, for the hub. It shows no folder of the user's."""
     recipe = Path(sys.argv[0]).stem
-    model = args.model_name_or_path
-    data = as_list(args.dataset_name)
-    # The hub refuses names that are not its own. A card is published, so it shows no folders.
-    on_hub = [name for name in (model, *data) if not (HERE / name).exists()]
-    header = {"library_name": library, "tags": [recipe]}
-    if model in on_hub:
-        header["base_model"] = model
-    if of_data := [name.partition(":")[0] for name in data if name in on_hub]:
-        header["datasets"] = of_data
-    shown = [name if name in on_hub else Path(name).name for name in (model, *data)]
-    text = f"# {shown[0]}, trained by {recipe} on {', '.join(shown[1:])}"
+    model, *data = [
+        Path(name).name if (HERE / name).exists() else name
+        for name in (args.model_name_or_path, *as_list(args.dataset_name))
+    ]
+    is_adapter = (folder / "adapter_config.json").exists()
+    header = {"library_name": "peft" if is_adapter else "transformers", "tags": [recipe]}
+    text = f"# {model}, trained by {recipe} on {', '.join(data)}"
     card = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}\n"
     (folder / "README.md").write_text(card, encoding="utf-8")

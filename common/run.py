@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from tqdm import tqdm
 
-from common import batches, engine, stopping
-from common.log import Logger
+from common import batches, engine, log, stopping
 from common.metrics import Speed
 from common.progress import Progress
 
@@ -51,14 +53,14 @@ class Run(Progress):
         args: `SharedArgs`.
         n_rows: of the training data; with the arguments it decides when the run ends.
         flop: operations for each token and each target, for `perf/mfu`.
-        bar_metric: what the progress bar shows besides the loss.
-        charts: TensorBoard's charts, title -> tags.
+        bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
+        charts: TensorBoard's charts: the tags that each shows together, by its title.
         progress: further fields of `Progress`, where a sample may hold several sequences, or in a
             recipe that samples.
 
     Attributes:
-        logger: what writes lines and samples; `log_evaluation` is its own.
         timed, count_flop: see `Speed`.
+        bar: the progress bar, from `start` on.
     """
 
     def __init__(
@@ -77,11 +79,26 @@ class Run(Progress):
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)
-        self.logger = Logger(accelerator, args, self, bar_metric, charts)
         self.speed = Speed(accelerator, self, flop)
         self.timed = self.speed.timed
         self.count_flop = self.speed.count_flop
-        self.log_evaluation = self.logger.log_evaluation
+        self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
+        self.charts = charts
+        self.bar: tqdm | None = None
+
+    def start(self) -> None:
+        """Opens the trackers and the bar, and starts the clock. All processes must call it."""
+        if self.accelerator.is_main_process:
+            log.open_trackers(self.accelerator, self.args, self.global_step, self.charts)
+        self.bar = tqdm(
+            total=self.total_steps,
+            initial=self.global_step,
+            desc="update",
+            dynamic_ncols=True,
+            disable=not self.accelerator.is_main_process,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
+        self.speed.restart()
 
     # ============================================================ the next update
 
@@ -158,7 +175,7 @@ class Run(Progress):
                 "the weights are lost. Lower --learning_rate, or resume from a checkpoint."
             )
         else:
-            self.logger.bar.update()
+            self.bar.update()
         return applied
 
     # ============================================================ after an update
@@ -171,4 +188,42 @@ class Run(Progress):
         if "loss" in values:  # not where a rollout led to no update
             line |= self.counts() | self.speed.values()
             self.speed.restart()
-        self.logger.write({**line, "epoch": self.epoch})
+        self.write({**line, "epoch": self.epoch})
+
+    def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
+        """Writes an evaluation as a line of its own, and prints it. All processes may call it."""
+        if not values:
+            return
+        self.write(values)
+        self.write_samples(samples)
+        if self.accelerator.is_main_process:
+            width = max(len(name) for name in values)
+            rows = [f"  {name:{width}} {value:>10.4g}" for name, value in values.items()]
+            self.bar.write("\n".join([f"evaluation at global_step {self.global_step}:", *rows]))
+
+    def write(self, values: dict[str, float]) -> None:
+        """Writes a line to `metrics.jsonl`, a JSON object; trackers and the bar show it, too."""
+        self.append(log.METRICS, [values])
+        self.accelerator.log(values, step=self.global_step)
+        shown = {name.split("/")[-1]: values[name] for name in self.bar_metrics if name in values}
+        if shown:
+            self.bar.set_postfix(shown, refresh=False)
+
+    def write_samples(self, samples: list[dict]) -> None:
+        """Appends samples to `samples.jsonl`, with the updates that the model had made.
+
+        Args:
+            samples: each has `source` (`eval`, `eval/<name>` or `rollout`), `row` (its number in
+                the data, from 1), `prompt`, `response`, and what is known of the response: `right`
+                and the right `answer`, `score`, `rewards`.
+        """
+        self.append(log.SAMPLES, samples)
+
+    def append(self, name: str, lines: list[dict]) -> None:
+        """Appends lines to one of the run's files. All processes may call it."""
+        if not lines or not self.accelerator.is_main_process:
+            return
+        with open(self.output_dir / name, "a", encoding="utf-8") as file:
+            for line in lines:
+                numbered = {"global_step": self.global_step, **line}
+                file.write(json.dumps(numbered, ensure_ascii=False) + "\n")

@@ -230,7 +230,7 @@ def sample_responses(
     )
     sampler.means.add_rollout({"completions/min_length": lengths}, reduce="min")
     sampler.means.add_rollout({"completions/max_length": lengths}, reduce="max")
-    run.logger.write_samples(samples.examples(sampler.tokenizer, None, "rollout"))
+    run.write_samples(samples.examples(sampler.tokenizer, None, "rollout"))
     return samples
 
 

@@ -582,7 +582,7 @@ def log_rollout(
     sampler.means.add_rollout(logged)
     sampler.means.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     sampler.means.add_rollout({"completions/max_length": response_lengths}, reduce="max")
-    run.logger.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
+    run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.

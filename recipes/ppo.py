@@ -408,7 +408,7 @@ def log_rollout(
     sampler.means.add_rollout(logged)
     sampler.means.add_rollout({"responses/min_length": response_lengths}, reduce="min")
     sampler.means.add_rollout({"responses/max_length": response_lengths}, reduce="max")
-    run.logger.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
+    run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
 
 
 # ============================================================ actor and critic

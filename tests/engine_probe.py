@@ -10,10 +10,10 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from common.log import Logger
+from common import console
 
 PROBE = Path(os.environ["PROBE"])
-initialize, close, engines = deepspeed.initialize, Logger.close, []
+initialize, end, engines = deepspeed.initialize, console.end, []
 
 
 def probed(*args, **kwargs):
@@ -22,7 +22,7 @@ def probed(*args, **kwargs):
     return engine, *rest
 
 
-def dump(self):
+def dump(actor):
     """Before the last call of a recipe: all updates are made, and the processes still reach each other."""
     engine = engines[0]
     stage = engine.zero_optimization_stage()
@@ -34,10 +34,10 @@ def dump(self):
             }
             torch.save(held, f"{PROBE}.pt")
             PROBE.write_text(json.dumps([stage, type(engine.basic_optimizer).__name__]))
-    close(self)
+    end(actor)
 
 
 deepspeed.initialize = probed
-Logger.close = dump
+console.end = dump
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

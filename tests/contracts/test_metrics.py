@@ -86,7 +86,7 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     made = small_run(tmp_path)
-    made.run.logger.start()
+    made.run.start()
     run = made.run
     for seconds, name in ((1, "data"), (4, "paused"), (1, "data")):
         with run.timed(name):
@@ -109,7 +109,7 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
 def test_what_rollouts_added_after_the_last_update_is_a_line_of_its_own(tmp_path):
     """They led to none, or the engine skipped all of theirs. Else no line would hold their rewards."""
     made = small_run(tmp_path)
-    made.run.logger.start()
+    made.run.start()
     run, means = made.run, made.means
     means.add_rollout({"reward": torch.tensor([2.0, 0.0])})
     update(made, loss=3.0)

@@ -282,13 +282,6 @@ def test_a_longer_run_has_its_own_rates_from_the_first_update_on(bench):
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
-def test_auto_does_not_begin_again_what_has_ended(bench, tmp_path):
-    few = {"max_steps": 1, "save_steps": 0}
-    resume(bench("dpo"), tmp_path / "ended", **few)
-    result = resume(bench("dpo"), tmp_path / "ended", check=False, **few)
-    assert result.returncode and "has ended and left no checkpoint" in result.stdout
-
-
 def test_a_checkpoint_of_another_run_is_refused(bench):
     """All differences are named. Of data the content decides: here one character of the last row."""
     reference = unbroken(bench("dpo"))

@@ -1,15 +1,16 @@
 """What is saved of a model, taken out of a checkpoint, kept as the best one, and uploaded."""
 
+import json
 import shutil
 import types
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import actor, console, folders
+from common import console, folders
+from common.actor import Best
 from preference_recipes.data.dataset import Converter, Data, load_evaluation_sets
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.tools import export
@@ -25,6 +26,7 @@ from runs import (
     weights,
     write_jsonl,
 )
+from small_run import small_run
 
 PPO = ["--rollout_batch_size", 8, "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 4,
        "--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]  # fmt: skip
@@ -68,7 +70,8 @@ def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(
     for name in ("actor/config.json", "state.json"):
         (checkpoint / name).write_text("{}")
     entries = folders.describe_files(checkpoint)
-    folders.write_manifest(checkpoint, entries)
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps(entries))
     secret = tmp_path / "secret"
     secret.write_text("private")
     (checkpoint / "actor/linked").symlink_to(secret)
@@ -77,30 +80,30 @@ def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(
 
     name = "actor/../../secret"
     size = [(checkpoint / name).stat().st_size, folders.checksum(checkpoint / name)]
-    folders.write_manifest(checkpoint, {**entries, name: size})
+    manifest.write_text(json.dumps({**entries, name: size}))
     call = lambda: export.export(checkpoint, tmp_path / "other")
     refuses(f"its manifest names {name!r}", call=call)
-    folders.write_manifest(checkpoint, {"state.json": entries["state.json"]})
+    manifest.write_text(json.dumps({"state.json": entries["state.json"]}))
     refuses("holds no actor", call=call)
 
 
 # ============================================================ the best actor
 
 
-def test_the_direction_of_a_metric():
-    for given, metric, lower in [
-        ("eval/loss", "eval/loss", True), ("eval/kl", "eval/kl", True), ("eval/exact_match", "eval/exact_match", False),
-        ("eval/rewards/accuracies", "eval/rewards/accuracies", False), ("eval/loss:max", "eval/loss", False),
-        ("eval/length:min", "eval/length", True),
-    ]:  # fmt: skip
-        assert actor.metric_of(given) == (metric, lower), given
+def test_the_direction_of_a_metric(tmp_path):
     nan = float("nan")
-    for value, before, lower, expected in [
-        (1.0, None, True, True), (nan, None, True, False), (1.0, 2.0, True, True), (1.0, 2.0, False, False),
-        (2.0, 2.0, True, False), (2.0, 2.0, False, False), (3.0, 2.0, False, True), (nan, 2.0, False, False),
+    for given, lower in [
+        ("eval/loss", True), ("eval/kl", True), ("eval/exact_match", False), ("eval/rewards/accuracies", False),
+        ("eval/loss:max", False), ("eval/length:min", True),
     ]:  # fmt: skip
-        found = actor.Best(value=before).is_beaten_by(value, lower)
-        assert found == expected, (value, before, lower)
+        for value, before, is_better in [
+            (1.0, None, True), (nan, None, False), (1.0, 2.0, lower), (2.0, 2.0, False), (3.0, 2.0, not lower), (nan, 2.0, False),
+        ]:  # fmt: skip
+            actor = small_run(tmp_path, keep_best=given).actor
+            actor.best = Best(value=before)
+            actor.keep_best({given.removesuffix(":max").removesuffix(":min"): value})
+            assert actor.best.since == (not is_better), (given, value, before)
+            assert actor.best.value == (value if is_better else before)
 
 
 def best_flags(inputs, output, *more):
@@ -170,7 +173,7 @@ def test_the_answers_of_held_out_rows_are_part_of_their_content(accelerator, tmp
 # ============================================================ the hub
 
 
-def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(monkeypatch, capsys):
+def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monkeypatch, capsys):
     asked = []
 
     class Api:
@@ -182,17 +185,11 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(monkeypatch, c
             asked.append(settings)
 
     monkeypatch.setattr(console, "HfApi", Api)
-    console.upload(Path("out/actor"), "mine")
+    made = small_run(tmp_path, push_to_hub="mine")
+    made.run.start()
+    console.end(made.actor)
     assert asked == [
         ("mine", {"private": True, "exist_ok": True}),
-        {"repo_id": "me/mine", "folder_path": Path("out/actor")},
+        {"repo_id": "me/mine", "folder_path": tmp_path / "actor"},
     ]
-    assert "uploaded out/actor to" in capsys.readouterr().out
-
-
-def test_weights_that_a_dtype_cannot_hold_are_said(capsys):
-    assert actor.converted(torch.tensor([1e5]), "float16").tolist() == [torch.inf]
-    assert "WARNING: weights are too large for float16" in capsys.readouterr().out
-    assert actor.converted(torch.tensor([1.0, torch.nan]), "float16")[0] == 1
-    assert actor.converted(torch.tensor([10**6]), "float16").tolist() == [10**6]  # no weight
-    assert capsys.readouterr().out == ""
+    assert f"uploaded {tmp_path}/actor to" in capsys.readouterr().out

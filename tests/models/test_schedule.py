@@ -1,4 +1,4 @@
-"""The schedule of the learning rate: warm-up never takes the only update, and one line says at start what it will be."""
+"""The schedule of the learning rate: warm-up never takes the only update."""
 
 import types
 import typing
@@ -14,31 +14,22 @@ KINDS = typing.get_args(SchedulerType)
 
 
 def rates_of(kind, warmup_steps, updates):
-    """The learning rates of all updates, and the line that says the schedule."""
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "name": name}
-        for lr, name in ((0.5, "actor"), (2, "critic"))
-    ]
-    optimizer = torch.optim.AdamW(groups)
+    """The learning rates of all updates."""
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
     args = types.SimpleNamespace(lr_scheduler_type=kind, warmup_steps=warmup_steps)
     scheduler = optim.scheduler(optimizer, args, updates)
-    said = optim.describe_schedule(args, updates, scheduler)
     rates = []
     for _ in range(updates):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    return rates, said
+    return rates
 
 
 @pytest.mark.parametrize("warmup_steps", [0.03, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_warm_up_never_takes_the_only_update(kind, warmup_steps):
-    rates, said = rates_of(kind, warmup_steps, 1)
-    assert rates == [0.5]
-    assert said.startswith(
-        f"learning rate actor 0.5, critic 2; {kind}, 1 update, 0 of them warm-up"
-    )
+    assert rates_of(kind, warmup_steps, 1) == [0.5]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
@@ -51,4 +42,4 @@ def test_the_rates_are_those_of_transformers(kind, warmup_steps):
         expected.append(reference.get_last_lr()[0])
         optimizer.step()
         reference.step()
-    assert rates_of(kind, warmup_steps, 12)[0] == expected
+    assert rates_of(kind, warmup_steps, 12) == expected

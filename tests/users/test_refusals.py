@@ -8,7 +8,7 @@ import time
 import pytest
 
 from common import errors
-from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, recipe, write_jsonl
 
 MODEL = ["--model_name_or_path", ASSETS / "model"]
 OWN = [*MODEL, "--dataset_name", "pairs.jsonl"]
@@ -89,18 +89,6 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(SystemExit, match="said"):
         errors.run(lambda: sys.exit("said"))
-
-
-def test_what_fails_after_the_last_update_is_a_failure(tmp_path):
-    """A process that has closed its metrics ends before the interpreter cleans up, with its own code."""
-    script = tmp_path / "late.py"
-    script.write_text(
-        "import atexit\nfrom common import errors, log\n"
-        "def main():\n    atexit.register(log.exit_without_cleaning_up)\n    1 / 0\n"
-        "errors.run(main)\n"
-    )
-    result = launch(LAUNCHERS["plain"], script, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
-    assert result.returncode == 1 and "ZeroDivisionError" in result.stdout
 
 
 @pytest.mark.slow
