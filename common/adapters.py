@@ -24,13 +24,6 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def trained_part(module: nn.Module) -> nn.Module:
-    """Returns a module that holds the trained parameters of another, for checkpoints."""
-    parameters = trained_parameters(module)
-    # A parameter's own name may hold no dots.
-    return nn.ParameterDict({name.replace(".", "/"): p for name, p in parameters.items()})
-
-
 def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
     """Writes a model's adapter as an ordinary folder of peft, and a reward model's moments there.
 

@@ -45,8 +45,8 @@ class Checkpoint:
             dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
 
     Attributes:
-        last_saved: `global_step` of the last checkpoint in the run's folder that is this run's own;
-            None if there is none.
+        identity: the whole of it, also the arguments that may change.
+        last_saved: `global_step` of the run's own last checkpoint in its folder; None: none yet.
     """
 
     def __init__(
@@ -68,12 +68,21 @@ class Checkpoint:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.means = means
-        self.identity = identity
         self.others = others
         self.is_deepspeed = engine.zero_stage(run.accelerator) > 0
         self.folder = run.output_dir / "checkpoints"
         self.last_saved: int | None = None
         self.signals = stopping.Signals()
+        template = str(getattr(actor.tokenizer, "chat_template", None)).encode()
+        processes = counted(self.accelerator.num_processes, "process")
+        self.identity = {
+            **vars(run.args),
+            **identity,
+            # The content of the template counts, not the name of its file.
+            "chat_template": hashlib.sha256(template).hexdigest()[:16],
+            "date": getattr(actor.tokenizer, "chat_date", None),
+            "launched as": f"{engine.describe(self.accelerator)}, {processes}",
+        }
 
     # ============================================================ saving
 
@@ -100,31 +109,27 @@ class Checkpoint:
 
         If it cannot be written, the run ends and the earlier ones stay. All processes must call it.
         """
-        step = self.run.global_step
-        if self.last_saved == step:
+        if self.last_saved == self.run.global_step:
             # Saved already, for example when a signal arrives right after. Skipped updates and
             # rollouts without an update since then are not in it. The resumed run repeats them.
             return
-        final = self.folder / f"global_step_{step:06d}"
-        temporary = self.folder / f".{final.name}.writing"
+        self.last_saved = self.run.global_step
         with self.run.timed("paused"):
-            self.write(temporary, final)
-        self.last_saved = step
+            self.write(self.folder / f"global_step_{self.last_saved:06d}")
 
-    def write(self, temporary: Path, final: Path) -> None:
-        """Writes a checkpoint to `temporary` and renames it to `final`."""
+    def write(self, final: Path) -> None:
+        """Writes a checkpoint under a temporary name and renames it to `final`."""
         accelerator = self.accelerator
+        temporary = final.with_name(f".{final.name}.writing")
         # All processes write their parts of the engine's state. This makes both folders.
         engine.reshard(self.model)
-        of_engine = {}
-        if self.is_deepspeed:
-            of_engine["exclude_frozen_parameters"] = adapters.has_adapter(self.actor.unwrapped)
-        accelerator.save_state(str(temporary / "engine"), **of_engine)
+        only_trained = adapters.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
+        accelerator.save_state(str(temporary / "engine"), exclude_frozen_parameters=only_trained)
 
         # The main process writes what all have alike; all help to collect it.
         others = {name: part.state() for name, part in self.others.items()}
         state = {
-            "arguments": self.whole_identity(),
+            "arguments": self.identity,
             "progress": {name: getattr(self.run, name) for name in COUNTERS},
             "best": vars(self.actor.best),
             "scheduler": self.scheduler.state_dict(),
@@ -168,8 +173,12 @@ class Checkpoint:
         # Only the trained model is saved and loaded, or its adapters; DeepSpeed needs its whole
         # engine. This also frees a reference model that is no longer needed.
         unwrapped = self.actor.unwrapped
-        takes_part = adapters.has_adapter(unwrapped) and not self.is_deepspeed
-        accelerator._models = [adapters.trained_part(unwrapped) if takes_part else self.model]
+        accelerator._models = [self.model]
+        if adapters.has_adapter(unwrapped) and not self.is_deepspeed:
+            trained = adapters.trained_parameters(unwrapped)
+            # A parameter's own name may hold no dots.
+            by_name = {name.replace(".", "/"): parameter for name, parameter in trained.items()}
+            accelerator._models = [nn.ParameterDict(by_name)]
         # The models were made alike on all processes. From here on, dropout differs between them.
         set_seed(run.args.seed, device_specific=True)
         path = distributed.on_main_process(accelerator, self.find)
@@ -216,11 +225,7 @@ class Checkpoint:
 
         # 1. What the engine holds, and random states.
         engine.reshard(self.model)
-        of_engine: dict[str, Any] = {}
-        if not engine.is_sharded(accelerator):
-            # Adam keeps its step counts on the CPU, unless it is fused. accelerate would load them
-            # onto the GPU, and each update would wait to read them back, one for each parameter.
-            of_engine["map_location"] = "cpu"
+        of_engine = {}
         if self.is_deepspeed:
             # The base below adapters is not in the checkpoint, see `load.base_fingerprints`.
             of_engine["load_module_strict"] = not adapters.has_adapter(self.actor.unwrapped)
@@ -247,24 +252,9 @@ class Checkpoint:
             f"resumed from {path}: {self.run.global_step} updates, {self.run.skipped_steps} skipped"
         )
 
-    def whole_identity(self) -> dict:
-        """Returns all that `refuse_another_run` compares, and arguments that may change."""
-        accelerator = self.accelerator
-        tokenizer = self.actor.tokenizer
-        template = str(getattr(tokenizer, "chat_template", None)).encode()
-        processes = counted(accelerator.num_processes, "process")
-        return {
-            **vars(self.run.args),
-            **self.identity,
-            # The content of the template counts, not the name of its file.
-            "chat_template": hashlib.sha256(template).hexdigest()[:16],
-            "date": getattr(tokenizer, "chat_date", None),
-            "launched as": f"{engine.describe(accelerator)}, {processes}",
-        }
-
     def refuse_another_run(self, path: Path, before: dict) -> None:
-        """Ends the program if a checkpoint has another `whole_identity` (`before`) than it."""
-        now = self.whole_identity()
+        """Ends the program if a checkpoint has another identity (`before`) than the run."""
+        now = self.identity
         may_change = arguments.MAY_CHANGE | self.run.args.may_change
         differences = [
             f"{name}: {value!r} in the checkpoint, {now.get(name)!r} now"
@@ -300,8 +290,8 @@ class Checkpoint:
         if beyond or replaced:
             beyond.append(output_dir / "actor")
         best_file = output_dir / BEST_FILE
-        best_there = folders.read_json(best_file)["global_step"] if best_file.is_file() else None
-        has_best = best_there is not None and best_there == self.actor.best.global_step
+        best = folders.read_json(best_file) if best_file.is_file() else {}
+        has_best = bool(best) and best["global_step"] == self.actor.best.global_step
         if not has_best:
             beyond += [output_dir / BEST_FOLDER, best_file]
         if path is None:  # a run that continues adds to it, and hides later values
@@ -309,10 +299,8 @@ class Checkpoint:
         aside = [folders.set_aside(each) for each in [*beyond, *replaced] if each.exists()]
         for file in replaced:
             if (copies / file.name).exists():
-                temporary = output_dir / f".{file.name}.writing"
-                shutil.copyfile(copies / file.name, temporary)
-                folders.flush(temporary)
-                temporary.rename(file)
+                shutil.copyfile(copies / file.name, file)
+                folders.flush(file)
         folders.flush(output_dir)
         if aside:
             self.accelerator.print(f"set aside in {output_dir}: {', '.join(aside)}")

@@ -25,12 +25,9 @@ def run(main: Callable[[], None]) -> None:
         message = error.code if isinstance(error, SystemExit) else traceback.format_exc()
         for bar in list(tqdm._instances):
             bar.close()  # or Python would draw it again below the message
-        # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from
-        # one that a launcher started.
-        file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-        is_launched = file.parent.name == os.environ.get("LOCAL_RANK")
-        if not is_launched or not isinstance(message, str):
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ or not isinstance(message, str):
             raise  # Python prints it
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # .../attempt_0/<local rank>/error.json
         try:
             open(file.parent.parent / "first_failure", "x").close()
         except FileExistsError:

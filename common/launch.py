@@ -110,6 +110,8 @@ def quiet() -> None:
     # It warns of tied weights, which are saved once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")
+    # After a resume at update 0, or where DeepSpeed steps another optimizer on the CPU.
+    warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
 
 
 # ============================================================ the run's folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -13,19 +13,6 @@ from accelerate import Accelerator
 from common.progress import Progress
 
 Reduce = Literal["mean", "min", "max"]
-
-
-class Sum(NamedTuple):
-    """What this process has added under one tag.
-
-    Attributes:
-        reduce: whether a log line shows the weighted mean, the minimum or the maximum.
-        numbers: float64 `[2]` on the device: the weighted sum of the values, or their minimum, or
-            their maximum; and the sum of their weights.
-    """
-
-    reduce: Reduce
-    numbers: torch.Tensor
 
 
 # How two sums of values, two minima or two maxima become one, and the neutral element of each.
@@ -38,11 +25,15 @@ class Sums:
 
     Every process must add the same tags in the same order. Adding never makes a GPU wait: no value
     is read back from it, and no tensor is made of Python numbers, which would be a copy that waits.
+
+    Attributes:
+        sums: what this process has added, by tag: "mean", "min" or "max"; and float64 `[2]` on the
+            device: the weighted sum of the values, their minimum or maximum; the sum of weights.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.sums: dict[str, Sum] = {}
+        self.sums: dict[str, tuple[Reduce, torch.Tensor]] = {}
 
     @torch.no_grad()
     def add(
@@ -56,20 +47,19 @@ class Sums:
             number = (counted * weights).sum()
         else:
             number = counted.amin() if reduce == "min" else counted.amax()
-        self.join(name, Sum(reduce, torch.stack([number, weights.sum()])))
+        self.join(name, reduce, torch.stack([number, weights.sum()]))
 
-    def join(self, name: str, new: Sum) -> None:
-        """Merges a sum into that of the same tag."""
+    def join(self, name: str, reduce: Reduce, new: torch.Tensor) -> None:
+        """Merges an entry of `sums` into that of the same tag."""
         if name in self.sums:
-            old = self.sums[name].numbers
-            number = JOIN[new.reduce](old[0], new.numbers[0])
-            new = Sum(new.reduce, torch.stack([number, old[1] + new.numbers[1]]))
-        self.sums[name] = new
+            _, old = self.sums[name]
+            new = torch.stack([JOIN[reduce](old[0], new[0]), old[1] + new[1]])
+        self.sums[name] = (reduce, new)
 
     def take(self, other: Sums) -> None:
         """Adds all that another `Sums` holds, and empties it."""
-        for name, new in other.sums.items():
-            self.join(name, new)
+        for name, (reduce, new) in other.sums.items():
+            self.join(name, reduce, new)
         other.sums = {}
 
     def reduce(self) -> dict[str, float]:
@@ -81,7 +71,7 @@ class Sums:
             return {}
         sums = self.sums
         self.sums = {}
-        mine = torch.stack([of_tag.numbers for of_tag in sums.values()])  # [tags, 2]
+        mine = torch.stack([numbers for _, numbers in sums.values()])  # [tags, 2]
         everyone = self.accelerator.gather(mine[None])  # [processes, tags, 2]
         numbers, weights = everyone.unbind(-1)
         weight = weights.sum(0)
@@ -89,10 +79,10 @@ class Sums:
         table = torch.stack([weight, numbers.sum(0) / weight, numbers.amin(0), numbers.amax(0)], 1)
 
         values = {}
-        for (name, of_tag), row in zip(sums.items(), table.tolist()):
+        for (name, (reduce, _)), row in zip(sums.items(), table.tolist()):
             total_weight, mean, least, greatest = row
             if total_weight > 0:
-                values[name] = {"mean": mean, "min": least, "max": greatest}[of_tag.reduce]
+                values[name] = {"mean": mean, "min": least, "max": greatest}[reduce]
         return values
 
     def state(self) -> dict[str, list]:
@@ -102,8 +92,8 @@ class Sums:
     def load_state(self, state: dict[str, list]) -> None:
         """Restores the sums that this process wrote to a checkpoint."""
         for name, (reduce, *numbers) in state.items():
-            sums = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-            self.sums[name] = Sum(reduce, sums)
+            tensor = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
+            self.sums[name] = (reduce, tensor)
 
 
 class Means:
@@ -204,9 +194,7 @@ class Speed:
     """Measures the seconds since the last log line, and what was done in them.
 
     Attributes:
-        flop_of_token, flop_of_target: operations, see `cost.flop`.
         seconds: of the blocks that were timed since the last line, by name.
-        peak: operations a second that this GPU can do at most; None: not known, so no MFU.
         flop: operations of this process since the last line; float64 on the device, so that no GPU
             waits for them.
     """
@@ -216,7 +204,7 @@ class Speed:
         self.progress = progress
         self.flop_of_token, self.flop_of_target = flop
         self.seconds: dict[str, float] = {}
-        self.peak = None
+        self.peak = None  # operations a second at most; None: not known, so no MFU
         if accelerator.device.type == "cuda":
             self.peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
         self.flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import sys
 from typing import Any
 
 from common import counted
@@ -44,8 +43,6 @@ class Progress:
     consecutive_skips: int = 0
 
     def __post_init__(self):
-        if self.max_steps == 0 and self.max_epochs < 1:
-            sys.exit("--max_epochs 0 and --max_steps 0: give at least one epoch, or some updates")
         if not self.updates_per_epoch:
             self.updates_per_epoch = math.ceil(self.n_rows / self.train_batch_size)
 

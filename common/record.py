@@ -13,7 +13,7 @@ import yaml
 from common import as_list, engine, folders
 
 HERE = Path.cwd()  # a user's code may leave it
-PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes".split()
+PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes"
 
 
 def write(accelerator, args) -> None:
@@ -33,7 +33,7 @@ def write(accelerator, args) -> None:
     is_cuda = accelerator.device.type == "cuda"
     plugin = accelerator.state.deepspeed_plugin
     of_launcher = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
-    versions = {name: sys.modules[name].__version__ for name in PACKAGES if name in sys.modules}
+    imported = [name for name in PACKAGES.split() if name in sys.modules]
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -42,7 +42,8 @@ def write(accelerator, args) -> None:
         "device": torch.cuda.get_device_name(accelerator.device) if is_cuda else "cpu",
         "launcher": {name: os.environ[name] for name in os.environ if name.startswith(of_launcher)},
         "deepspeed_config": plugin.deepspeed_config if plugin else None,
-        "versions": {"python": sys.version, **versions},
+        "python": sys.version,
+        "versions": {name: sys.modules[name].__version__ for name in imported},
     }
     folders.replace_file(file, json.dumps([*starts, start], indent=1) + "\n")
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -44,7 +43,6 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
         config[key] = value
     if "scheduler" in config:
         sys.exit('the DeepSpeed config has a "scheduler", which --lr_scheduler_type decides')
-    zero = config["zero_optimization"]
     # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):
@@ -54,10 +52,7 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
         # skip updates that are not finite, and writes other checkpoints.
         deepspeed.runtime.engine.BFLOAT16 = deepspeed.runtime.engine.ZERO_OPTIMIZATION
     # Actors are saved from the gathered weights.
-    zero["stage3_gather_16bit_weights_on_model_save"] = True
-    if zero.get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
-        # DeepSpeed's own optimizer steps instead of the one that the scheduler watches.
-        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     delay_scale_growth()
     return plugin
 

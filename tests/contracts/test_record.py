@@ -52,7 +52,7 @@ def test_each_start_is_recorded(inputs, tmp_path):
     assert first["launcher"]["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert first["deepspeed_config"]["zero_optimization"]["stage"] == 2
     assert first["versions"]["transformers"] == transformers.__version__
-    assert first["versions"]["python"] == sys.version
+    assert first["python"] == sys.version
     assert yaml.safe_load((output / "run.yaml").read_text())["max_steps"] == 4
 
     card = (output / "actor/README.md").read_text()

@@ -13,26 +13,30 @@ from small_run import small_run
 
 
 @pytest.mark.parametrize(
-    "world, stage, precision",
+    "launched, stage, precision",
     [
-        ("ZeRO-2 fp16 on cuda with 8 processes", 3, "fp16"),  # other files
-        ("ZeRO-2 bf16 on cuda with 8 processes", 2, "fp16"),  # no loss scale
-        ("ZeRO-2 fp16 on cuda with 80 processes", 2, "fp16"),  # other shards
+        ("ZeRO-2 fp16 on cuda, 8 processes", 3, "fp16"),  # other files
+        ("ZeRO-2 bf16 on cuda, 8 processes", 2, "fp16"),  # no loss scale
+        ("ZeRO-2 fp16 on cuda, 80 processes", 2, "fp16"),  # other shards
     ],
 )
-def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage, precision):
+def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, stage, precision):
     plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
-    run = small_run(tmp_path, beta=1)
-    run.accelerator = types.SimpleNamespace(
+    made = small_run(tmp_path, beta=1)
+    made.run.accelerator = types.SimpleNamespace(
         distributed_type=DistributedType.DEEPSPEED,
         num_processes=8,
         mixed_precision=precision,
         device=torch.device("cuda"),
         state=types.SimpleNamespace(deepspeed_plugin=plugin),
     )
-    before = {"beta": 1, "data": "d", "world": f"DeepSpeed {world}"}
-    call = lambda: run.refuse_another_run(tmp_path, before)
-    refuses(f"world: 'DeepSpeed {world}' in the checkpoint", call=call)
+    parts = dict(model=None, optimizer=None, scheduler=None, means=made.means)
+    checkpoint = Checkpoint(made.run, actor=made.actor, identity={"data": "d"}, **parts)
+    before = {**checkpoint.identity, "launched as": f"DeepSpeed {launched}"}
+    call = lambda: checkpoint.refuse_another_run(tmp_path, before)
+    now = f"DeepSpeed ZeRO-{stage} {precision} on cuda, 8 processes"
+    said = f"another run: launched as: 'DeepSpeed {launched}' in the checkpoint, {now!r} now"
+    refuses(said, call=call)
 
 
 FORKS = """
@@ -67,7 +71,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path):
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
     written = []
-    write = lambda self, temporary, final: written.append(final.name)
+    write = lambda self, final: written.append(final.name)
     monkeypatch.setattr(Checkpoint, "write", write)
     run = small_run(tmp_path)
     for run.run.global_step in (4, 4, 5):
