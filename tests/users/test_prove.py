@@ -125,7 +125,7 @@ FAULTS = {
         "resume",
         "common/checkpoint.py",
         {
-            "self.write(temporary, final)": "self.write(final, final)",
+            'temporary = final.with_name(f".{final.name}.writing")': "temporary = final",
             "folders.replace(temporary, final)": "pass",
         },
     ),
