@@ -31,8 +31,8 @@ NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-# The unit that may directly follow a number in a response: km, km/h, but not x as in 3x.
-UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
+# The unit that may directly follow a number: km, km/h, cm², the C of degrees; not x as in 3x.
+UNIT = re.compile(r"(?:[CF]|/?[^\W\d_²³]{2,}(?:/[^\W\d_²³]+)?)[²³]*")
 # What people and LaTeX write around an answer, and what replaces it.
 PLAIN_FORMS = [
     (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),  # \text{x}: x
@@ -61,8 +61,8 @@ def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], 
     """
     args = actor.run.args
     tokenizer = actor.tokenizer
-    answers = eval_set["answer"][:]
-    answered = [row for row, answer in enumerate(answers) if answer][: args.exact_match_rows]
+    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
+    answered = answered[: args.exact_match_rows]
     if not answered:
         return {}, []
     rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
@@ -71,52 +71,42 @@ def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], 
     responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, batch_size=batch_size)
     response_ids = [response.ids for response in responses]
     texts = decode_answers(tokenizer, response_ids)
-    examples = []
-    for number, prompt in enumerate(tokenizer.batch_decode(rows["prompt_ids"])):
-        answer = rows["answer"][number]
-        examples.append(
-            {
-                "source": prefix.rstrip("/"),
-                "row": rows["row"][number],
-                "prompt": prompt,
-                "response": tokenizer.decode(response_ids[number]),
-                "answer": " or ".join(answer.split(dataset.BETWEEN)),
-                "right": is_right(with_opened_thought(prompt, texts[number]), answer),
-            }
-        )
+    prompts = tokenizer.batch_decode(rows["prompt_ids"])
+    examples = [
+        {
+            "source": prefix.rstrip("/"),
+            "row": rows["row"][number],
+            "prompt": prompts[number],
+            "response": tokenizer.decode(response_ids[number]),
+            "answer": " or ".join(answer.split(dataset.BETWEEN)),
+            "right": is_right(texts[number], answer, prompts[number]),
+        }
+        for number, answer in enumerate(rows["answer"])
+    ]
     share = sum(example["right"] for example in examples) / len(examples)
     return {f"{prefix}exact_match": share}, examples
 
 
-def is_right(response: str, answer: str | float | list) -> bool:
+def is_right(response: str, answer: str | float | list, prompt: str = "") -> bool:
     """Returns whether a response has the final answer of an answer; of a list, of any entry.
-
-    The answer is as the data has it, or as `dataset.answer_text` keeps it.
-    """
-    text = dataset.answer_text(answer)
-    return any(has_answer(response, entry) for entry in text.split(dataset.BETWEEN))
-
-
-def has_answer(response: str, answer: str) -> bool:
-    """Returns whether a response and an answer have the same final answer.
 
     If it is a number, that of the response must hold exactly one number, of the same value: 1,200
     is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text.
-    """
-    stated = plain(final_answer(response))
-    right = plain(final_answer(answer)).rstrip(".")
-    if NUMBER.fullmatch(right):
-        return number_in(stated) == to_decimal(right)
-    return as_text(stated) == as_text(right)
 
-
-def with_opened_thought(prompt: str, response: str) -> str:
-    """Returns a response with the marker in front that opened its thought in the prompt, if any.
-
-    Without it, a response that was cut while the model still thought looks like an answer.
+    Args:
+        answer: as the data has it, or as `dataset.answer_text` keeps it.
+        prompt: its end may have opened a thought: a response that was cut in it is no answer.
     """
     opener, _ = thoughts.opened_by(prompt)
-    return opener + response
+    stated = plain(final_answer(opener + response))
+    for entry in dataset.answer_text(answer).split(dataset.BETWEEN):
+        right = plain(final_answer(entry)).rstrip(".")
+        if NUMBER.fullmatch(right):
+            if number_in(stated) == to_decimal(right):
+                return True
+        elif as_text(stated) == as_text(right):
+            return True
+    return False
 
 
 def final_answer(text: str) -> str:
@@ -191,15 +181,7 @@ def number_in(text: str) -> Decimal | None:
     if number is None:
         return None
     rest = word[number.end() :]
-    if rest and not is_unit(rest):
-        return None
-    return to_decimal(number[0])
-
-
-def is_unit(text: str) -> bool:
-    """Whether a text is a unit, such as km, km/h, cm² or the C of degrees."""
-    name = text.rstrip("²³")
-    return name in ("C", "F") or (name.replace("/", "").isalpha() and bool(UNIT.fullmatch(name)))
+    return to_decimal(number[0]) if not rest or UNIT.fullmatch(rest) else None
 
 
 def has_digit(text: str) -> bool:

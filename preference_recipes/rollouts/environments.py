@@ -28,7 +28,6 @@ class UserClass(NamedTuple):
 
     name: str  # MODULE:NAME
     make: Callable[[], Any]  # a new instance
-    has_step: bool
     has_reward: bool
     tools: list[dict]  # JSON schemas of what the model may call; none if it has `step`
 
@@ -37,14 +36,14 @@ class UserClass(NamedTuple):
 def load(name: str) -> UserClass:
     make = arguments.load_function(name)
     instance = make()
-    has_step = hasattr(instance, "step")
-    names = [] if has_step else tools_of(instance)
-    if not has_step and not names:
-        sys.exit(f"--environment {name} has neither a method `step` nor a public one as a tool")
-    tools = [get_json_schema(getattr(instance, method)) for method in names]
+    tools = []
+    if not hasattr(instance, "step"):
+        tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
+        if not tools:
+            sys.exit(f"--environment {name} has neither a method `step` nor a public one as a tool")
     if hasattr(instance, "close"):
         awaited_result(instance.close())
-    return UserClass(name, make, has_step, hasattr(instance, "get_reward"), tools)
+    return UserClass(name, make, hasattr(instance, "get_reward"), tools)
 
 
 def tools_of(instance: Any) -> list[str]:

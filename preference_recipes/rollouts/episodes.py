@@ -91,12 +91,13 @@ class Stage:
         self.close()
         sampler = self.sampler
         _, per_prompt, max_new_tokens = uniforms.shape
-        draws = uniforms.reshape(-1, max_new_tokens)
+        # After the numbers of an episode come zeros, whose tokens `add_answer` cuts off.
+        draws = np.pad(uniforms.reshape(-1, max_new_tokens), ((0, 0), (0, max_new_tokens)))
 
         def play_mine() -> dict[int, Episode]:
             episodes = self.begin(prompts, per_prompt)
             while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
-                self.take_turn(live, draws[list(live)], temperature)
+                self.take_turn(live, draws, temperature)
             return episodes
 
         with contextlib.ExitStack() as stack:
@@ -128,24 +129,23 @@ class Stage:
             columns = json.loads(prompts["columns"][number // per_prompt])
             calls.start(number, instance.reset, **columns)
         return {
-            number: self.opening(
-                {name: values[number // per_prompt] for name, values in prompts.items()}, added
-            )
+            number: self.opening(prompts, number // per_prompt, added)
             for number, added in calls.wait().items()
         }
 
-    def opening(self, columns: dict, added: str | list[dict] | None) -> Episode:
-        """Returns an episode that has not begun, with what `reset` added to its prompt.
+    def opening(self, prompts: dict, place: int, added: str | list[dict] | None) -> Episode:
+        """Returns an episode of the prompt at a place, with what `reset` added to it.
 
         That is a text, which is appended to the last message, or messages, which follow it.
         """
         args = self.sampler.args
-        option = f"--environment {self.user_class.name}, data row {columns['row']}"
-        row = json.loads(columns["columns"])  # anew: `reset` may have changed what it was given
+        option = f"--environment {self.user_class.name}, data row {prompts['row'][place]}"
+        row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
         if isinstance(row["prompt"], str) and not args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string, no messages: give --strings_as_messages")
         messages = as_messages(row["prompt"], "user")
-        episode = Episode(columns["prompt_ids"], messages, row.get("chat_template_kwargs"))
+        variables = row.get("chat_template_kwargs")
+        episode = Episode(prompts["prompt_ids"][place], messages, variables)
         if added is None:
             return episode
         if isinstance(added, str):
@@ -163,19 +163,13 @@ class Stage:
         """Generates an answer in each live episode, and lets the environment reply to it.
 
         An environment replies while answers are still generated in other episodes. `draws` are
-        `[live episodes, max_new_tokens]`.
+        `[episodes, numbers]`; those of an episode's answer begin where its last answer ended.
         """
         args = self.sampler.args
-        # All answers of a turn get as many random numbers as the longest may need. Those of an
-        # episode begin where its last answer ended; a shorter rest is filled with zeros. What these
-        # draw is beyond the episode's room, and `add_answer` cuts it off.
-        longest = max(episode.room(args) for episode in live.values())
-        uniforms = np.zeros((len(live), longest))
-        for row, episode in enumerate(live.values()):
-            rest = draws[row, episode.n_sampled :][:longest]
-            uniforms[row, : len(rest)] = rest
-        ids = [episode.prompt + episode.ids for episode in live.values()]
         numbers = list(live)  # of the episodes, by row
+        longest = max(episode.room(args) for episode in live.values())
+        uniforms = np.stack([draws[n, e.n_sampled :][:longest] for n, e in live.items()])
+        ids = [episode.prompt + episode.ids for episode in live.values()]
         calls = environments.Calls(args.environment_timeout)
         for row, response in self.generate(ids, uniforms, temperature):
             number = numbers[row]
@@ -228,7 +222,7 @@ class Stage:
     def reply(self, instance: Any, episode: Episode) -> Any:
         """Passes the last answer to the environment, or calls the tools that it asks for."""
         message = episode.messages[-1]
-        if self.user_class.has_step:
+        if not self.user_class.tools:
             return instance.step(message)
         messages, n_failed = environments.call_tools(instance, message)
         episode.calls += len(messages)

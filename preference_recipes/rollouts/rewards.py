@@ -253,13 +253,8 @@ def answer_reward(prompts, responses, answer, rendered_prompts=None, **columns):
 
     Of a column of lists it is any of their entries. `answers.is_right` decides what is right.
     """
-    scores: list[float | None] = []
-    for prompt, response, right in zip(rendered_prompts or prompts, responses, answer):
-        right = dataset.answer_text(right)
-        if right == "":
-            scores.append(None)
-            continue
-        if isinstance(prompt, str):
-            response = answers.with_opened_thought(prompt, response)
-        scores.append(float(answers.is_right(response, right)))
-    return scores
+    prompts = rendered_prompts or [""] * len(responses)
+    return [
+        float(answers.is_right(response, right, prompt)) if dataset.answer_text(right) else None
+        for prompt, response, right in zip(prompts, responses, answer)
+    ]

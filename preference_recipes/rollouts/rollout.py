@@ -209,14 +209,12 @@ def n_updates(args, n_prompts: int) -> int:
 
 def describe_updates(args, n_prompts: int, total_steps: int) -> str:
     prompts = args.rollout_batch_size
-    responses = args.n_samples_per_prompt
+    samples = prompts * args.n_samples_per_prompt
     return (
-        f"a rollout: {counted(prompts, 'prompt')} x {counted(responses, 'response')} "
-        f"= {counted(prompts * responses, 'sample')}, "
+        f"a rollout: {counted(prompts, 'prompt')}, {counted(samples, 'sample')}, "
         f"{counted(n_updates(args, prompts), 'update')}; "
-        f"{counted(math.ceil(n_prompts / prompts), 'rollout')} and "
-        f"{counted(n_updates(args, n_prompts), 'update')} per epoch; "
-        f"{counted(total_steps, 'update')} in all"
+        f"an epoch: {counted(math.ceil(n_prompts / prompts), 'rollout')}, "
+        f"{counted(n_updates(args, n_prompts), 'update')}; {counted(total_steps, 'update')} in all"
     )
 
 
@@ -248,10 +246,10 @@ def held_out_results(
     values |= {"length": samples.mask.sum(1), "eos_rate": samples.ended, **samples.of_episodes}
     if "answer" in eval_set.column_names:
         prompts = sampler.tokenizer.batch_decode(samples.prompts)
-        texts = map(answers.with_opened_thought, prompts, samples.answers(sampler.tokenizer))
+        texts = samples.answers(sampler.tokenizer)
         values["exact_match"] = [
-            answers.is_right(text, answer) if answer else np.nan
-            for text, answer in zip(texts, eval_set["answer"][:])
+            answers.is_right(text, answer, prompt) if answer else np.nan
+            for text, answer, prompt in zip(texts, eval_set["answer"][:], prompts)
         ]
     if scores is not None:
         values |= {f"rewards/{name}/mean": part for name, part in scores.parts.items()}

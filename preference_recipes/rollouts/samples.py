@@ -1,6 +1,5 @@
 """The samples of a rollout, as models read them, and the values of their tokens."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -38,7 +37,8 @@ class Samples:
     sampler_logps: list[list[float]] = field(default_factory=list)  # see `sampler.Response`
     is_sampled: list[list[bool]] = field(default_factory=list)
     messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
-    of_episodes: dict[str, torch.Tensor] = field(default_factory=dict)  # `[samples]`, for the log
+    # `[samples]` by tag, for the log; not kept by `select` and `joined`.
+    of_episodes: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.is_sampled:
@@ -124,13 +124,12 @@ class Samples:
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns the samples that are kept; those of a prompt are together or not at all."""
         flags = is_kept.tolist()
-        kept: dict[str, Any] = {
+        lists: dict[str, Any] = {
             name: list(compress(values, flags))
             for name, values in vars(self).items()
             if isinstance(values, list)
         }
-        of_episodes = {name: values[is_kept] for name, values in self.of_episodes.items()}
-        return replace(self, ended=self.ended[is_kept], of_episodes=of_episodes, **kept)
+        return replace(self, ended=self.ended[is_kept], of_episodes={}, **lists)
 
     @staticmethod
     def joined(parts: list["Samples"]) -> "Samples":
@@ -140,12 +139,8 @@ class Samples:
             for name, values in vars(parts[0]).items()
             if isinstance(values, list)
         }
-        of_episodes = {
-            name: torch.cat([part.of_episodes[name] for part in parts])
-            for name in parts[0].of_episodes
-        }
         ended = torch.cat([part.ended for part in parts])
-        return replace(parts[0], ended=ended, of_episodes=of_episodes, **lists)
+        return replace(parts[0], ended=ended, of_episodes={}, **lists)
 
     def answers(self, tokenizer) -> list[str]:
         """Returns the text of each response, of an episode that of its last answer."""
@@ -159,24 +154,19 @@ class Samples:
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
         """Returns all prompts and responses for `samples.jsonl`; `scores` None: nothing scores."""
-        prompts = tokenizer.batch_decode(self.prompts)
-        responses = tokenizer.batch_decode(self.responses)
         examples = []
-        for row, data_row in enumerate(self.data_rows):
-            example = {
-                "source": source,
-                "row": data_row,
-                "prompt": prompts[row],
-                "response": responses[row],
-            }
+        texts = zip(tokenizer.batch_decode(self.prompts), tokenizer.batch_decode(self.responses))
+        for row, (prompt, response) in enumerate(texts):
+            example = {"source": source, "row": self.data_rows[row]}
+            example |= {"prompt": prompt, "response": response}
             if self.messages:
                 example["messages"] = self.messages[row]
             if scores is not None:
-                rewards = {name: part[row].item() for name, part in scores.parts.items()}
                 example["score"] = scores.total[row].item()
                 # NaN: a function returned None. JSON has no NaN.
                 example["rewards"] = {
-                    name: None if math.isnan(reward) else reward for name, reward in rewards.items()
+                    name: None if part[row].isnan() else part[row].item()
+                    for name, part in scores.parts.items()
                 }
             examples.append(example)
         return examples

@@ -99,7 +99,7 @@ def play(accelerator, tokenizer):
         instance = make()
         has_step = hasattr(instance, "step")
         tools = [] if has_step else [environments.get_json_schema(instance.add)]
-        user_class = environments.UserClass("E", make, has_step, False, tools)
+        user_class = environments.UserClass("E", make, False, tools)
         sampler.stage = episodes.Stage(sampler, user_class)
         rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
         texts = [
