@@ -1,9 +1,11 @@
 """Recognises the formats of rows, and turns rows with answers into token ids.
 
-`preference_row` is the usual path: `preference` finds prompt, chosen and rejected answer,
-`row_of_answers` encodes them.
+The usual path is `preference_row`: `preference` finds the prompt, the chosen and the rejected
+answer, `row_of_answers` encodes them. Sections below are for pairs that hold their prompt, for
+conversations, for strings, and for the columns of other tools, which `standard` renames first.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -23,9 +25,6 @@ from preference_recipes.data.messages import (
     without_nulls,
 )
 
-# hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
-HH_MARKER = "\n\nAssistant:"
-
 # A prompt or an answer: a string, or messages.
 Text = str | list[dict]
 
@@ -35,8 +34,9 @@ LEADING = ("messages", "prompt", "conversations", "instruction", "text")
 LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction"}
 OTHERS = ("chosen", "rejected", "answer", "margin", "label", "tools", "system")
 FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
-# How `label` may be written; the cells of a CSV file are text.
-LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+# What precedes an answer in hh-rlhf's transcripts.
+HH_MARKER = "\n\nAssistant:"
 
 
 # ============================================================ pairs, as token ids
@@ -55,78 +55,24 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     All three are strings, or all three are message lists. With `U` and `A` for messages:
 
            prompt    chosen    rejected    returned
-        1. "Why?"    "So."     "No."       see `preference_of_strings`
-        2. "Why?"    [A1]      "No."       [U] [A1] [A2]
+        1. [U]       [A1]      [A2]        [U] [A1] [A2]
+        1. "Why?"    [A1]      "No."       [U] [A1] [A2]
+        2. "Why?"    "So."     "No."       see `split_strings`
         3. none      [U A1]    [U A2]      [U] [A1] [A2]
         3. "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    (as in UltraFeedback)
     """
-    refuse_label(row)
     prompt = row.get("prompt")
     needed = ["chosen", "rejected"] + ["prompt"] * (prompt is not None)
     expected = "'chosen' and 'rejected', and 'prompt' unless both begin with it"
     require(row, *needed, expected=expected)
-
-    if all(isinstance(row[column], str) for column in needed):  # 1.
-        return preference_of_strings(prompt, row["chosen"], row["rejected"])
+    if all(isinstance(row[column], str) for column in needed):  # 2.
+        return split_strings(prompt, row["chosen"], row["rejected"])
     chosen = as_messages(row["chosen"], "assistant")
     rejected = as_messages(row["rejected"], "assistant")
-    begin_with_answer = all(
-        not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
-    )
-    if prompt is not None and begin_with_answer:  # 2.
-        return question_of(prompt), chosen, rejected
-    end = end_of_prompt(chosen, rejected)  # 3.
-    if end == 0:
-        raise BadRow(
-            "'chosen' and 'rejected' do not begin with the same prompt, each followed by an answer"
-        )
-    # Others may be between them; `in` continues where it stopped.
-    stated = as_messages(prompt, "user") if prompt else []
-    repeated = iter(turns_of(chosen[:end]))
-    if not all(turn in repeated for turn in turns_of(stated)):
-        raise BadRow(
-            "'chosen' and 'rejected' do not begin with all of the prompt in column 'prompt'"
-        )
-    return chosen[:end], chosen[end:], rejected[end:]
-
-
-def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
-    r"""Returns (prompt, chosen, rejected) of strings, the prompt stated once.
-
-    hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
-    prompt, unless column `prompt` states another.
-    """
-    place = chosen.rfind(HH_MARKER)
-    while place >= 0 and not rejected.startswith(chosen[: place + len(HH_MARKER)]):
-        place = chosen.rfind(HH_MARKER, 0, place)
-    end = place + len(HH_MARKER)
-    begin_with_prompt = all(text.startswith(prompt or "") for text in (chosen, rejected))
-    if place >= 0 and begin_with_prompt:
-        return chosen[:end], chosen[end:], rejected[end:]
-    if prompt is None:
-        raise BadRow(
-            "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
-            f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
-        )
-    return prompt, chosen, rejected
-
-
-def end_of_prompt(chosen: list[dict], rejected: list[dict]) -> int:
-    """Returns how many messages two conversations share as their prompt; 0 if there is none.
-
-    Both answers begin with the assistant, have at least one message, and the prompt does not end
-    with the assistant: U1 A1 U2 A2 and U1 A1 U3 A3 share U1.
-    """
-    for end in range(rendering.n_common(chosen[:-1], rejected[:-1]), 0, -1):
-        begins = chosen[end]["role"] == rejected[end]["role"] == "assistant"
-        if begins and chosen[end - 1]["role"] != "assistant":
-            return end
-    return 0
-
-
-def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:
-    """Returns what makes messages of two columns the same: the assistant or not, and the text."""
-    return [(part["role"] == "assistant", part["content"].strip()) for part in messages]
+    first_roles = {messages[0]["role"] for messages in (chosen, rejected) if messages}
+    if prompt is None or not first_roles <= {"assistant"}:  # 3.
+        return split_conversations(prompt, chosen, rejected)
+    return question_of(prompt), chosen, rejected  # 1.
 
 
 def row_of_answers(
@@ -142,7 +88,7 @@ def row_of_answers(
         prompt in each; `truncated reason notes`, see `dataset.Converter`.
     """
     texts = list(answers.values())
-    reason = missing_text(prompt, *texts)
+    reason = next(filter(None, (missing_text(prompt, text) for text in texts)), "")
     prompt_ids: list[int] = []
     sequences = [chat.Sequence([], []) for _ in texts]
     notes: list[str] = []
@@ -176,21 +122,17 @@ def row_of_answers(
     }
 
 
-def missing_text(prompt: Text, *answers: Text) -> str:
-    """Returns why a row that lacks a text must be left out; "" if it has all."""
+def missing_text(prompt: Text, answer: Text) -> str:
+    """Returns why a row with this prompt and answer must be left out; "" if it has both."""
     if not has_text(prompt):
         return "empty prompt"
-    if not all(map(has_text, answers)):
-        return "empty answer"
-    for answer in answers:
-        if isinstance(answer, list) and answer[-1]["role"] != "assistant":
-            return "answer that does not end with a message of the assistant"
-        if isinstance(answer, list) and not learned_turns(answer, 0):
-            return missing_answer(answer)
-        is_transcript = isinstance(answer, str) and str(prompt).endswith(HH_MARKER)
-        if is_transcript and "\n\nHuman:" in answer:
+    if isinstance(answer, str):
+        if str(prompt).endswith(HH_MARKER) and "\n\nHuman:" in answer:
             return "transcripts that differ before the last answer, without --strings_as_messages"
-    return ""
+        return "" if answer else missing_answer(answer)
+    if answer and answer[-1]["role"] != "assistant":
+        return "answer that does not end with a message of the assistant"
+    return "" if learned_turns(answer, 0) else missing_answer(answer)
 
 
 def missing_answer(answer: Text) -> str:
@@ -204,60 +146,52 @@ def missing_answer(answer: Text) -> str:
     return "empty answer"
 
 
-# ============================================================ one answer and a label
-def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
-    """Returns what `row_of_answers` returns, and `n_answers`.
+# ============================================================ pairs that hold their prompt
+def split_conversations(
+    prompt: str | dict | list[dict] | None, chosen: list[dict], rejected: list[dict]
+) -> tuple[list[dict], list[dict], list[dict]]:
+    """Returns (prompt, chosen, rejected) of two conversations that begin alike.
 
-    A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
-    answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
+    Both answers begin with the assistant, have at least one message, and the prompt does not end
+    with the assistant: U1 A1 U2 A2 and U1 A1 U3 A3 share U1.
+
+    Args:
+        prompt: what the data states besides; it must be among the messages that both share.
     """
-    if is_pair(row):
-        values = preference_row(row, tokenizer, max_length, strings_as_messages)
-        return {**values, "n_answers": 2}
-    prompt, answer, is_good = labelled(row)
-    prompt, answer = as_chat(row, strings_as_messages, prompt, answer)
-    answers = {"chosen" if is_good else "rejected": answer}
-    return {**row_of_answers(row, prompt, answers, tokenizer, max_length), "n_answers": 1}
+    for end in range(rendering.n_common(chosen[:-1], rejected[:-1]), 0, -1):
+        begin = chosen[end]["role"] == rejected[end]["role"] == "assistant"
+        if begin and chosen[end - 1]["role"] != "assistant":
+            break
+    else:
+        raise BadRow(
+            "'chosen' and 'rejected' do not begin with the same prompt, each followed by an answer"
+        )
+    shared = [message["content"].strip() for message in chosen[:end]]
+    stated = as_messages(prompt, "user") if prompt else []
+    if not all(message["content"].strip() in shared for message in stated):
+        raise BadRow(
+            "'chosen' and 'rejected' do not begin with all of the prompt in column 'prompt'"
+        )
+    return chosen[:end], chosen[end:], rejected[end:]
 
 
-def labelled(row: dict) -> tuple[Text, Text, bool]:
-    """Returns a row of KTO as (prompt, answer, whether it is good).
+def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
+    r"""Returns (prompt, chosen, rejected) of strings, the prompt stated once.
 
-    Prompt and answer are strings, or both are message lists. Of `messages`, the answer is what the
-    assistant says last, in one message or several.
+    hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
+    prompt, unless column `prompt` states another.
     """
-    label = str(row.get("label")).lower()
-    if label not in LABELS:
+    shared = os.path.commonprefix([chosen, rejected])
+    place = shared.rfind(HH_MARKER)
+    if place >= 0 and shared.startswith(prompt or ""):
+        end = place + len(HH_MARKER)
+        return chosen[:end], chosen[end:], rejected[end:]
+    if prompt is None:
         raise BadRow(
-            "column 'label': expected true or false, whether the answer is good, found "
-            f"{row.get('label')!r:.80}; or 'chosen' and 'rejected'"
+            "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
+            f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
         )
-    prompt, answer = conversation({**row, "label": None})
-    if isinstance(answer, list) and not prompt:  # of `messages`
-        start = len(answer) - 1
-        while start > 0 and answer[start]["role"] == answer[start - 1]["role"] == "assistant":
-            start -= 1  # no prompt ends with the assistant
-        return answer[:start], answer[start:], LABELS[label]
-    return prompt, answer, LABELS[label]
-
-
-def refuse_label(row: dict) -> None:
-    """Raises `BadRow` if a row is KTO's: a recipe that reads no label would learn bad answers."""
-    has_label = str(row.get("label")).lower() in ("true", "false")
-    if has_label and not (is_pair(row) or is_whole_text(row)):
-        raise BadRow(
-            "column 'label': one answer and whether it is good is KTO's format, which "
-            "recipes/kto.py alone reads"
-        )
-
-
-def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:
-    """Returns the columns of rows with other prompts, and their answers cut to `max_length`."""
-    cut = {
-        name: [ids[: max_length - len(prompt)] for prompt, ids in zip(prompts, columns[name])]
-        for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
-    }
-    return {**columns, **cut, "prompt_ids": prompts}
+    return prompt, chosen, rejected
 
 
 # ============================================================ conversations
@@ -266,22 +200,25 @@ def conversation(row: dict) -> tuple[Text, Text]:
 
     The prompt of `messages` and of `text` is empty.
     """
-    refuse_label(row)
-    if row.get("messages") is not None:
+    leading = leading_column(row)
+    if leading == "text":
+        refuse_unless(isinstance(row["text"], str), row, "text", "a string")
+        return "", row["text"]
+    if str(row.get("label")).lower() in ("true", "false"):  # it would learn bad answers, too
+        raise BadRow(
+            "column 'label': one answer and whether it is good is KTO's format, which "
+            "recipes/kto.py alone reads"
+        )
+    if leading == "messages":
         fits = is_messages(row["messages"])
         refuse_unless(fits, row, "messages", "a list of messages with role and content")
         return [], as_messages(row["messages"], "user")
-    if is_whole_text(row):
-        refuse_unless(isinstance(row["text"], str), row, "text", "a string")
-        return "", row["text"]
     expected = "'messages', or 'prompt' and 'completion', or 'text'"
     require(row, "prompt", "completion", expected=expected)
-    prompt = row["prompt"]
-    completion = row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt, completion
-    answer = as_messages(completion, "assistant")
-    return question_of(prompt, answer), answer
+    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return row["prompt"], row["completion"]
+    answer = as_messages(row["completion"], "assistant")
+    return question_of(row["prompt"], answer), answer
 
 
 def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) -> list[dict]:
@@ -297,32 +234,11 @@ def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) ->
     return messages
 
 
-def is_pair(row: dict) -> bool:
-    """Whether a row has a chosen and a rejected answer, of any kind."""
-    return row.get("chosen") is not None and row.get("rejected") is not None
-
-
-def is_whole_text(row: dict) -> bool:
-    """Whether a row is read as its column `text` alone, whatever beside it is no format."""
-    return leading_column(row) == "text" and not is_pair(row)
-
-
-def leading_column(row: dict) -> str | None:
-    """Returns the column that decides about a row's format."""
-    return next((name for name in LEADING if row.get(name) is not None), None)
-
-
 def without_loss_keys(value):
     """Returns messages without `LOSS_KEYS`, any other value as it is."""
     if not is_messages(value):
         return value
     return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
-
-
-def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
-    """Raises `BadRow` with the value that was found, unless it fits."""
-    if not fits:
-        raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
 
 
 def require(row: dict, *columns: str, expected: str) -> None:
@@ -343,6 +259,12 @@ def require(row: dict, *columns: str, expected: str) -> None:
         refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
 
+def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
+    """Raises `BadRow` with the value that was found, unless it fits."""
+    if not fits:
+        raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
+
+
 # ============================================================ strings, and a column `system`
 def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ...]:
     """Returns a row's prompt and answers: strings as turns, if asked for, after column `system`.
@@ -352,9 +274,10 @@ def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ..
     """
     if strings_as_messages and isinstance(texts[0], str):
         texts = as_turns(*texts)
-    if not row.get("system") or is_whole_text(row):
-        return texts
     prompt, *answers = texts
+    is_whole_text = prompt == "" and leading_column(row) == "text"
+    if not row.get("system") or is_whole_text:
+        return texts
     if isinstance(prompt, str):
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "
@@ -448,3 +371,13 @@ def standard_tools(tools) -> list[dict] | None:
         for tool in given
     ]
     return without_nulls(nested) or None
+
+
+def leading_column(row: dict) -> str | None:
+    """Returns the column that decides about a row's format."""
+    return next((name for name in LEADING if row.get(name) is not None), None)
+
+
+def is_pair(row: dict) -> bool:
+    """Whether a row has a chosen and a rejected answer, of any kind."""
+    return row.get("chosen") is not None and row.get("rejected") is not None

@@ -352,7 +352,7 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     assert data["row"][:] == [1, 3] and texts == [[plain_answer(name, "seven")]] * 2
     reason = "tool calls are not learned, because the chat template does not write them"
     said = capsys.readouterr().out
-    assert f"1 of 3 left out ({reason}): row 2" in said and f"; {reason}: 1 rows" in said
+    assert f"left out ({reason}): 1 of 3 rows" in said and f"; {reason}: 1 of 3 rows" in said
     row = {"prompt": chat[:1], "chosen": [CALL], "rejected": chat[3:]}
     assert preference_row(row, tokenizer, 10_000)["reason"] == reason
 
