@@ -2,13 +2,9 @@
 
 import contextlib
 import functools
-import logging
 import os
 from pathlib import Path
 from typing import Any
-
-# transformers imports bitsandbytes if it is installed. It warns of kernels that no recipe uses.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.

@@ -19,7 +19,7 @@ from common.metrics import Means
 from common.run import Run
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
-COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
+COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
 # The files of lines that grow with a run. A checkpoint holds them as they were.
 LOGS = (log.METRICS, log.SAMPLES)
 

@@ -107,8 +107,9 @@ def quiet() -> None:
     logging.getLogger("transformers.modeling_utils").addFilter(
         lambda record: "LOAD REPORT" not in record.getMessage()
     )
-    # It warns of tied weights, which are saved once.
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    # They warn of tied weights, which are saved once, and of kernels that no recipe uses.
+    for name in ("accelerate.utils.other", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")
     # After a resume at update 0, or where DeepSpeed steps another optimizer on the CPU.
     warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")

@@ -9,38 +9,27 @@ from common import counted
 
 @dataclasses.dataclass
 class Progress:
-    """The counters of a run. A checkpoint holds those of `checkpoint.COUNTERS`.
+    """The counters of a run. A checkpoint holds those of `checkpoint.COUNTERS`."""
 
-    Attributes:
-        n_rows: of the training data; in GRPO, PPO and distillation, prompts.
-        global_step: updates applied; the one x-axis.
-        skipped_steps: updates that the engine skipped because of gradients that are not finite.
-        samples, tokens, sequences: trained on so far, in applied updates. `tokens` are those of
-            `length`, padding excluded; in DPO and reward a pair's prompt counts twice.
-        counts_sequences: whether a sample may hold several sequences, so that they are logged.
-        position: the run's `rollouts.rollout.Position`, in a recipe whose updates do not tell how
-            much of the data is used up. In GRPO a rollout that leaves groups out makes fewer.
-        stopped_early: whether the run ends before its data: by `--stop_after`, or in GRPO because
-            a whole epoch of prompts led to no update.
-        idle: whether rows were used up since the latest update without leading to one.
-        consecutive_skips: updates that were skipped since the last applied one.
-    """
-
-    n_rows: int
+    n_rows: int  # of the training data; in GRPO, PPO and distillation, prompts
     train_batch_size: int
     max_epochs: int
     max_steps: int
     updates_per_epoch: int = 0
-    global_step: int = 0
-    skipped_steps: int = 0
+    global_step: int = 0  # updates applied; the one x-axis
+    skipped_steps: int = 0  # updates skipped by the engine: their gradients are not finite
+    # Trained on so far, in applied updates. `tokens` are those of `length`, padding excluded; in
+    # DPO and reward a pair's prompt counts twice.
     samples: int = 0
     tokens: int = 0
-    counts_sequences: bool = False
-    sequences: int = 0
+    # The run's `rollouts.rollout.Position`, in a recipe whose updates do not tell how much of the
+    # data is used up. In GRPO a rollout that leaves groups out makes fewer.
     position: Any = None
+    # The run ends before its data: by `--stop_after`, or in GRPO because a whole epoch of prompts
+    # led to no update.
     stopped_early: bool = False
-    idle: bool = False
-    consecutive_skips: int = 0
+    idle: bool = False  # rows were used up since the latest update without leading to one
+    consecutive_skips: int = 0  # since the last applied update
 
     def __post_init__(self):
         if not self.updates_per_epoch:
@@ -75,7 +64,7 @@ class Progress:
             return self.position.prompts_seen / self.n_rows
         return self.updates_seen / self.updates_per_epoch
 
-    def update_done(self, applied: bool, samples: int, tokens: int, sequences: int = 0) -> None:
+    def update_done(self, applied: bool, samples: int, tokens: int) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
         self.idle = False
         if not applied:
@@ -85,15 +74,12 @@ class Progress:
         self.global_step += 1
         self.samples += samples
         self.tokens += tokens
-        self.sequences += sequences
         self.consecutive_skips = 0
 
     def counts(self) -> dict[str, int]:
         """Returns the counters as a log line shows them."""
-        counts = {"samples": self.samples}
-        if self.counts_sequences:
-            counts["sequences"] = self.sequences
-        return counts | {"tokens": self.tokens, "skipped_steps": self.skipped_steps}
+        names = ("samples", "tokens", "skipped_steps")
+        return {name: getattr(self, name) for name in names}
 
     def due(self, interval: float, first: bool = False) -> bool:
         """Whether something is due now: after every `interval` applied updates, and at the end.

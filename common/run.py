@@ -22,24 +22,14 @@ from common.progress import Progress
 
 @dataclasses.dataclass
 class Update:
-    """One update, and the losses of its micro-batches so far.
+    """One update, and the losses of its micro-batches so far."""
 
-    Attributes:
-        rows: its samples, by row number, over all processes.
-        micro_batches: those of this process.
-        divisor: what the engine divides the summed losses by: micro-batches x processes.
-        n_sequences, n_tokens: what its rows hold, over all processes.
-        loss_scale: before the update, which may change it; None where there is none.
-        losses: what `Run.check_finite` was given.
-    """
-
-    rows: np.ndarray
-    micro_batches: list[batches.MicroBatch]
-    divisor: int
-    n_sequences: int
-    n_tokens: int
-    loss_scale: float | None
-    losses: list[tuple] = dataclasses.field(default_factory=list)
+    rows: np.ndarray  # its samples, by row number, over all processes
+    micro_batches: list[batches.MicroBatch]  # those of this process
+    divisor: int  # what the engine divides the summed losses by: micro-batches x processes
+    n_tokens: int  # over all processes
+    loss_scale: float | None  # before the update, which may change it; None where there is none
+    losses: list[tuple] = dataclasses.field(default_factory=list)  # given to `Run.check_finite`
 
     @property
     def n_samples(self) -> int:
@@ -132,7 +122,6 @@ class Run(Progress):
             rows=rows,
             micro_batches=micro_batches,
             divisor=engine.begin_update(self.accelerator, micro_batches),
-            n_sequences=len(numbers) if self.counts_sequences else 0,
             n_tokens=n_tokens,
             loss_scale=engine.loss_scale(self.accelerator),
         )
@@ -166,7 +155,7 @@ class Run(Progress):
     def count(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
         """Counts an update, and returns whether it was applied; False: gradients overflowed."""
         applied = not self.accelerator.optimizer_step_was_skipped
-        self.update_done(applied, update.n_samples, update.n_tokens, update.n_sequences)
+        self.update_done(applied, update.n_samples, update.n_tokens)
         if not applied:
             stopping.check_skips(self.accelerator, self, update.loss_scale)
         elif not math.isfinite(float(grad_norm)):

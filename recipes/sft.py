@@ -178,7 +178,6 @@ def main():
         flop=cost.flop(policy),
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
-        counts_sequences=True,  # a row may hold several, all of them in one update
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)

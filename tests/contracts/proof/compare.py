@@ -21,7 +21,7 @@ SMALL_NORM = 1e-2
 # What must differ, such as another seed's lines, differs by this much.
 UNLIKE = 1e-5
 # These are counted, not computed by a model, so nothing rounds them.
-COUNTERS = {"samples", "sequences", "tokens", "skipped_steps", "global_step"}
+COUNTERS = {"samples", "tokens", "skipped_steps", "global_step"}
 EXACT = {*COUNTERS, "epoch", "loss_scale"}
 
 
