@@ -25,12 +25,9 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes a model's adapter as an ordinary folder of peft, and a reward model's moments there.
+    """Writes a model's adapter, by its weights' names, as an ordinary folder of peft.
 
     `save_pretrained` would not take these weights of a model of 4 bits, but read the model's own.
-
-    Args:
-        state_dict: the trained weights, by their names in `model`.
     """
     import peft
 

@@ -12,12 +12,8 @@ from typing import Any
 def replace(temporary: Path, directory: Path) -> None:
     """Flushes a written folder to the disk and puts it in the place of another.
 
-    Killed at any instant, this leaves the old folder or the new one whole: at worst the old one
-    under its name with `.old`.
-
-    Args:
-        temporary: the written folder, in the same parent folder as `directory`.
-        directory: where to put it; what is there is deleted.
+    Both have the same parent. Killed at any instant, this leaves the old folder or the new one
+    whole: at worst the old one under its name with `.old`.
     """
     flush(*temporary.rglob("*"), temporary)
     old = directory.with_name(f".{directory.name}.old")

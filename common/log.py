@@ -14,11 +14,7 @@ SAMPLES = "samples.jsonl"
 def open_trackers(
     accelerator: Accelerator, args, global_step: int, charts: dict[str, list[str]]
 ) -> None:
-    """Opens what `--report_to` names; TensorBoard also gets a page of the key charts.
-
-    Args:
-        charts: the key metrics, by the title of the chart that shows them together.
-    """
+    """Opens what `--report_to` names; TensorBoard also gets a page of the key charts."""
     trackers = [name for name in args.report_to if name not in ("tensorboard", "none")]
     if trackers:
         accelerator.log_with = trackers

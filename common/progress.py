@@ -4,8 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-from common import counted
-
 
 @dataclasses.dataclass
 class Progress:
@@ -76,11 +74,6 @@ class Progress:
         self.tokens += tokens
         self.consecutive_skips = 0
 
-    def counts(self) -> dict[str, int]:
-        """Returns the counters as a log line shows them."""
-        names = ("samples", "tokens", "skipped_steps")
-        return {name: getattr(self, name) for name in names}
-
     def due(self, interval: float, first: bool = False) -> bool:
         """Whether something is due now: after every `interval` applied updates, and at the end.
 
@@ -95,16 +88,6 @@ class Progress:
         # Nothing was applied, so the model is as it was. Only the end may still need something: not
         # what the last applied update has had, nor what precedes the first one.
         return self.finished and not at_multiple and self.global_step > 0
-
-    def describe(self) -> str:
-        """Returns the arithmetic of the updates in one line."""
-        last_of_epoch = (self.n_rows - 1) % self.train_batch_size + 1
-        return (
-            f"{counted(self.n_rows, 'sample')} / train_batch_size {self.train_batch_size} = "
-            f"{counted(self.updates_per_epoch, 'update')} per epoch, "
-            f"the last of {counted(last_of_epoch, 'sample')}; "
-            f"{counted(self.total_steps, 'update')} in all"
-        )
 
 
 def share_of(updates: int, share: float) -> int:

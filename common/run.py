@@ -45,8 +45,7 @@ class Run(Progress):
         flop: operations for each token and each target, for `perf/mfu`.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
-        progress: further fields of `Progress`, where a sample may hold several sequences, or in a
-            recipe that samples.
+        progress: further fields of `Progress`, in a recipe that samples.
 
     Attributes:
         timed, count_flop: see `Speed`.
@@ -175,7 +174,8 @@ class Run(Progress):
             return
         line = dict(values)
         if "loss" in values:  # not where a rollout led to no update
-            line |= self.counts() | self.speed.values()
+            line |= {name: getattr(self, name) for name in ("samples", "tokens", "skipped_steps")}
+            line |= self.speed.values()
             self.speed.restart()
         self.write({**line, "epoch": self.epoch})
 
@@ -201,10 +201,8 @@ class Run(Progress):
     def write_samples(self, samples: list[dict]) -> None:
         """Appends samples to `samples.jsonl`, with the updates that the model had made.
 
-        Args:
-            samples: each has `source` (`eval`, `eval/<name>` or `rollout`), `row` (its number in
-                the data, from 1), `prompt`, `response`, and what is known of the response: `right`
-                and the right `answer`, `score`, `rewards`.
+        Each has `source` (`eval`, `eval/<name>` or `rollout`), `row` (its number in the data, from
+        1), `prompt`, `response`, and what is known of it: `right`, `answer`, `score`, `rewards`.
         """
         self.append(log.SAMPLES, samples)
 

@@ -1,8 +1,4 @@
-"""The arguments that all recipes share.
-
-A recipe's `Args` adds its own fields, and overrides a shared one where its default or its meaning
-is the algorithm's.
-"""
+"""The arguments that all recipes share. A recipe's `Args` adds its own, and other defaults."""
 
 import operator
 import sys
@@ -11,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
-
 
 # What the limits of `arg` mean.
 LIMITS = {
@@ -121,11 +116,7 @@ class SharedArgs(SavingArgs, AdapterArgs, UpdateArgs, DataArgs):
 
 
 def refuse_changed(args, names: Iterable[str], why: str) -> None:
-    """Refuses arguments that would be ignored, unless they have their defaults.
-
-    Raises:
-        SystemExit: with the first of them, its value, and `why` it would be.
-    """
+    """Refuses arguments that would be ignored, and says `why`, unless they have their defaults."""
     for name in names:
         if getattr(args, name) != type(args).__dataclass_fields__[name].default:
             sys.exit(f"--{name} {getattr(args, name)}: {why}")

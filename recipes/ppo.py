@@ -427,11 +427,9 @@ def make_actor_critic(accelerator, args: Args, tokenizer) -> scores.ActorCritic:
 
 def parameter_groups(policy: scores.ActorCritic, args: Args) -> list[dict]:
     """Returns the optimizer's groups: actor and critic have learning rates of their own."""
-    actor_groups = optim.parameter_groups(policy.model, args, lr=args.learning_rate, name="actor")
-    critic_groups = optim.parameter_groups(
-        policy.critic, args, lr=args.critic_learning_rate, name="critic"
-    )
-    return actor_groups + critic_groups
+    of_actor = optim.parameter_groups(policy.model, args, lr=args.learning_rate)
+    of_critic = optim.parameter_groups(policy.critic, args, lr=args.critic_learning_rate)
+    return of_actor + of_critic
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
