@@ -23,15 +23,12 @@ ENDS = {
     "gemma": "<end_of_turn>",
     "glm": "<|endoftext|>",
     "gptoss": "<|return|>",
-    "idefics": "<end_of_utterance>",
     "lfm": "<|im_end|>",
     "llama": "<|eot_id|>",
-    "llava": "</s>",
     "muse": "<|eot|>",
     "nemotron": "<|im_end|>",
     "phi": "<|end|>",
     "qwen": "<|im_end|>",
-    "smolvlm": "<end_of_utterance>",
 }
 OTHER_EOS = {
     "gemma": "<eos>",
@@ -85,7 +82,10 @@ def names() -> list[str]:
     """All templates' names, found without failing: collecting must not."""
     spec = importlib.util.find_spec("trl")
     found = Path(spec.origin).with_name("chat_templates").glob("*.jinja") if spec else []
-    return sorted(path.stem for path in found) + list(OWN)
+    # These want contents as lists of parts, and no causal language model has them.
+    others = ("idefics", "llava", "smolvlm")
+    stems = sorted(path.stem for path in found)
+    return [name for name in stems if not name.startswith(others)] + list(OWN)
 
 
 @cache

@@ -64,36 +64,43 @@ def encode_answers(
     """Returns the token ids of a prompt and of one or two answers to it, and notes.
 
     All are strings, or message lists. An answer that is left out has no ids, nor has the other one.
-    If one answer continues only a beginning of the generation prompt, that is the prompt of both,
-    and the rest begins the other answer: after `<bot><think>` the prompt of `No` and of
-    `<think>Why</think>Yes` is `<bot>`.
     """
     if isinstance(prompt, str):
         prompt_ids, *ids_of_answers = encode_plain(tokenizer, prompt, *answers)
         return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in ids_of_answers], []
     read = encode_prompt(tokenizer, prompt, tools)
     notes = read.notes
-    whole = []
-    starts = []  # where each answer begins in its sequence
+    contexts = []
+    sequences = []
     for answer in answers:
-        messages = prompt + answer
-        turns = learned_turns(messages, len(prompt))
-        known = {len(prompt): read}
-        sequences, _, found = encode_conversation(tokenizer, messages, turns, tools, known=known)
-        notes = notes + (found if len(sequences) < 2 else [REWRITES_TURNS])
-        if not sequences or why_left_out(notes):
-            return read.ids, [Sequence([], []) for _ in answers], notes
-        ids, learned = sequences[0]
-        is_direct = turns[0] == len(prompt)  # not after something that is not learned
-        starts.append(learned.index(True) if is_direct else n_common(read.ids, ids))
-        whole.append(sequences[0])
-    contexts = [ids[:start] for start, (ids, _) in zip(starts, whole)]
-    n = n_common(contexts[0], contexts[-1])
-    cut = [
-        Sequence(ids[n:], [True] * (start - n) + learned[start:])
-        for start, (ids, learned) in zip(starts, whole)
-    ]
-    return contexts[0][:n], cut, notes
+        context, sequence, of_answer = encode_answer(tokenizer, read, prompt, answer, tools)
+        notes = notes + of_answer
+        if not sequence.ids:
+            return read.ids, [sequence] * len(answers), notes
+        contexts.append(context)
+        sequences.append(sequence)
+    if contexts[0] != contexts[-1]:
+        return *after_one_prompt(contexts, sequences), notes
+    return contexts[0], sequences, notes
+
+
+def encode_answer(
+    tokenizer, read: Prompt, prompt: list[dict], answer: list[dict], tools
+) -> tuple[list[int], Sequence, list[str]]:
+    """Returns the ids before an answer, the answer, and notes; without ids if it is left out."""
+    messages = prompt + answer
+    turns = learned_turns(messages, len(prompt))
+    known = {len(prompt): read}
+    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, known=known)
+    if len(sequences) > 1:
+        notes.append(REWRITES_TURNS)
+    if not sequences or why_left_out(notes):
+        return [], Sequence([], []), notes
+    ids, learned = sequences[0]
+    start = learned.index(True)
+    if turns[0] > len(prompt):  # the answer begins with what is not learned
+        start = n_common(read.ids, ids)
+    return ids[:start], Sequence(ids[start:], learned[start:]), notes
 
 
 def encode_conversation(
@@ -111,13 +118,12 @@ def encode_conversation(
 
     Args:
         turns: which messages are answers to learn.
-        learn_all: learn what precedes the answers, too, each token once.
+        learn_all: learn what precedes the answers, too; of several sequences none is learned.
         known: prompts that were encoded before, by the number of their messages.
     """
     sequences: list[Sequence] = []
     prompt_ids: list[int] = []
     notes: list[str] = []
-    previous = None  # the last answer that was learned
     for turn in turns:
         history = messages[:turn]
         prompt = (known or {}).get(turn) or encode_prompt(tokenizer, history, tools)
@@ -127,23 +133,35 @@ def encode_conversation(
         notes += of_answer + (prompt.notes if turn == turns[-1] else [])
         if not answer:  # the template does not write it
             continue
+        prompt_ids = prompt.ids
         context_ids = encode(tokenizer, context)
         ids = encode_after(tokenizer, context, answer)
         before, learned = sequences[-1] if sequences else ([], [])
-        n_old = len(before)
-        if context_ids[:n_old] == before:  # the same history: one sequence
+        if context_ids[: len(before)] == before:  # the same history: one sequence
             del sequences[-1:]
+        elif learn_all:
+            return [], prompt_ids, [REWRITES_TURNS]
         else:
-            n_old = len(context_ids)
-            if learn_all:
-                n_old -= len(encode(tokenizer, text_since(tokenizer, history, previous, tools)))
-            learned = [False] * n_old
-        learned = learned + [learn_all] * (len(context_ids) - n_old) + [True] * len(ids)
+            learned = [False] * len(context_ids)
+        learned = learned + [learn_all] * (len(context_ids) - len(learned)) + [True] * len(ids)
         # Nothing predicts a sequence's first token.
         sequences.append(Sequence(context_ids + ids, [False, *learned[1:]]))
-        prompt_ids = prompt.ids
-        previous = turn
     return sequences, prompt_ids, notes
+
+
+def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
+    """Returns what a model reads before it answers these messages; nothing if there are none.
+
+    Notes name the roles that the template leaves out without a word, as it does at inference.
+    """
+    text = render(tokenizer, messages, tools, add_generation_prompt=True)
+    notes = [
+        f"{DROPS_ROLE} (role {message['role']!r})"
+        for place, message in enumerate(messages)
+        if message["role"] != "assistant" and message["content"].strip() not in text
+        if drops_content(tokenizer, messages, tools, place)
+    ]
+    return Prompt(text, encode(tokenizer, text), notes)
 
 
 def write_answer(
@@ -184,21 +202,6 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
     return text, False
 
 
-def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
-    """Returns what a model reads before it answers these messages; nothing if there are none.
-
-    Notes name the roles that the template leaves out without a word, as it does at inference.
-    """
-    text = render(tokenizer, messages, tools, add_generation_prompt=True)
-    notes = [
-        f"{DROPS_ROLE} (role {message['role']!r})"
-        for place, message in enumerate(messages)
-        if message["role"] != "assistant" and message["content"].strip() not in text
-        if drops_content(tokenizer, messages, tools, place)
-    ]
-    return Prompt(text, encode(tokenizer, text), notes)
-
-
 def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
     """Returns the ids of a prompt and of each answer, for strings without a chat template.
 
@@ -219,6 +222,22 @@ def why_left_out(notes: list[str]) -> str:
 
 
 # ============================================================ what a template writes differently
+def after_one_prompt(
+    contexts: list[list[int]], answers: list[Sequence]
+) -> tuple[list[int], list[Sequence]]:
+    """Returns the prompt of two answers that follow different contexts, and both from there on.
+
+    One continues only a beginning of the generation prompt. So the other begins with the rest:
+    after `<bot><think>` the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
+    """
+    n = n_common(*contexts)
+    longer = [
+        Sequence(context[n:] + ids, [True] * len(context[n:]) + learned)
+        for context, (ids, learned) in zip(contexts, answers)
+    ]
+    return contexts[0][:n], longer
+
+
 def find_answer(
     tokenizer, prompt: str, history: list[dict], answer: dict, tools, whole: str
 ) -> tuple[str, str, list[str]]:
@@ -231,22 +250,25 @@ def find_answer(
     drops a content or a call of the answer           the answer is left out
     """
     messages = [*history, answer]
-    context, text = split_answer(prompt, as_read(tokenizer, prompt, history, tools, whole))
     if answer.get("tool_calls") and is_same(tokenizer, messages, tools, -1, tool_calls=[]):
         return prompt, "", [DROPS_CALLS]
-    content = thoughts.split(answer["content"])[2].strip()
-    if content not in text and drops_content(tokenizer, messages, tools, -1):
+    thought = ""  # that the template drops
+    bare = thoughts.removed(answer)
+    if thoughts.of_message(answer) and render(tokenizer, [*history, bare], tools) == whole:
+        thought = thoughts.written(answer, str(tokenizer.chat_template))
+        bare["content"] = bare["content"].lstrip()  # that whitespace comes back with the thinking
+        whole = render(tokenizer, [*history, bare], tools)
+    whole = as_read(tokenizer, prompt, history, tools, whole)
+    context, text = split_answer(prompt, whole, thinks=bool(thought))
+    if bare["content"].strip() not in text and drops_content(tokenizer, messages, tools, -1):
         return prompt, "", [DROPS_ANSWER]
-    notes = []
-    bare = [*history, thoughts.removed(answer)]
-    if thoughts.of_message(answer) and render(tokenizer, bare, tools) == whole:
-        context, text = with_thinking(tokenizer, prompt, history, answer, tools)
-        notes = [DROPS_THOUGHT]
-    if context != prompt:
-        if len(context) < len(render(tokenizer, history, tools)):
-            raise BadRow("the chat template writes the history differently before the answer")
-        notes = notes or [FOLLOWS_LESS]
-    return context, text, notes
+    if thought:
+        context, text = with_thinking(prompt, context, text, thought)
+    if context == prompt:
+        return context, text, [DROPS_THOUGHT] if thought else []
+    if len(context) < len(render(tokenizer, history, tools)):
+        raise BadRow("the chat template writes the history differently before the answer")
+    return context, text, [DROPS_THOUGHT if thought else FOLLOWS_LESS]
 
 
 def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, str]:
@@ -281,8 +303,7 @@ def as_read(tokenizer, prompt: str, history: list[dict], tools, whole: str) -> s
 
     gpt-oss drops the thinking of a tool call as soon as an answer follows; Mistral writes a system
     message into the last message of the user, and not at all once that is answered. The answer
-    begins after the last generation prompt before its content. If there is none, what ends the
-    prompt takes its place.
+    begins after the last generation prompt before its content, or what ends the prompt.
     """
     before = render(tokenizer, history, tools)
     if whole.startswith((prompt, before)) or not prompt.startswith(before):
@@ -291,49 +312,30 @@ def as_read(tokenizer, prompt: str, history: list[dict], tools, whole: str) -> s
     last_marker = markers[-1] if markers else len(prompt)
     generation_prompt = prompt.removeprefix(before) or prompt[last_marker:]
     generation_prompt = re.sub(rf"\s*({thoughts.OPENERS})\s*$", "", generation_prompt)
-    if not generation_prompt:
-        return whole
     content_at = n_common(whole, render(tokenizer, [*history, MARKED], tools))
     start = whole.rfind(generation_prompt, 0, content_at)
     last = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
     is_merged = bool(last) and last in whole[start:content_at]  # two messages in one turn (Gemma 4)
-    kept = prompt[: prompt.rindex(generation_prompt)]
-    return whole if start < 0 or is_merged else kept + whole[start:]
+    if start < 0 or is_merged or not generation_prompt:
+        return whole
+    return prompt[: prompt.rindex(generation_prompt)] + whole[start:]
 
 
-def with_thinking(
-    tokenizer, prompt: str, history: list[dict], answer: dict, tools
-) -> tuple[str, str]:
+def with_thinking(prompt: str, context: str, text: str, thought: str) -> tuple[str, str]:
     """Returns what `split_answer` does, with the thinking that the template drops of the answer.
 
     It goes where the answer begins, in place of an empty thought there or at the end of the prompt.
     Of DeepSeek-R1, `<bot>Yes<end>` after the prompt `<bot><think>` becomes `<bot>` and
     `<think>Why</think>Yes<end>`.
     """
-    bare = thoughts.removed(answer)
-    bare["content"] = bare["content"].lstrip()  # that whitespace comes back with the thinking
-    whole = render(tokenizer, [*history, bare], tools)
-    whole = as_read(tokenizer, prompt, history, tools, whole)
-    context, text = split_answer(prompt, whole, thinks=True)
     context = thoughts.AT_END.sub("", context)
     text = thoughts.EMPTY.sub("", text)
-    space = text[: len(text) - len(text.lstrip())]
-    text = space + thoughts.written(answer, str(tokenizer.chat_template)) + text.lstrip()
+    content = text.lstrip()
+    text = text.removesuffix(content) + thought + content
     if thoughts.CLOSED.fullmatch(prompt[len(context) :]):
         return context, text
     # What opens the thought may be the prompt's.
     return split_answer(prompt, context + text)
-
-
-def text_since(tokenizer, history: list[dict], place: int, tools=None) -> str:
-    """Returns what a prompt has after the end of one of its answers."""
-    changed = [*history[:place], MARKED, *history[place + 1 :]]
-    text = render(tokenizer, changed, tools, add_generation_prompt=True).partition(MARK)[2]
-    end = style_of(tokenizer).end
-    if not text.startswith(end):  # it ends an earlier answer in another way (gpt-oss)
-        found = added_tokens(tokenizer).match(text)
-        end = found.group() if found else ""
-    return text.removeprefix(end)
 
 
 def is_same(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:
@@ -348,8 +350,7 @@ def is_same(tokenizer, messages: list[dict], tools, place: int, **changes) -> bo
 
 def drops_content(tokenizer, messages: list[dict], tools, place: int) -> bool:
     """Whether the template leaves out a message's content, or what follows an open marker in it."""
-    contents = ("", messages[place]["content"] + MARK)
-    return any(is_same(tokenizer, messages, tools, place, content=text) for text in contents)
+    return is_same(tokenizer, messages, tools, place, content=messages[place]["content"] + MARK)
 
 
 # ============================================================ between two answers

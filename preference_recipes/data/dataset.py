@@ -157,8 +157,7 @@ class Converter:
         """
         try:
             row = formats.standard(row, self.columns)
-            tokenizer = rendering.with_variables(self.tokenizer, row.get("chat_template_kwargs"))
-            values = self.function(row, tokenizer=tokenizer, **self.settings)
+            values = self.function(row, tokenizer=self.tokenizer, **self.settings)
         except Exception as error:
             kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
             raise BadRow(f"row {index + 1}: {kind}{in_one_line(error)}") from error
@@ -166,7 +165,7 @@ class Converter:
         # None: the caller has no such setting.
         reads_strings = self.settings.get("strings_as_messages") is False
         kinds = {type(row[name]) for name in TEXTS if row.get(name) is not None}
-        if reads_strings and tokenizer.chat_template and kinds == {str}:
+        if reads_strings and self.tokenizer.chat_template and kinds == {str}:
             notes.append(PLAIN_STRINGS)
         answer = ""
         if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate

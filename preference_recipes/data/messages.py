@@ -95,13 +95,11 @@ def as_message(message: dict, where: str) -> dict:
         calls += calls_in_content
     if calls:
         message["tool_calls"] = [nested(call, where) for call in calls]
-    for key, value in message.items() if message["role"] == "assistant" else ():
-        # Other keys that by their name are about the loss are refused: what they mean is not plain.
-        is_unclear = key in LOSS_KEYS and value not in (0, 1)
-        if is_unclear or (value and key.startswith(("skip", "mask"))):
+    for key in LOSS_KEYS if message["role"] == "assistant" else ():
+        if message.get(key, 1) not in (0, 1):
             raise BadRow(
-                f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
-                "give train: false to a turn that is not learned"
+                f"{where}, {key} {message[key]!r}: every learned turn counts alike; remove the "
+                "key, or give train: false to a turn that is not learned"
             )
     return {"content": "", **message}
 

@@ -11,13 +11,14 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
 from preference_recipes.data import thoughts
-from preference_recipes.data.messages import BadRow, from_json, without_nulls
+from preference_recipes.data.messages import BadRow
 
 # Messages for trials. No template and no data write these words by themselves.
 MARK = "zqzplace"
@@ -38,18 +39,15 @@ def encode(tokenizer, text: str) -> list[int]:
 
     The last ones are kept, because each answer asks for its prompt again: do not change the list.
     """
-    backend = backend_of(tokenizer)
-    if backend is None:
-        return tokenizer(text, add_special_tokens=False).input_ids
     # Without offsets, which nothing reads here: in half the time.
-    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 @functools.lru_cache(maxsize=16)
 def backend_of(tokenizer):
-    """Returns what encodes for a fast tokenizer; None for one in Python."""
-    tokenizer("")  # sets the backend to neither truncate nor pad, whatever its file says
-    return getattr(tokenizer, "backend_tokenizer", None)
+    """Returns what encodes for a tokenizer, set to neither truncate nor pad."""
+    tokenizer("")  # sets it so, whatever its file says
+    return tokenizer.backend_tokenizer
 
 
 def encode_after(tokenizer, before: str, text: str) -> list[int]:
@@ -130,8 +128,7 @@ def n_common(first, second) -> int:
 
 def fingerprint(tokenizer) -> str:
     """Returns a text that changes whenever the tokenizer would produce different ids."""
-    backend = backend_of(tokenizer)
-    content = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
+    content = backend_of(tokenizer).to_str()
     date = getattr(tokenizer, "chat_date", None)
     return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}"
 
@@ -147,7 +144,6 @@ def stop_tokens(tokenizer, model) -> set[int]:
 class Style(NamedTuple):
     """How a chat template wants and writes messages, as found out by rendering some."""
 
-    parts: bool = False  # contents must be lists of parts (LLaVA), not strings
     argument_texts: bool = False  # the arguments of calls must be JSON texts (DeepSeek-V3)
     ending: str = ""  # what it writes after the last answer, whatever that is: `<|im_end|>\n`
     end: str = ""  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
@@ -168,22 +164,31 @@ def render(
     """
     if not messages:
         return ""
+    template = template_of(tokenizer, tools is not None)
+    style = style or style_of(tokenizer)
+    return template(
+        messages=[in_style(tokenizer, message, style) for message in messages],
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
+    """Returns what renders a tokenizer's chat template; there may be another one for tools.
+
+    As `apply_chat_template` does, but for what that does anew for each row.
+    """
     if tokenizer.chat_template is None:
         raise BadRow(
             "messages, but the tokenizer has no chat template: give one by --chat_template FILE, "
             "or plain strings in place of messages"
         )
-    style = style or style_of(tokenizer)
-    template = tokenizer.get_chat_template(tools=tools)  # there may be several, by names
+    template = tokenizer.get_chat_template(tools=[] if has_tools else None)
     if getattr(tokenizer, "chat_date", None):
         template = dated(template, tokenizer.chat_date)
-    return tokenizer.apply_chat_template(
-        [in_style(tokenizer, message, style) for message in messages],
-        tools,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-    )
+    compiled = template_utils._compile_jinja_template(template)
+    return functools.partial(compiled.render, documents=None, **tokenizer.special_tokens_map)
 
 
 def in_style(tokenizer, message: dict, style: Style) -> dict:
@@ -194,8 +199,6 @@ def in_style(tokenizer, message: dict, style: Style) -> dict:
         thought = thoughts.of_field(message)
         if thought:  # a template reads one of these fields
             message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
-    if style.parts:
-        message["content"] = [{"type": "text", "text": message["content"]}]
     if style.argument_texts and message.get("tool_calls"):
         message["tool_calls"] = copy.deepcopy(message["tool_calls"])
         for call in message["tool_calls"]:
@@ -223,38 +226,28 @@ def style_of(tokenizer) -> Style:
             return ""
 
     style = Style()
-    with_parts = Style(parts=True)
-    user = {"role": "user", "content": MARK}
-    if MARK in write(with_parts, user) and MARK not in write(style, user):
-        style = with_parts
-
-    with_texts = style._replace(argument_texts=True)
+    with_texts = Style(argument_texts=True)
     call = {**CALL, "function": {"name": CALLED, "arguments": {"a": True}}}
     calls = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
     by_object = write(style, *calls)
     if ("'a': True" in by_object or not by_object) and '"a": true' in write(with_texts, *calls):
         style = with_texts
 
-    def end_of(*following: dict) -> str:
+    def after_answer(*following: dict) -> str:
         answers = [{"role": "assistant", "content": content} for content in "ab"]
         texts = [write(style, QUESTION, answer, *following)[::-1] for answer in answers]
         return os.path.commonprefix(texts)[::-1]
 
-    ending = end_of()
-    return style._replace(ending=ending, end=end_in(tokenizer, ending, end_of(QUESTION)))
-
-
-def end_in(tokenizer, ending: str, followed: str) -> str:
-    """Returns the beginning of an ending up to and with the token that ends an answer.
-
-    That also ends an answer that is followed: Phi-3 writes `<|end|><eos>` after the last one, but
-    `<|end|>` after others. If they have nothing in common (gpt-oss), the last answer's own counts.
-    An EOS is the end wherever it is; of other tokens the last one that both have (Cohere).
-    """
+    # The token that ends an answer also ends one that is followed: Phi-3 writes `<|end|><eos>`
+    # after the last one, but `<|end|>` after others. If they have nothing in common (gpt-oss), the
+    # last answer's own counts. An EOS is the end wherever it is; of other tokens the last one that
+    # both have (Cohere).
+    ending = after_answer()
+    followed = after_answer(QUESTION)
     ends = [ending[: found.end()] for found in added_tokens(tokenizer).finditer(ending)]
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
-    return [*with_eos, *reversed(ends), ""][0]
+    return style._replace(ending=ending, end=[*with_eos, *reversed(ends), ""][0])
 
 
 # ============================================================ variables and date of a template
@@ -264,41 +257,22 @@ def set_defaults(tokenizer, text: str) -> None:
     Raises:
         SystemExit: a variable that the template does not have, and so would ignore.
     """
+    values = json.loads(text)
     known = variables(tokenizer)
-    unknown = json.loads(text).keys() - known
+    unknown = values.keys() - known
     if unknown:
         sys.exit(
             f"--chat_template_kwargs {text}: the chat template has no variable {min(unknown)!r} to "
             f"set; it has: {', '.join(sorted(known)) or 'none'}"
         )
-    tokenizer.chat_template = with_defaults(tokenizer, text).chat_template
-
-
-def with_variables(tokenizer, values: dict | str | None):
-    """Returns a tokenizer whose template has the variables of a row: an object or its JSON."""
-    if not values or tokenizer.chat_template is None:
-        return tokenizer
-    given = from_json(values)
-    if not isinstance(given, dict):
-        raise BadRow(f"column 'chat_template_kwargs': expected an object, found {values!r:.80}")
-    return with_defaults(tokenizer, json.dumps(without_nulls(given), sort_keys=True))
-
-
-@functools.lru_cache(maxsize=16)
-def with_defaults(tokenizer, text: str):
-    """Returns a copy of a tokenizer whose template has default values; earlier ones yield."""
     # Jinja reads constants as Python writes them.
-    values = json.loads(text).items()
-    beginning = "".join(
-        f"{{% set {name} = {name} | default({part!r}) %}}\n" for name, part in values
-    )
-    changed = copy.copy(tokenizer)
+    lines = [f"{{% set {name} = {name} | default({values[name]!r}) %}}\n" for name in values]
+    beginning = "".join(lines)
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several, by their names
-        changed.chat_template = {name: beginning + text for name, text in template.items()}
+        tokenizer.chat_template = {name: beginning + template[name] for name in template}
     else:
-        changed.chat_template = beginning + template
-    return changed
+        tokenizer.chat_template = beginning + template
 
 
 def variables(tokenizer) -> set[str]:
@@ -312,7 +286,6 @@ def variables(tokenizer) -> set[str]:
     return names - environment.globals.keys() - given - tokenizer.special_tokens_map.keys()
 
 
-@functools.lru_cache(maxsize=16)
 def dated(template: str, date: str) -> str:
     """Returns a template that writes a date, given as in 2026-01-31, in place of today's."""
     day = datetime.date.fromisoformat(date)

@@ -29,17 +29,17 @@ AT_END = re.compile(rf"(({OPENERS})\s*)?({CLOSERS})\s*$|({OPENERS})\s*$")
 FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-def split(content: str) -> tuple[str, str, str]:
-    """Returns what a content has before the marker that closes its thinking, that, and the rest."""
-    found = re.match(rf"(.*)({CLOSERS})(.*)", content, re.DOTALL)
-    return (found[1], found[2], found[3]) if found else ("", "", content)
+def split(content: str) -> tuple[str, str]:
+    """Returns a content's thinking, up to and with the marker that closes it, and the rest."""
+    ends = [content.rfind(closer) + len(closer) for _, closer in MARKERS if closer in content]
+    end = max(ends, default=0)
+    return content[:end], content[end:]
 
 
 def of_message(message: dict) -> str:
     """Returns the thinking of a message: that of its content, with its markers, else of a field."""
-    before, closer, _ = split(message["content"])
-    is_empty = not re.sub(rf"^\s*({OPENERS})", "", before).strip()
-    return of_field(message) if is_empty else before + closer
+    thought, _ = split(message["content"])
+    return of_field(message) if not thought or EMPTY.fullmatch(thought) else thought
 
 
 def of_field(message: dict) -> str:
@@ -51,7 +51,7 @@ def of_field(message: dict) -> str:
 def removed(message: dict) -> dict:
     """Returns a message without its thinking."""
     others = {key: value for key, value in message.items() if key not in FIELDS}
-    return {**others, "content": split(message["content"])[2]}
+    return {**others, "content": split(message["content"])[1]}
 
 
 def written(message: dict, template: str) -> str:
@@ -61,10 +61,10 @@ def written(message: dict, template: str) -> str:
     gets the first of `MARKERS` that the template has.
     """
     thought = of_message(message)
-    before, closer, rest = split(message["content"])
-    if thought == before + closer:
-        gap = rest[: len(rest) - len(rest.lstrip())]
-        opener = next((opener for opener, each in MARKERS if each == closer), "")
+    in_content, rest = split(message["content"])
+    if thought == in_content:
+        gap = rest.removesuffix(rest.lstrip())
+        opener, closer = next(pair for pair in MARKERS if thought.endswith(pair[1]))
         is_opened = opener in thought.partition(closer)[0]
         return ("" if is_opened else opener) + thought + gap
     opener, closer = next((pair for pair in MARKERS if pair[1] in template), MARKERS[0])

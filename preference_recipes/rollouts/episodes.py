@@ -44,7 +44,6 @@ class Episode:
 
     prompt: list[int]  # token ids of what the model reads first
     messages: list[dict]  # so far
-    variables: dict | str | None = None  # of the chat template, by name, as the row gives them
     ids: list[int] = dataclasses.field(default_factory=list)
     is_sampled: list[bool] = dataclasses.field(default_factory=list)  # whether the model drew it
     logps: list[float] = dataclasses.field(default_factory=list)  # the sampler's, else 0
@@ -144,8 +143,7 @@ class Stage:
         if isinstance(row["prompt"], str) and not args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string, no messages: give --strings_as_messages")
         messages = as_messages(row["prompt"], "user")
-        variables = row.get("chat_template_kwargs")
-        episode = Episode(prompts["prompt_ids"][place], messages, variables)
+        episode = Episode(prompts["prompt_ids"][place], messages)
         if added is None:
             return episode
         if isinstance(added, str):
@@ -153,7 +151,7 @@ class Stage:
             episode.messages = [*earlier, {**last, "content": last["content"] + added}]
         else:
             episode.messages = [*messages, *added]
-        tokenizer = rendering.with_variables(self.sampler.tokenizer, episode.variables)
+        tokenizer = self.sampler.tokenizer
         episode.prompt = chat.encode_prompt(tokenizer, episode.messages, self.user_class.tools).ids
         if episode.places_left(args) <= 0:
             sys.exit(f"{option}: with what `reset` added, --max_length leaves no room")
@@ -236,7 +234,7 @@ class Stage:
             episode.ended = True
             return
         args = self.sampler.args
-        tokenizer = rendering.with_variables(self.sampler.tokenizer, episode.variables)
+        tokenizer = self.sampler.tokenizer
         ids = chat.ids_after_answer(tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:

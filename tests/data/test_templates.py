@@ -29,7 +29,6 @@ sft_row = sft["sft_row"]
 reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
 
 NAMES = templates.names()
-WANT_PARTS = ("idefics3", "llava_next", "smolvlm")
 # What a template writes between its generation prompt and an answer without thinking.
 LEADS = {
     "qwen3": "<think>\n\n</think>\n\n",
@@ -43,7 +42,6 @@ LEADS = {
     "glm4moe": "\n<think></think>\n",
     "gptoss": "<|channel|>final<|message|>",
     "muse_glimmer": " to=user<|message|>",
-    **dict.fromkeys(WANT_PARTS, " "),
 }
 # What stands between an answer and the token that ends it.
 BEFORE_END = {"cohere2": "<|END_RESPONSE|>"}
@@ -71,10 +69,6 @@ def base(name: str) -> str:
 
 def inference_ids(name: str, history: list[dict]) -> list[int]:
     """Ids of the history and the generation prompt, by transformers alone."""
-    if base(name) in WANT_PARTS:
-        history = [
-            message(turn["role"], [{"type": "text", "text": turn["content"]}]) for turn in history
-        ]
     how = dict(add_generation_prompt=True, return_dict=False)
     return templates.tokenizer(name).apply_chat_template(history, **how)
 
@@ -180,7 +174,7 @@ def thinking_answer(name: str) -> str:
         return REWRITTEN[name]
     if name in KEEP_OPENER:  # the prompt has written what opens it
         return THOUGHT.removeprefix("<think>\n")
-    lead = LEADS.get(name, "") if name in (*WANT_PARTS, "gptoss", "muse_glimmer") else ""
+    lead = LEADS[name] if name in ("gptoss", "muse_glimmer") else ""
     return lead + THOUGHT
 
 
@@ -228,12 +222,9 @@ def test_thinking_in_a_field_is_learned_whole(name):
     answer = message("assistant", "three four.", reasoning_content="one two")
     row = sft_row({"messages": [*FIVE, answer]}, tokenizer, 10_000, "assistant")
     begins = [beginning for beginning in FIELD_BY_NAME if name.startswith(beginning)]
-    lead = " " if base(name) in WANT_PARTS else ""
-    expected = FIELD_BY_NAME[begins[0]] if begins else lead + THOUGHT
+    expected = FIELD_BY_NAME[begins[0]] if begins else THOUGHT
     expected += BEFORE_END.get(base(name), "") + templates.end_of(name)
     assert answers_of(tokenizer, row) == [expected]
-    if base(name) in WANT_PARTS:
-        answer = {**answer, "content": [{"type": "text", "text": "three four."}]}
     chat = [*FIVE, answer]
     written = tokenizer.apply_chat_template(chat, tokenize=False)
     is_dropped = any("drops the thinking" in note for note in row.get("notes", []))
@@ -339,7 +330,7 @@ def test_a_tool_call_is_learned_up_to_its_end_with_its_thinking(name, content):
     assert "one two" in texts[1] and (content or texts[0] == CALLS[name])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "own_alpaca", "idefics3"])
+@pytest.mark.parametrize("name", ["gemma3", "own_alpaca"])
 def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     name, accelerator, tmp_path, capsys
 ):
@@ -379,7 +370,7 @@ def test_a_message_that_the_template_does_not_write_is_said(name, role):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in NAMES if not name.startswith(("gemma_", "gemma2", "llava"))]
+    "name", [name for name in NAMES if not name.startswith(("gemma_", "gemma2"))]
 )
 def test_system_messages_and_tools_are_read(name):
     if name == "gemma":
@@ -626,14 +617,14 @@ def test_one_answer_of_a_pair_thinks():
     assert texts == [THOUGHT + end, "three four." + end]
 
 
-def test_every_token_is_learned_once_though_histories_repeat():
-    tokenizer = templates.tokenizer("qwen3")
-    chat = [message("user", "one"), message("assistant", "two"), *FIVE, message("assistant", "six")]
-    row = sft_row({"messages": chat}, tokenizer, 1000, "all")
-    assert answers_of(tokenizer, row) == [
-        "user\none<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\ntwo<|im_end|>",
-        "\n<|im_start|>user\nfive<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nsix<|im_end|>",
-    ]
+@pytest.mark.parametrize("name, reason", [("qwen2_5", ""), ("qwen3", chat.REWRITES_TURNS)])
+def test_all_of_a_conversation_is_learned_in_one_sequence_or_not_at_all(name, reason):
+    tokenizer = templates.tokenizer(name)
+    row = sft_row({"messages": CHAT}, tokenizer, 1000, "all")
+    assert row["reason"] == reason
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    learned_text = text.removeprefix("<|im_start|>").removesuffix("\n")
+    assert answers_of(tokenizer, row)[-1:] == ([] if reason else [learned_text])
 
 
 def test_max_length_holds_for_each_sequence():

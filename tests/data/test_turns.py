@@ -1,13 +1,12 @@
-"""Of an answer of several messages only what the model writes counts; prompts that end with the assistant; a row's own variables."""
+"""Of an answer of several messages only what the model writes counts; prompts that end with the assistant."""
 
 import itertools
-import json
 
 import pytest
 import torch
 
 import templates
-from preference_recipes.data import dataset, formats, labels, prompts
+from preference_recipes.data import formats, labels, prompts
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
@@ -213,26 +212,3 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
     row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
     ends = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
     assert ends["reason"] == "answer that does not end with a message of the assistant"
-
-
-# ============================================================ a row's own variables
-@pytest.mark.parametrize("as_text", [False, True])
-def test_variables_of_the_template_may_be_a_rows_own(as_text):
-    tokenizer = templates.tokenizer("qwen3")
-    values = {"enable_thinking": False, "unknown": 1, "absent": None}
-    given = {"prompt": [ASK], "completion": [NOON], "chosen": [NOON], "rejected": [NO]}
-    more = {"chat_template_kwargs": json.dumps(values) if as_text else values}
-    text = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True, enable_thinking=False)  # fmt: skip
-    other = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
-    assert text != other
-    for function, settings in (
-        (sft_row, dict(loss_on="assistant")),
-        (formats.preference_row, {}),
-        (prompts.prompt_row, dict(max_new_tokens=8)),
-    ):
-        converter = dataset.Converter(function, tokenizer, {}, dict(max_length=LONG, **settings))
-        rows = [{**given, **more}, given]
-        for row, prompt in zip(rows, (text, other)):
-            assert tokenizer.decode(converter.convert_row(row, 0)["prompt_ids"]) == prompt
-    with pytest.raises(BadRow, match="row 1: column 'chat_template_kwargs': expected an object"):
-        converter.convert_row({**given, "chat_template_kwargs": [1]}, 0)

@@ -61,6 +61,9 @@ def test_columns_are_for_reward_functions_but_keys_of_messages_are_not(tokenizer
     row = {"prompt": [{**U, "mood": "good"}], "level": 3}
     found = said(prompts.prompt_row, tokenizer, row, max_new_tokens=8, tools=None)
     assert found == 'not read: key "prompt.mood" (1 row)'
+    row = {"prompt": [U], "chat_template_kwargs": {"enable_thinking": False}}
+    found = said(prompts.prompt_row, tokenizer, row, max_new_tokens=8)
+    assert found == 'not read: column "chat_template_kwargs" (1 row)'
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
