@@ -98,10 +98,7 @@ def generate_some(
 
 
 def begin(
-    sampler: Sampler,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    draw: "SampleByUniform | None",
+    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw: "SampleByUniform | None"
 ) -> "Batch | recorded.Recorder":
     """Returns a batch of these prompts, before its first new token."""
     model = sampler.unwrapped.model

@@ -36,14 +36,14 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
     """A sampler of a Hugging Face model, or of none, with these arguments.
 
     Args:
-        accelerator: or what code that splits rows needs to know of it, see `alone_in`.
+        accelerator: or what code that splits rows needs to know of it, see `alone`.
     """
     wrapper = torch.nn.Module()
     if model is not None:
         wrapper.model = model
         wrapper.config = model.config
         wrapper.vocabulary = model.config.get_text_config().vocab_size
-    accelerator = accelerator or alone_in(0, 1)
+    accelerator = accelerator or alone()
     return Sampler(
         accelerator,
         args=types.SimpleNamespace(**{**ARGS, **args}),
@@ -62,12 +62,12 @@ def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
     return Data(train, starts, eval_sets or {}, converter=None)
 
 
-def alone_in(process_index: int, processes: int):
-    """What code that splits rows needs to know of one of several processes."""
+def alone():
+    """What code that splits rows needs to know of the only process."""
     plugin = types.SimpleNamespace(backend=DynamoBackend.NO)
     return types.SimpleNamespace(
-        num_processes=processes,
-        process_index=process_index,
+        num_processes=1,
+        process_index=0,
         device=torch.device("cpu"),
         distributed_type=DistributedType.NO,
         state=types.SimpleNamespace(dynamo_plugin=plugin),

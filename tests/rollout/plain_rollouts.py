@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plain_loop import AdamW, clip, schedule
-from runs import tiny_llama, write_jsonl
+import runs
+from plain_loop import AdamW, clip, expect_lines, schedule, vector
+from runs import tiny_llama, training_lines, write_jsonl
 
 STOPS = [1, *range(30, 60)]  # so many that most responses end early
 # A small Llama.
@@ -165,6 +167,36 @@ class PlainRun:
         self.tokens_seen += sum(len(each.prompt) + len(each.response) for each in samples)
         counts = {"samples": self.samples_seen, "tokens": self.tokens_seen, "skipped_steps": 0}
         return {"global_step": step + 1, "grad_norm": norm, **rates, **counts}
+
+
+def expect_run(output: Path, reference: PlainRun, without: tuple[str, ...] = ()) -> list[dict]:
+    """The lines of a run, which it returns, and its weights are those of a reference that has gone.
+
+    The sampler rounds a little; what it is `without` is not compared.
+    """
+    found = training_lines(output)
+    named = [f"sampling/sampling_logp_difference/{kind}" for kind in ("mean", "max")]
+    assert all(name in found[0] for name in named)
+    compared = [{tag: line[tag] for tag in line.keys() - {*named, *without}} for line in found]
+    assert all(0 <= line[name] < 1e-5 for line in found for name in named if name in line)
+    expect_lines(compared, reference.lines, rel=1e-4, abs=1e-5)
+    weights = runs.weights(output)
+    change = (weights - runs.weights(reference.inputs, "model")).norm()
+    assert change > 0.01
+    assert (weights - vector(reference.policy)).norm() <= 1e-4 * change
+    return found
+
+
+def expect_alike(one: Path, two: Path) -> None:
+    """Two runs wrote the same samples and, up to rounding, the same lines and weights."""
+    assert runs.samples(one) == runs.samples(two)
+    for line, other in zip(runs.timeless(one), runs.timeless(two), strict=True):
+        assert line.keys() == other.keys()
+        for tag, value in line.items():
+            if not tag.startswith(("val/max_rounding", "sampling/")):
+                assert other[tag] == pytest.approx(value, rel=1e-5, abs=1e-5), tag
+    weights = runs.weights(one)
+    assert (weights - runs.weights(two)).norm() <= 1e-5 * weights.norm()
 
 
 def lengths_of(samples: list, prefix: str, mean: str = "mean_length") -> dict[str, float]:

@@ -11,22 +11,11 @@ import pytest
 import torch
 
 import plain_rollouts
-from plain_loop import expect_lines, vector
-from plain_rollouts import PlainRun, flags_of, lengths_of, make_inputs, say
+import runs
+from plain_rollouts import PlainRun, expect_alike, expect_run, flags_of, lengths_of, say
 from preference_recipes.models import load
-from runs import (
-    LAUNCHERS,
-    evaluation_lines,
-    launch,
-    recipe,
-    refuses,
-    tiny_llama,
-    training_lines,
-    weights,
-    write_jsonl,
-)
 
-distill = types.SimpleNamespace(**runpy.run_path(str(recipe("distill"))))
+distill = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("distill"))))
 
 
 def settings_of(**changes):
@@ -43,18 +32,18 @@ REFUSED = [
 
 @pytest.mark.parametrize("changes, message", REFUSED, ids=[message for _, message in REFUSED])
 def test_settings_that_cannot_work_are_refused(changes, message):
-    refuses(message, call=lambda: distill.check_settings(settings_of(**changes)))
+    runs.refuses(message, call=lambda: distill.check_settings(settings_of(**changes)))
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer):
     """The message names the first token that differs."""
-    folder = tiny_llama(tmp_path / "teacher")
+    folder = runs.tiny_llama(tmp_path / "teacher")
     state = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = state["model"]["vocab"]
     first, second = sorted(vocabulary, key=vocabulary.get)[50:52]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (folder / "tokenizer.json").write_text(json.dumps(state))
-    refuses(
+    runs.refuses(
         f"{str(folder)!r} has another tokenizer",
         f"token {tokenizer.convert_tokens_to_ids(first)} is {second!r} there and {first!r} here",
         call=lambda: load.causal_lm(str(folder), tokenizer, settings_of(), frozen=True),
@@ -81,7 +70,7 @@ WHOLE = {
 def inputs(tmp_path_factory):
     """A student, a teacher of its shape and one of another with a head padded to 320 rows, and 7 prompts."""
     folder = tmp_path_factory.mktemp("distill")
-    rows = make_inputs(
+    rows = plain_rollouts.make_inputs(
         folder,
         lambda row: {
             "completion": say("assistant", "xyz"[: 1 + row % 3] * (1 + row % 2)),
@@ -89,9 +78,9 @@ def inputs(tmp_path_factory):
             "hint": say("system", "h") + say("user", "12" * (1 + row % 4)),
         },
     )
-    tiny_llama(folder / "same", initializer_range=0.3)
-    tiny_llama(folder / "padded", vocab_size=320, hidden_size=48, initializer_range=0.2)
-    write_jsonl(folder / "held_out.jsonl", [{**row, "answer": "x"} for row in rows[1:6]])
+    runs.tiny_llama(folder / "same", initializer_range=0.3)
+    runs.tiny_llama(folder / "padded", vocab_size=320, hidden_size=48, initializer_range=0.2)
+    runs.write_jsonl(folder / "held_out.jsonl", [{**row, "answer": "x"} for row in rows[1:6]])
     return folder
 
 
@@ -102,7 +91,7 @@ def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
         flags += ["--teacher_model_name_or_path", inputs / teachers[""]]
     elif teachers:
         flags += ["--teacher", *(f"{name}={inputs / path}" for name, path in teachers.items())]
-    launch(LAUNCHERS[launcher], recipe("distill"), *flags, *more)
+    runs.launch(runs.LAUNCHERS[launcher], runs.recipe("distill"), *flags, *more)
 
 
 class Student(torch.nn.Module):
@@ -224,18 +213,7 @@ def plain_run(inputs):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_run_is_that_of_the_plain_reference(inputs, plain_run, name):
-    output = plain_run(name)
-    reference = Reference(inputs, *WHOLE[name]).go()
-    found = training_lines(output)
-    assert any("sampling/sampling_logp_difference/max" in line for line in found)
-    for line in found:
-        del line["epoch"]
-        for kind in ("mean", "max"):
-            assert 0 <= line.pop(f"sampling/sampling_logp_difference/{kind}", 0) < 1e-5
-    expect_lines(found, reference.lines, rel=1e-4, abs=1e-5)
-    change = (weights(output) - weights(inputs, "model")).norm()
-    assert change > 0.01
-    assert (weights(output) - vector(reference.policy)).norm() <= 1e-4 * change
+    expect_run(plain_run(name), Reference(inputs, *WHOLE[name]).go(), without=("epoch",))
 
 
 @pytest.mark.parametrize(
@@ -249,11 +227,7 @@ def test_several_teachers_under_engines(inputs, plain_run, launcher):
     output = inputs / launcher
     settings = {**WHOLE[name][0], "micro_train_batch_size": 1}
     run(inputs, output, settings, WHOLE[name][1], launcher=launcher)
-    for line, other in zip(training_lines(expected), training_lines(output), strict=True):
-        for tag, value in line.items():
-            if not tag.startswith(("perf/", "sampling/")):
-                assert other[tag] == pytest.approx(value, rel=1e-5, abs=1e-5), tag
-    assert (weights(output) - weights(expected)).norm() <= 1e-5 * weights(expected).norm()
+    expect_alike(expected, output)
 
 
 @pytest.mark.parametrize(
@@ -274,12 +248,12 @@ def test_a_student_equal_to_its_teacher_has_no_gradient(inputs, launcher, more):
     settings = dict(SHARED, learning_rate=0, weight_decay=0, max_steps=2, n_samples_per_prompt=2)
     held_out = ["--eval_dataset_name", inputs / "held_out.jsonl"]
     run(inputs, output, settings, {"": "model"}, *held_out, *more, launcher=launcher)
-    before, after = evaluation_lines(output)
+    before, after = runs.evaluation_lines(output)
     assert {**before, "global_step": 2} == after
     for name in ("eval/kl/reverse", "eval/kl/forward", "eval/loss"):
         assert abs(before[name]) <= 1e-6
     assert before["eval/teacher/agreement"] == 1
-    for line in training_lines(output):
+    for line in runs.training_lines(output):
         for name in ("kl/reverse", "kl/forward", "loss"):
             assert abs(line[name]) <= 1e-6
         assert line["grad_norm"] <= 1e-5
@@ -287,7 +261,7 @@ def test_a_student_equal_to_its_teacher_has_no_gradient(inputs, launcher, more):
             line["entropy"] == pytest.approx(line["teacher/entropy"], rel=1e-6)
             and line["entropy"] > 1
         )
-    assert torch.equal(weights(output), weights(inputs, "model"))
+    assert torch.equal(runs.weights(output), runs.weights(inputs, "model"))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +274,7 @@ def test_the_base_below_adapters_teaches_what_it_reads_elsewhere(inputs, launche
     settings = dict(SHARED, max_steps=3, teacher_prompt="hint", learning_rate=0.02)
     run(inputs, output, {**settings, "lora_r": 4}, {}, launcher=launcher)
     expected = Reference(inputs, {**settings, "max_steps": 1}, {"": "model"}).go().lines[0]
-    first, *_, last = training_lines(output)
+    first, *_, last = runs.training_lines(output)
     for tag in ("kl/reverse", "kl/forward", "teacher/entropy"):
         assert first[tag] == pytest.approx(expected[tag], rel=1e-4)
     assert last["kl/reverse"] != first["kl/reverse"]

@@ -5,13 +5,7 @@ import torch
 
 from architectures import build
 from preference_recipes.models import logprobs, packing
-from preference_recipes.models.divergence import (
-    VALUES,
-    DistillModel,
-    Divergence,
-    Head,
-    Lesson,
-)
+from preference_recipes.models.divergence import VALUES, DistillModel, Divergence, Head, Lesson
 from preference_recipes.models.logprobs import ByChunks
 
 BETAS = (0.0, 0.1, 0.5, 1.0)

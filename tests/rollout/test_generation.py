@@ -17,11 +17,7 @@ from preference_recipes.rollouts.samples import Samples
 CONFIGS = {
     "llama": LlamaConfig(**SMALL),
     "jamba": JambaConfig(
-        **SMALL,
-        use_mamba_kernels=False,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=1,
+        **SMALL, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, num_experts=1
     ),
 }
 PROMPTS = [

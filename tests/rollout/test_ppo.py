@@ -10,38 +10,15 @@ import types
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForSequenceClassification as CLASSIFIER
+from transformers import LlamaForSequenceClassification as LlamaClassifier
 
+import plain_rollouts
 from common import arguments, batches
-from plain_loop import expect_lines, vector
-from plain_rollouts import (
-    SHARED,
-    SMALL,
-    STOPS,
-    PlainRun,
-    alone,
-    flags_of,
-    lengths_of,
-    make_inputs,
-    say,
-)
+from plain_loop import expect_lines, expect_weights, vector
 from preference_recipes.tools import export
-from runs import (
-    ASSETS,
-    launch,
-    recipe,
-    timeless,
-    tiny_llama,
-    weights,
-    write_jsonl,
-)
+from runs import ASSETS, launch, recipe, timeless, tiny_llama, weights, write_jsonl
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo")), run_name="ppo"))
 
@@ -89,7 +66,7 @@ def reward(prompts, responses, weight, **columns):
     return [w * (len(text) % 5 - 2.0) for text, w in zip(responses, weight)]
 """
 SETTINGS = dict(
-    SHARED, rollout_batch_size=4, n_samples_per_prompt=2, num_epochs_per_rollout=2, max_epochs=1, critic_learning_rate=2e-2,
+    plain_rollouts.SHARED, rollout_batch_size=4, n_samples_per_prompt=2, num_epochs_per_rollout=2, max_epochs=1, critic_learning_rate=2e-2,
     max_grad_norm=0.0, adam_epsilon=1e-5, missing_eos_penalty=0.6, clip_range=0.15, gamma=0.95, gae_lambda=0.8,
 )  # fmt: skip
 # 7 prompts: rollouts of 4 and 3 prompts, 8 and 6 samples, with two epochs of updates of 4, 4 and of
@@ -119,12 +96,12 @@ WHOLE = {
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppo")
-    make_inputs(folder, lambda row: {"weight": 1 + row % 3})
+    plain_rollouts.make_inputs(folder, lambda row: {"weight": 1 + row % 3})
     tiny_llama(folder / "reference", initializer_range=0.2)
     torch.manual_seed(5)
     head = dict(num_labels=1, reward_mean=0.1, reward_std=0.7, attention_dropout=0.2)
-    config = LlamaConfig(**{**SMALL, "initializer_range": 0.15, **head})
-    LlamaForSequenceClassification(config).save_pretrained(folder / "reward")
+    config = LlamaConfig(**{**plain_rollouts.SMALL, "initializer_range": 0.15, **head})
+    LlamaClassifier(config).save_pretrained(folder / "reward")
     AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder / "reward")
     (folder / "rewarding_of_test.py").write_text(REWARDING)
     return folder
@@ -133,17 +110,17 @@ def inputs(tmp_path_factory):
 def run(inputs, output, name, *more, **changes) -> None:
     """Runs the recipe with the settings of `WHOLE`; `more` flags win over them."""
     settings, ref, scored = WHOLE[name]
-    flags = flags_of(inputs, output, {**settings, **changes})
+    flags = plain_rollouts.flags_of(inputs, output, {**settings, **changes})
     flags += ["--reward_function", "rewarding_of_test:reward"]
     flags += ["--ref_model_name_or_path", inputs / str(ref)] * bool(ref)
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
     launch([], recipe("ppo"), *flags, *more, cwd=inputs)
 
 
-class Reference(PlainRun):
+class Reference(plain_rollouts.PlainRun):
     def __init__(self, inputs, settings, ref, scored):
         super().__init__(inputs, ppo.Args(), settings)
-        classifier = AutoModelForSequenceClassification.from_pretrained
+        classifier = CLASSIFIER.from_pretrained
         self.reference = self.load(ref or "model")
         self.judge = classifier(inputs / "reward").eval() if scored == "both" else None
         if self.judge:
@@ -225,7 +202,7 @@ class Reference(PlainRun):
             "objective/kl_coef": self.kl_coef,
             "val/explained_variance": 1 - np.var(returns - values) / np.var(returns),
             "val/returns_avg": returns.mean(),
-            **lengths_of(samples, "responses", mean="length"),
+            **plain_rollouts.lengths_of(samples, "responses", mean="length"),
             "responses/eos_rate": mean(lambda x: x.ended),
             "rewards/reward/mean": mean(lambda x: x.own_score),
         }
@@ -273,8 +250,7 @@ class Reference(PlainRun):
         each = [self.losses_of(sample, kl_coef) for sample in samples]
         means = {name: torch.cat([losses[name] for losses in each]).mean() for name in each[0]}
         rates = dict(
-            learning_rate=self.set.learning_rate,
-            critic_learning_rate=self.set.critic_learning_rate,
+            learning_rate=self.set.learning_rate, critic_learning_rate=self.set.critic_learning_rate
         )
         line = self.step(samples, means["loss"], total=total, **rates)
         return line | {name: value.item() for name, value in means.items()}
@@ -338,31 +314,16 @@ def test_every_logged_number_of_a_run(whole):
         assert column("epoch")[-1] == 1.25 and len(set(column("objective/kl_coef"))) == 3
 
 
-def test_the_weights_of_actor_and_critic_after_a_run(whole):
+def test_the_weights_of_actor_and_critic_after_a_run(whole, tmp_path):
+    """The critic is taken out of a checkpoint, as a sequence classifier that anyone can load."""
     output, reference = whole
     last = f"checkpoints/global_step_{len(reference.lines):06d}"
-    saved = load_file(output / last / "engine/model.safetensors")
-    for prefix, model in (("model.", reference.policy), ("critic.model.", reference.critic)):
-        parts = dict(model.named_parameters())
-        other = torch.cat([saved[prefix + name].flatten() for name in sorted(parts)])
-        assert (vector(model) - other).norm() <= 1e-5 * vector(model).norm()
     assert torch.equal(weights(output), weights(output, f"{last}/actor"))
-
-
-def test_the_critic_is_taken_out_of_a_checkpoint(whole, tmp_path, monkeypatch):
-    """As a sequence classifier that anyone can load."""
-    output, reference = whole
-    checkpoint = output / f"checkpoints/global_step_{len(reference.lines):06d}"
-    argv = ["export", str(checkpoint), str(tmp_path / "critic"), "--critic"]
-    monkeypatch.setattr("sys.argv", argv)
-    export.main()
-    found, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "critic", output_loading_info=True
-    )
-    assert found.config.num_labels == 1 and not info["missing_keys"] and not info["unexpected_keys"]
-    saved = load_file(checkpoint / "engine/model.safetensors")
-    for name, parameter in found.named_parameters():
-        assert torch.equal(parameter, saved[f"critic.model.{name}"])
+    export.export(output / last, tmp_path / "critic", model="critic")
+    critic, info = CLASSIFIER.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert critic.config.num_labels == 1 and not info["missing_keys"]
+    expect_weights(weights(output), reference.policy, bound=1e-5)
+    expect_weights(vector(critic), reference.critic, bound=1e-5)
 
 
 def test_evaluation(inputs):
@@ -370,12 +331,14 @@ def test_evaluation(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     texts, is_cut = [], []
-    prompts = [say("user", "ab" * (1 + row)) for row in range(3)]
+    prompts = [plain_rollouts.say("user", "ab" * (1 + row)) for row in range(3)]
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        response, _ = alone(model, ids, None, 0.0, STOPS, SETTINGS["max_new_tokens"])
+        response, _ = plain_rollouts.alone(
+            model, ids, None, 0.0, plain_rollouts.STOPS, SETTINGS["max_new_tokens"]
+        )
         texts.append(tokenizer.decode(response, skip_special_tokens=True))
-        is_cut.append(response[-1] not in STOPS)
+        is_cut.append(response[-1] not in plain_rollouts.STOPS)
     answers = [texts[0], "never said", ""]
     rows = [{"prompt": p, "answer": a, "weight": 1} for p, a in zip(prompts, answers)]
     output = inputs / "evaluation"

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from bare_runs import SHARING, alone_in, bare_sampler, data_of
+from bare_runs import SHARING, bare_sampler, data_of
 from preference_recipes.rollouts import rewards
-from preference_recipes.rollouts.samples import Samples, share_of_groups
+from preference_recipes.rollouts.samples import Samples
 from runs import LAUNCHERS, REPOSITORY, launch, refuses
 
 # Three prompts with two responses each; the third response does not end.
@@ -111,14 +111,6 @@ def test_async_functions_share_one_event_loop(accelerator, tokenizer):
         found = score(accelerator, tokenizer, judge_of(f=function), step=step)
         assert found.total.tolist() == [step] * 6
     assert loops[0] is loops[1] and not loops[0].is_closed()
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_a_prompts_samples_are_never_split_between_processes(processes):
-    shares = [share_of_groups(alone_in(rank, processes), 3, 2) for rank in range(processes)]
-    assert [row for share in shares for row in share] == [0, 1, 2, 3, 4, 5]
-    assert all(len(share) % 2 == 0 for share in shares)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 2
 
 
 # ---------------------------------------------------------------------------------------------- the sum

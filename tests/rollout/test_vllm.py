@@ -11,28 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import runs
 from bare_runs import bare_sampler
 from fake_vllm import FakeServer
-from plain_rollouts import flags_of, say
+from plain_rollouts import expect_alike, flags_of, say
 from preference_recipes.rollouts import vllm
 from preference_recipes.rollouts.vllm import Server
-from runs import (
-    ASSETS,
-    LAUNCHERS,
-    evaluation_lines,
-    kill,
-    launch,
-    lines,
-    recipe,
-    refuses,
-    samples,
-    start,
-    timeless,
-    tiny_llama,
-    training_lines,
-    weights,
-    write_jsonl,
-)
 
 REWARDING = """
 def some(prompts, responses, response_ids, **columns):
@@ -48,11 +32,11 @@ GRPO = dict(FLAGS, n_samples_per_prompt=2, drop_equal_groups=False, advantage_st
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
-    tiny_llama(folder / "model")
+    runs.tiny_llama(folder / "model")
     prompts = [say("user", f"{n}+{n}=" + "x" * (n % 3)) for n in range(14)]
     rows = [{"prompt": prompt, "answer": str(2 * n)} for n, prompt in enumerate(prompts)]
-    write_jsonl(folder / "prompts.jsonl", rows[:12])
-    write_jsonl(folder / "held_out.jsonl", rows[12:])
+    runs.write_jsonl(folder / "prompts.jsonl", rows[:12])
+    runs.write_jsonl(folder / "held_out.jsonl", rows[12:])
     (folder / "rewarding_of_test.py").write_text(REWARDING)
     return folder
 
@@ -70,7 +54,7 @@ def all_flags(inputs, output, settings: dict, *urls: str) -> list:
 
 def run(inputs, output, settings, *urls, name="grpo", launcher="plain", check=True):
     flags = all_flags(inputs, output, settings, *urls)
-    return launch(LAUNCHERS[launcher], recipe(name), *flags, cwd=inputs, check=check)
+    return runs.launch(runs.LAUNCHERS[launcher], runs.recipe(name), *flags, cwd=inputs, check=check)
 
 
 def versions_of(server) -> list[str]:
@@ -125,17 +109,17 @@ def test_a_rollout_is_asked_for_prompt_by_prompt_after_a_proven_synchronisation(
     assert all(request["temperature"] == 0 for request in asked[4:6])
 
     # What was answered is what was trained on.
-    said = samples(tmp_path / "out")
+    said = runs.samples(tmp_path / "out")
     prompts = [row["prompt"] for row in said if row["source"] == "rollout"]
     assert len(prompts) == 16 and len(set(prompts)) == 8
-    line = training_lines(tmp_path / "out")[0]
+    line = runs.training_lines(tmp_path / "out")[0]
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
     assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-5)
     assert line["sampling/importance_sampling_ratio/cut"] == 0
     assert 0 < line["sync/probe_difference"] < 1e-5 and line["sync/seconds"] > 0
     assert "sampling/staleness" not in line
     # After the last update nothing is synchronised for training.
-    assert set(lines(tmp_path / "out")[-1]) == set(evaluation_lines(tmp_path / "out")[0])
+    assert set(runs.lines(tmp_path / "out")[-1]) == set(runs.evaluation_lines(tmp_path / "out")[0])
 
 
 def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn(tokenizer):
@@ -159,7 +143,7 @@ def test_ppo_and_distillation_sample_from_a_server(inputs, server, tmp_path, nam
     settings = dict(FLAGS, lora_r=2, learning_rate=0.03)
     if name == "distill":
         del settings["reward_function"]
-        settings |= dict(teacher_model_name_or_path=ASSETS / "teacher", loss_type="sampled")
+        settings |= dict(teacher_model_name_or_path=runs.ASSETS / "teacher", loss_type="sampled")
     run(inputs, tmp_path / "out", settings, server.url, name=name)
     folders = {
         content["lora_path"] for path, content in server.requests if path == "/v1/load_lora_adapter"
@@ -167,7 +151,7 @@ def test_ppo_and_distillation_sample_from_a_server(inputs, server, tmp_path, nam
     assert folders == {str((tmp_path / "out/for_vllm").resolve())}
     asked = [content for path, content in server.requests if path == "/v1/completions"]
     assert {request["model"] for request in asked} == {"actor"}
-    found = training_lines(tmp_path / "out")
+    found = runs.training_lines(tmp_path / "out")
     assert [line["global_step"] for line in found] == [1, 2, 3, 4]
     for line in found:
         assert line["sampling/sampling_logp_difference/max"] < 1e-5
@@ -188,9 +172,7 @@ def test_several_servers_and_processes_give_the_same_run(inputs, server, tmp_pat
         second.stop()
     # The prompts are shared, the probe is not.
     assert second.paths().count("/v1/completions") == 3 * 4 + (2 * 4 + 3 * 2) // 2
-    of_one, of_two = samples(tmp_path / "one"), samples(tmp_path / "two")
-    assert [row["response"] for row in of_one] == [row["response"] for row in of_two]
-    assert weights(tmp_path / "two") == pytest.approx(weights(tmp_path / "one"), abs=1e-5)
+    expect_alike(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp_path):
@@ -198,20 +180,20 @@ def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp
     settings = dict(GRPO, rollouts_ahead=1, max_steps=8, max_epochs=3, save_steps=3, eval_steps=4)  # fmt: skip
     run(inputs, tmp_path / "whole", settings, server.url)
     flags = all_flags(inputs, tmp_path / "half", settings, server.url)
-    process = start(LAUNCHERS["plain"], recipe("grpo"), *flags, cwd=inputs)
+    process = runs.start(runs.LAUNCHERS["plain"], runs.recipe("grpo"), *flags, cwd=inputs)
     checkpoint = tmp_path / "half/checkpoints/global_step_000003"
     while not checkpoint.exists():
         assert process.poll() is None
-    kill(process)
+    runs.kill(process)
     for later in checkpoint.parent.glob("global_step_*"):
         if later != checkpoint:  # the kill came late
             shutil.rmtree(later)
     assert torch.load(checkpoint / "ahead.pt") is not None
     server.restart()  # it lost its weights, too
     run(inputs, tmp_path / "half", dict(settings, resume="auto"), server.url)
-    assert timeless(tmp_path / "half") == timeless(tmp_path / "whole")
-    assert samples(tmp_path / "half") == samples(tmp_path / "whole")
-    assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
+    assert runs.timeless(tmp_path / "half") == runs.timeless(tmp_path / "whole")
+    assert runs.samples(tmp_path / "half") == runs.samples(tmp_path / "whole")
+    assert torch.equal(runs.weights(tmp_path / "half"), runs.weights(tmp_path / "whole"))
 
 
 def test_one_rollout_ahead_is_sampled_with_the_weights_before_the_updates_of_this_one(
@@ -220,7 +202,7 @@ def test_one_rollout_ahead_is_sampled_with_the_weights_before_the_updates_of_thi
     settings = dict(GRPO, rollouts_ahead=1, max_steps=6, max_epochs=3, eval_steps=100)
     run(inputs, tmp_path / "out", settings, server.url)
     # A rollout has two updates. The second is sampled with the weights of the first.
-    staleness = [line.get("sampling/staleness") for line in training_lines(tmp_path / "out")]
+    staleness = [line.get("sampling/staleness") for line in runs.training_lines(tmp_path / "out")]
     assert staleness == [None, None, 2, None, 2, None]
     versions = versions_of(server)
     # Before the first update, after it for the third rollout, and for the last evaluation.
@@ -229,7 +211,7 @@ def test_one_rollout_ahead_is_sampled_with_the_weights_before_the_updates_of_thi
     sampled = [version for version, c in zip(server.answered, asked) if c["n"] == 2]
     assert sampled == [versions[0]] * 8 + [versions[1]] * 4
     # The correction is at work: the samples are not those of the policy.
-    later = training_lines(tmp_path / "out")[2]
+    later = runs.training_lines(tmp_path / "out")[2]
     assert later["sampling/sampling_logp_difference/max"] > 1e-4
     assert later["sampling/importance_sampling_ratio/max"] > 1.001
     # Staleness is no fault of the server.
@@ -274,7 +256,7 @@ def test_wrong_weights_end_the_run_within_one_rollout(inputs, tmp_path, fault):
     else:
         assert "log-probs differ from those of training by" in said and "docs/vllm.md" in said
     # At most the two updates of one rollout: no other is sampled.
-    trained = lines(tmp_path / "out") if (tmp_path / "out/metrics.jsonl").exists() else []
+    trained = runs.lines(tmp_path / "out") if (tmp_path / "out/metrics.jsonl").exists() else []
     assert len([line for line in trained if "loss" in line]) <= 2
 
 
@@ -313,7 +295,7 @@ def answer_of(**changes) -> dict:
 def test_answers_that_are_refused(server, status, answer, parts):
     server.fault = lambda path, content: (status, json.dumps(answer))
     client = Server(server.url)
-    refuses(server.url, *parts, call=lambda: client.complete(REQUEST))
+    runs.refuses(server.url, *parts, call=lambda: client.complete(REQUEST))
 
 
 def test_answers_in_another_order_are_put_in_order(server):
