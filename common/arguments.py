@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import transformers
 import yaml
 from transformers import HfArgumentParser
+from transformers.utils import import_utils
 
-from common import ASSETS, counted, speaks_for_all
+from common import ASSETS, counted, replaced, speaks_for_all
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -28,6 +30,13 @@ MAY_CHANGE |= {"dataset_name", "eval_dataset_name", "eval_dataset_split"}
 
 # What a micro-batch holds on a GPU, unless the user sets it.
 TOKENS_ON_GPU = 16_384
+
+# transformers (to 5.23) reads its 2,500 files of models when it is imported, and all of them again
+# for its folder `models`: its own cache is too small. The first result is a twentieth of the start.
+MODELS = Path(transformers.__file__).with_name("models")
+known = import_utils.create_import_structure_from_path(MODELS)
+with replaced((import_utils, "create_import_structure_from_path", lambda path: known)):
+    import transformers.models
 
 
 class Parser(HfArgumentParser):
