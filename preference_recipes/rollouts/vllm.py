@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +78,14 @@ def sample_ahead(sampler: Sampler, position: Position) -> None:
     position.end_rollout()  # the number of the rollout is part of its seeds
     prompts = position.take_prompts(sampler, args.rollout_batch_size)
     uniforms = position.draw_uniforms(args, len(prompts["row"]))
-    sampler.servers.begin(prompts["prompt_ids"], uniforms)
+    requests = make_requests(sampler, prompts["prompt_ids"], uniforms, args.temperature)
+    sampler.servers.synchronise()
+    answer = None
+    if sampler.accelerator.is_main_process:
+        background = ThreadPoolExecutor(1)
+        answer = background.submit(sampler.servers.ask, requests).result
+        background.shutdown(wait=False)  # ends the thread once it has the answer
+    sampler.servers.ahead = Ahead(requests, sampler.progress.global_step, answer)
 
 
 class Ahead(NamedTuple):
@@ -86,7 +93,7 @@ class Ahead(NamedTuple):
 
     requests: list[dict]  # one for each prompt
     weights_of: int  # `global_step` of the weights that sample it
-    answer: Future | None  # its responses, when they are there; on the main process alone
+    answer: Callable | None  # waits for its responses and returns them; on the main process alone
 
 
 class Servers:
@@ -131,20 +138,9 @@ class Servers:
         self.synchronise()
         return self.on_main_process(self.ask, requests)
 
-    def begin(self, prompts: list[list[int]], uniforms: np.ndarray) -> None:
-        """Begins to sample responses, which `generate` returns once it is asked for them."""
-        self.synchronise()
-        requests = make_requests(self.sampler, prompts, uniforms, self.sampler.args.temperature)
-        answer = None
-        if self.sampler.accelerator.is_main_process:
-            background = ThreadPoolExecutor(1)
-            answer = background.submit(self.ask, requests)
-            background.shutdown(wait=False)  # ends the thread once it has the answer
-        self.ahead = Ahead(requests, self.sampler.progress.global_step, answer)
-
     def sampled_ahead(self) -> list[Response]:
         """Returns the responses of `ahead` on all processes, once they are there."""
-        return self.on_main_process(lambda: self.ahead.answer.result())
+        return self.on_main_process(self.ahead.answer)
 
     def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
@@ -156,9 +152,8 @@ class Servers:
         return {**self.ahead._asdict(), "answer": list(map(tuple, self.sampled_ahead()))}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        answer: Future = Future()
-        answer.set_result([Response(*response) for response in state["answer"]])
-        self.ahead = Ahead(**{**state, "answer": answer})
+        responses = [Response(*response) for response in state["answer"]]
+        self.ahead = Ahead(**{**state, "answer": lambda: responses})
 
     def ask(self, requests: list[dict]) -> list[Response]:
         """Returns the responses to all requests, in their order; for this process alone."""

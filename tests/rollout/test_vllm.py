@@ -41,11 +41,14 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def server(inputs):
+def started(inputs):
     with_model = FakeServer(inputs / "model")
     yield with_model
     with_model.stop()
+
+
+server = pytest.fixture(started, name="server")
+second = pytest.fixture(started, name="second")
 
 
 def all_flags(inputs, output, settings: dict, *urls: str) -> list:
@@ -163,13 +166,11 @@ def test_ppo_and_distillation_sample_from_a_server(inputs, server, tmp_path, nam
 
 
 @pytest.mark.parametrize("launcher", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_several_servers_and_processes_give_the_same_run(inputs, server, tmp_path, launcher):
+def test_several_servers_and_processes_give_the_same_run(
+    inputs, server, second, tmp_path, launcher
+):
     run(inputs, tmp_path / "one", GRPO, server.url)
-    second = FakeServer(inputs / "model")
-    try:
-        run(inputs, tmp_path / "two", GRPO, server.url, second.url, launcher=launcher)
-    finally:
-        second.stop()
+    run(inputs, tmp_path / "two", GRPO, server.url, second.url, launcher=launcher)
     # The prompts are shared, the probe is not.
     assert second.paths().count("/v1/completions") == 3 * 4 + (2 * 4 + 3 * 2) // 2
     expect_alike(tmp_path / "one", tmp_path / "two")
@@ -235,8 +236,7 @@ def corrupt(server, folder) -> None:
 
 
 @pytest.mark.parametrize("fault", [delay, corrupt])
-def test_wrong_weights_end_the_run_within_one_rollout(inputs, tmp_path, fault):
-    server = FakeServer(inputs / "model")
+def test_wrong_weights_end_the_run_within_one_rollout(inputs, server, tmp_path, fault):
     server.loaded = []
 
     def before_it_loads(path, content):
@@ -245,11 +245,7 @@ def test_wrong_weights_end_the_run_within_one_rollout(inputs, tmp_path, fault):
 
     server.fault = before_it_loads
     settings = dict(GRPO, temperature=0.7, eval_steps=100)
-    try:
-        done = run(inputs, tmp_path / "out", settings, server.url, check=False)
-    finally:
-        server.stop()
-    said = said_at_the_end(done)
+    said = said_at_the_end(run(inputs, tmp_path / "out", settings, server.url, check=False))
     assert server.url in said
     if fault is delay:
         assert "does not have the weights that it was given" in said
