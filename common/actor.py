@@ -36,10 +36,6 @@ class Actor:
         model: what `accelerator.prepare` returned; the actor is the `model` of the module in it.
         also: other Hugging Face models in that module, such as PPO's critic, by the name of the
             folder in which a checkpoint holds each.
-
-    Attributes:
-        unwrapped: the module inside the prepared one.
-        best: the best evaluation so far.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class Actor:
         self.model = model
         self.tokenizer = tokenizer
         self.also = dict(also or {})
-        self.unwrapped = engine.unwrapped(run.accelerator, model)
+        self.unwrapped = engine.unwrapped(run.accelerator, model)  # the module inside `model`
         self.best = Best()
 
     def save(

@@ -13,17 +13,13 @@ import torch
 
 
 class Rows:
-    """A `datasets.Dataset` whose rows are read as they are. `Sequences` is one that cuts them.
-
-    Attributes:
-        lengths: tokens of each row, from its column `length`.
-        added: further columns by name, arrays with one entry for each row.
-    """
+    """A `datasets.Dataset` whose rows are read as they are. `Sequences` is one that cuts them."""
 
     def __init__(self, dataset):
         self.dataset = dataset
+        # Further columns by name, with one entry for each row.
         self.added: dict[str, np.ndarray] = {}
-        # In parts: read at once the column would take half a kilobyte per row.
+        # Tokens of each row. In parts: read at once they would take half a kilobyte per row.
         parts = dataset.select_columns("length").iter(10_000)
         self.lengths = np.concatenate([part["length"] for part in parts])
 

@@ -43,10 +43,6 @@ class Checkpoint:
         others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
-
-    Attributes:
-        identity: the whole of it, also the arguments that may change.
-        last_saved: `global_step` of the run's own last checkpoint in its folder; None: none yet.
     """
 
     def __init__(
@@ -71,11 +67,12 @@ class Checkpoint:
         self.others = others
         self.is_deepspeed = engine.zero_stage(run.accelerator) > 0
         self.folder = run.output_dir / "checkpoints"
+        # `global_step` of the run's own last checkpoint in its folder; None: none yet.
         self.last_saved: int | None = None
         self.signals = stopping.Signals()
         template = str(getattr(actor.tokenizer, "chat_template", None)).encode()
         processes = counted(self.accelerator.num_processes, "process")
-        self.identity = {
+        self.identity = {  # with all arguments, also those that may change
             **vars(run.args),
             **identity,
             # The content of the template counts, not the name of its file.

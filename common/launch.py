@@ -51,8 +51,9 @@ def make_accelerator(args, recipe: str) -> Accelerator:
                 f"--output_dir {args.output_dir} is not visible to every process: "
                 "several nodes need a shared file system"
             )
-        what = f"{engine.describe(accelerator)}; output in {args.output_dir}"
-        accelerator.print(what, flush=True)
+        accelerator.print(
+            f"{engine.describe(accelerator)}; output in {args.output_dir}", flush=True
+        )
     return accelerator
 
 

@@ -100,16 +100,13 @@ class Means:
     """The exact means of the next log line, and those of an update until it is applied.
 
     An evaluation has one of its own: it adds, and reduces.
-
-    Attributes:
-        pending: of the current update; dropped if it is skipped.
-        open: of the updates applied since the last line. A checkpoint holds it.
-        last_update: values of the last applied update alone. A checkpoint holds them.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.pending = Sums(accelerator)
+        self.pending = Sums(accelerator)  # of the current update; dropped if it is skipped
+        # A checkpoint holds these: of the updates applied since the last line, and values of the
+        # last applied update alone.
         self.open = Sums(accelerator)
         self.last_update: dict[str, float] = {}
 
@@ -191,22 +188,17 @@ PEAK_FLOPS = {
 
 
 class Speed:
-    """Measures the seconds since the last log line, and what was done in them.
-
-    Attributes:
-        seconds: of the blocks that were timed since the last line, by name.
-        flop: operations of this process since the last line; float64 on the device, so that no GPU
-            waits for them.
-    """
+    """Measures the seconds since the last log line, and what was done in them."""
 
     def __init__(self, accelerator: Accelerator, progress: Progress, flop: tuple[float, float]):
         self.accelerator = accelerator
         self.progress = progress
         self.flop_of_token, self.flop_of_target = flop
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
         self.peak = None  # operations a second at most; None: not known, so no MFU
         if accelerator.device.type == "cuda":
             self.peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
+        # Operations of this process; on the device, so that no GPU waits for them.
         self.flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
         self.restart()
 

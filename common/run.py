@@ -46,10 +46,6 @@ class Run(Progress):
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
         progress: further fields of `Progress`, in a recipe that samples.
-
-    Attributes:
-        timed, count_flop: see `Speed`.
-        bar: the progress bar, from `start` on.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class Run(Progress):
         self.count_flop = self.speed.count_flop
         self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
         self.charts = charts
-        self.bar: tqdm | None = None
+        self.bar: tqdm | None = None  # the progress bar, from `start` on
 
     def start(self) -> None:
         """Opens the trackers and the bar, and starts the clock. All processes must call it."""

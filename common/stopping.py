@@ -68,14 +68,10 @@ def check_skips(accelerator: Accelerator, progress: Progress, loss_scale: float 
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGUSR1, which end a run after its update.
-
-    Attributes:
-        number: of the signal that came; 0 if none did.
-    """
+    """SIGTERM, SIGINT and SIGUSR1, which end a run after its update."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = 0  # of the signal that came; 0 if none did
         for number in SIGNALS:
             signal.signal(number, self.handle)
         # What comes during a fork waits until after it.
