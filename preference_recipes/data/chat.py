@@ -24,9 +24,9 @@ from preference_recipes.data.rendering import (
     bos_of,
     encode,
     encode_after,
+    ending_of,
     n_common,
     render,
-    style_of,
 )
 
 # Why an answer is left out.
@@ -159,7 +159,7 @@ def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
         f"{DROPS_ROLE} (role {message['role']!r})"
         for place, message in enumerate(messages)
         if message["role"] != "assistant" and message["content"].strip() not in text
-        if drops_content(tokenizer, messages, tools, place)
+        if drops(tokenizer, messages, tools, place, content=message["content"] + MARK)
     ]
     return Prompt(text, encode(tokenizer, text), notes)
 
@@ -187,17 +187,15 @@ def write_answer(
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
-    r"""Returns an answer up to and with the token that ends it, and whether there is one.
+    """Returns an answer up to and with the token that ends it, and whether there is one.
 
-    <end>\n     Yes<end>\n      Yes<end>
-    <end>\n     call<call>\n    call<call>    a tool call may end differently
-    \n\n        Yes.\n\n        Yes.          no token ends an answer
+    A tool call may end with another token than other answers (gpt-oss).
     """
-    style = style_of(tokenizer)
-    if text.endswith(style.ending):
-        return text.removesuffix(style.ending) + style.end, bool(style.end)
+    whole, end = ending_of(tokenizer)
+    if text.endswith(whole):
+        return text.removesuffix(whole) + end, bool(end)
     ends = [found.end() for found in added_tokens(tokenizer).finditer(text)]
-    if style.end and ends and not text[ends[-1] :].strip():
+    if end and ends and not text[ends[-1] :].strip():
         return text[: ends[-1]], True
     return text, False
 
@@ -243,14 +241,11 @@ def find_answer(
 ) -> tuple[str, str, list[str]]:
     """Returns the context of an answer, the answer with all that follows it, and notes.
 
-    the template ...                                  so ...
-    writes more in the prompt than before an answer   see `split_answer`
-    rewrites the history once an answer follows       the prompt's is put back: `as_read`
-    drops the thinking of the answer                  it is put back: `with_thinking`
-    drops a content or a call of the answer           the answer is left out
+    The answer is "" if the template drops its content or a call of it. Thinking that it drops is
+    put back, and so is the history as the prompt has it.
     """
     messages = [*history, answer]
-    if answer.get("tool_calls") and is_same(tokenizer, messages, tools, -1, tool_calls=[]):
+    if answer.get("tool_calls") and drops(tokenizer, messages, tools, -1, tool_calls=[]):
         return prompt, "", [DROPS_CALLS]
     thought = ""  # that the template drops
     bare = thoughts.removed(answer)
@@ -260,7 +255,9 @@ def find_answer(
         whole = render(tokenizer, [*history, bare], tools)
     whole = as_read(tokenizer, prompt, history, tools, whole)
     context, text = split_answer(prompt, whole, thinks=bool(thought))
-    if bare["content"].strip() not in text and drops_content(tokenizer, messages, tools, -1):
+    longer = answer["content"] + MARK  # a template may drop all from an open marker on
+    is_there = bare["content"].strip() in text
+    if not is_there and drops(tokenizer, messages, tools, -1, content=longer):
         return prompt, "", [DROPS_ANSWER]
     if thought:
         context, text = with_thinking(prompt, context, text, thought)
@@ -338,7 +335,7 @@ def with_thinking(prompt: str, context: str, text: str, thought: str) -> tuple[s
     return split_answer(prompt, context + text)
 
 
-def is_same(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:
+def drops(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:
     """Whether the template writes messages as if one had these changes."""
     changed = list(messages)
     changed[place] = {**messages[place], **changes}
@@ -346,11 +343,6 @@ def is_same(tokenizer, messages: list[dict], tools, place: int, **changes) -> bo
         return render(tokenizer, changed, tools) == render(tokenizer, messages, tools)
     except Exception:  # it wants what is missing
         return False
-
-
-def drops_content(tokenizer, messages: list[dict], tools, place: int) -> bool:
-    """Whether the template leaves out a message's content, or what follows an open marker in it."""
-    return is_same(tokenizer, messages, tools, place, content=messages[place]["content"] + MARK)
 
 
 # ============================================================ between two answers
@@ -362,7 +354,7 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
     """
     prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
     before, _ = render_beyond_answer(tokenizer, [QUESTION])
-    answer = before.removeprefix(prompt).removesuffix(style_of(tokenizer).end)
+    answer = before.removeprefix(prompt).removesuffix(ending_of(tokenizer).end)
     if answer.strip() != MARK:  # whitespace around the answer is the model's own
         raise BadRow(f"{UNFIT} writes an answer differently once it is followed")
     prompt = render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
@@ -395,7 +387,7 @@ def render_beyond_answer(tokenizer, messages: list[dict], tools=None) -> tuple[s
     answer = {**MARKED, "tool_calls": [CALL]} if messages[0]["role"] == "tool" else MARKED
     text = render(tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True)
     word = MARK if MARK in text else CALLED  # a template may drop the content of a call
-    end = style_of(tokenizer).end  # maybe ""
+    end = ending_of(tokenizer).end  # maybe ""
     start = text.find(end, text.find(word) + len(word)) if word in text else -1
     if start < 0:
         raise BadRow(f"{UNFIT} leaves out an answer, or its end, once it is followed")

@@ -26,6 +26,16 @@ class BadRow(Exception):
     """A row that fits no format; its text says which column, and what was expected."""
 
 
+class Arguments(dict):
+    """The arguments of a call; a template that prints them, or adds them to a text, writes JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
 # ============================================================ what a message is
 def is_messages(value) -> bool:
     """Whether a value is a list of messages, see `is_message`."""
@@ -35,7 +45,7 @@ def is_messages(value) -> bool:
 def is_message(value) -> bool:
     """Whether a value is `{"role": ..., "content": ...}`, or ShareGPT's `{"from", "value"}`.
 
-    The content is a string or a list of parts. A message that calls tools needs none.
+    A message that calls tools needs no content.
     """
     if not isinstance(value, dict):
         return False
@@ -68,11 +78,7 @@ def has_text(value: str | list[dict]) -> bool:
 
 # ============================================================ one form
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
-    """Returns messages, each with a role and a text; a string becomes one message of `role`.
-
-    Raises:
-        BadRow: a message says what no text can hold, such as an image, or its sender is unknown.
-    """
+    """Returns messages, each with a role and a text; a string becomes one message of `role`."""
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
     given = enumerate(as_list(value), 1)
@@ -89,8 +95,9 @@ def as_message(message: dict, where: str) -> dict:
         others = {name: message[name] for name in message if name not in ("from", "value")}
         message = {**others, "role": SENDERS[sender], key: message.get("value", "")}
     calls = as_list(calls_of(message) or [])
-    message = {key: value for key, value in message.items() if key != "tool_calls"}
-    if isinstance(message.get("content"), list):
+    message = {"content": "", **message}
+    message.pop("tool_calls", None)
+    if isinstance(message["content"], list):
         message, calls_in_content = from_parts(message, where)
         calls += calls_in_content
     if calls:
@@ -101,14 +108,14 @@ def as_message(message: dict, where: str) -> dict:
                 f"{where}, {key} {message[key]!r}: every learned turn counts alike; remove the "
                 "key, or give train: false to a turn that is not learned"
             )
-    return {"content": "", **message}
+    return message
 
 
 def from_parts(message: dict, where: str) -> tuple[dict, list]:
     """Returns a message whose content is a list of parts as one with a text, and its calls.
 
     A part's value is under its own type, as in `{"type": "thinking", "thinking": ...}`, or under
-    `value` or `text`. Thinking takes the place of the message's `reasoning_content`.
+    `value` or `text`.
     """
     texts = {"content": ""}
     calls = []
@@ -133,8 +140,7 @@ def calls_of(message: dict) -> Any:
 def nested(call: Any, where: str) -> dict:
     """Returns a call as in OpenAI's API: `{"function": {"name": ..., "arguments": {...}}}`.
 
-    A flat call has name and arguments side by side. Arguments may be under `parameters`; they are
-    an object or its JSON, which most templates would quote once more, and {} if there are none.
+    A flat call has name and arguments side by side. Arguments may be under `parameters`, and JSON.
     """
     if isinstance(call, dict) and "function" not in call:
         function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
@@ -151,7 +157,7 @@ def nested(call: Any, where: str) -> dict:
             f"JSON, found {arguments!r:.80}"
         )
     renamed = {"arguments" if key in ARGUMENTS else key: function[key] for key in function}
-    return {**call, "function": {**renamed, "arguments": arguments or {}}}
+    return {**call, "function": {**renamed, "arguments": Arguments(arguments or {})}}
 
 
 # ============================================================ values

@@ -62,8 +62,8 @@ def taught_row(
 ) -> dict:
     """Returns what `prompt_row` does for one row, and what a distillation needs besides.
 
-    Of several teachers that is `teacher`, the row's own; `teacher_prompt_ids`, if the teacher reads
-    another column; and with completions what `add_completion` adds.
+    That is `teacher`, if there are several; `teacher_prompt_ids`, if the teacher reads another
+    column; and with completions what `add_completion` adds.
 
     Args:
         teacher_prompt: the column with the teacher's prompt; None: it reads the student's.

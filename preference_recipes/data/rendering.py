@@ -1,10 +1,9 @@
 """Texts and token ids: what a tokenizer and its chat template make of texts and of messages.
 
-A template is rendered here and nowhere else. How it wants messages, and how it ends an answer, is
-found out by a few trials, once for each: see `Style`.
+A template is rendered here and nowhere else. How it ends an answer is found out by a few trials,
+once for each: see `Ending`.
 """
 
-import copy
 import datetime
 import functools
 import json
@@ -18,7 +17,7 @@ import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
 from preference_recipes.data import thoughts
-from preference_recipes.data.messages import BadRow
+from preference_recipes.data.messages import Arguments, BadRow
 
 # Messages for trials. No template and no data write these words by themselves.
 MARK = "zqzplace"
@@ -28,7 +27,7 @@ MARKED: dict[str, Any] = {"role": "assistant", "content": MARK}
 CALL: dict[str, Any] = {
     "type": "function",
     "id": "000000000",  # Mistral's templates want nine characters
-    "function": {"name": CALLED, "arguments": {}},
+    "function": {"name": CALLED, "arguments": Arguments()},
 }
 
 
@@ -137,37 +136,26 @@ def stop_tokens(tokenizer, model) -> set[int]:
     """Returns what ends a response: EOS, the end of a turn, what the generation config says."""
     own = model.generation_config.eos_token_id
     own = [own] if isinstance(own, int) else own or []
-    return {tokenizer.eos_token_id, *own, *encode(tokenizer, style_of(tokenizer).end)[-1:]}
+    return {tokenizer.eos_token_id, *own, *encode(tokenizer, ending_of(tokenizer).end)[-1:]}
 
 
 # ============================================================ rendering
-class Style(NamedTuple):
-    """How a chat template wants and writes messages, as found out by rendering some."""
-
-    argument_texts: bool = False  # the arguments of calls must be JSON texts (DeepSeek-V3)
-    ending: str = ""  # what it writes after the last answer, whatever that is: `<|im_end|>\n`
-    end: str = ""  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
-
-
 def render(
     tokenizer,
     messages: list[dict],
     tools: list[dict] | None = None,
     add_generation_prompt: bool = False,
-    style: Style | None = None,
 ) -> str:
     """Returns messages as the chat template writes them, which raises what it likes about them.
 
     Args:
         tools: JSON schemas of what the messages may call.
-        style: how the template wants messages; found by trial if not given.
     """
     if not messages:
         return ""
     template = template_of(tokenizer, tools is not None)
-    style = style or style_of(tokenizer)
     return template(
-        messages=[in_style(tokenizer, message, style) for message in messages],
+        messages=[to_write(tokenizer, message) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt,
     )
@@ -191,63 +179,60 @@ def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
     return functools.partial(compiled.render, documents=None, **tokenizer.special_tokens_map)
 
 
-def in_style(tokenizer, message: dict, style: Style) -> dict:
-    """Returns a message in the form that a template wants."""
-    message = dict(message)
-    if message["role"] == "assistant":
-        message["content"] = without_end(tokenizer, message["content"], style)
-        thought = thoughts.of_field(message)
-        if thought:  # a template reads one of these fields
-            message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
-    if style.argument_texts and message.get("tool_calls"):
-        message["tool_calls"] = copy.deepcopy(message["tool_calls"])
-        for call in message["tool_calls"]:
-            arguments = call["function"]["arguments"]
-            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return message
+def to_write(tokenizer, message: dict) -> dict:
+    """Returns a message as a template reads it: thinking in all fields, a content without its end.
 
-
-def without_end(tokenizer, content: str, style: Style) -> str:
-    """Returns an answer without the token that ends it, which the template writes itself."""
-    for end in (style.end, tokenizer.eos_token):
-        if end and content.rstrip().endswith(end):
-            return without_end(tokenizer, content.rstrip().removesuffix(end), style)
-    return content
+    A template knows one of the fields, and writes the token that ends an answer itself.
+    """
+    if message["role"] != "assistant":
+        return message
+    thought = thoughts.of_field(message)
+    fields = {field: message.get(field) or thought for field in thoughts.FIELDS if thought}
+    content = ends_of(tokenizer).sub("", message["content"])
+    return {**message, **fields, "content": content}
 
 
 @functools.lru_cache(maxsize=16)
-def style_of(tokenizer) -> Style:
-    """Renders a few short messages, and infers from them how the template writes."""
+def ends_of(tokenizer) -> re.Pattern:
+    """Returns what matches the tokens that end an answer at the end of a content."""
+    ends = [re.escape(end) for end in (ending_of(tokenizer).end, tokenizer.eos_token) if end]
+    return re.compile(rf"(({'|'.join(ends) or '(?!)'})\s*)+\Z")
 
-    def write(style: Style, *messages: dict) -> str:
-        try:
-            return render(tokenizer, list(messages), style=style)
-        except Exception:  # a template raises what it likes
-            return ""
 
-    style = Style()
-    with_texts = Style(argument_texts=True)
-    call = {**CALL, "function": {"name": CALLED, "arguments": {"a": True}}}
-    calls = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    by_object = write(style, *calls)
-    if ("'a': True" in by_object or not by_object) and '"a": true' in write(with_texts, *calls):
-        style = with_texts
+class Ending(NamedTuple):
+    """What a template writes after an answer, as found out by rendering some."""
+
+    whole: str  # after the last answer, whatever that is: `<|im_end|>\n`
+    end: str  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
+
+
+@functools.lru_cache(maxsize=16)
+def ending_of(tokenizer) -> Ending:
+    """Returns what a tokenizer's template writes after an answer.
+
+    The token that ends an answer also ends one that is followed: Phi-3 writes `<|end|><eos>` after
+    the last one, but `<|end|>` after others. If they have nothing in common (gpt-oss), the last
+    answer's own counts. An EOS is the end wherever it is; of other tokens the last one that both
+    have (Cohere).
+    """
 
     def after_answer(*following: dict) -> str:
-        answers = [{"role": "assistant", "content": content} for content in "ab"]
-        texts = [write(style, QUESTION, answer, *following)[::-1] for answer in answers]
+        texts = []
+        for content in "ab":
+            messages = [QUESTION, {"role": "assistant", "content": content}, *following]
+            text = template_of(tokenizer, False)(messages=messages, tools=None)
+            texts.append(text[::-1])
         return os.path.commonprefix(texts)[::-1]
 
-    # The token that ends an answer also ends one that is followed: Phi-3 writes `<|end|><eos>`
-    # after the last one, but `<|end|>` after others. If they have nothing in common (gpt-oss), the
-    # last answer's own counts. An EOS is the end wherever it is; of other tokens the last one that
-    # both have (Cohere).
-    ending = after_answer()
-    followed = after_answer(QUESTION)
-    ends = [ending[: found.end()] for found in added_tokens(tokenizer).finditer(ending)]
+    try:
+        whole = after_answer()
+        followed = after_answer(QUESTION)
+    except Exception:  # a template raises what it likes
+        return Ending("", "")
+    ends = [whole[: found.end()] for found in added_tokens(tokenizer).finditer(whole)]
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
-    return style._replace(ending=ending, end=[*with_eos, *reversed(ends), ""][0])
+    return Ending(whole, [*with_eos, *reversed(ends), ""][0])
 
 
 # ============================================================ variables and date of a template

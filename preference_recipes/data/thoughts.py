@@ -63,10 +63,9 @@ def written(message: dict, template: str) -> str:
     thought = of_message(message)
     in_content, rest = split(message["content"])
     if thought == in_content:
-        gap = rest.removesuffix(rest.lstrip())
         opener, closer = next(pair for pair in MARKERS if thought.endswith(pair[1]))
         is_opened = opener in thought.partition(closer)[0]
-        return ("" if is_opened else opener) + thought + gap
+        return ("" if is_opened else opener) + thought + rest.removesuffix(rest.lstrip())
     opener, closer = next((pair for pair in MARKERS if pair[1] in template), MARKERS[0])
     gap = "" if closer == "<channel|>" else "\n\n"  # what Gemma's template writes itself
     return f"{opener}\n{thought}\n{closer}{gap}"

@@ -152,7 +152,7 @@ def test_templates_go_on_as_they_write_themselves(name):
         return
     conversation = say("user", "One.") + say("assistant", "Two") + say("user", "Three?")
     prompt = rendering.render(tokenizer, conversation[:1], add_generation_prompt=True)
-    end = rendering.style_of(tokenizer).end
+    end = rendering.ending_of(tokenizer).end
     answer = "Two" if prompt + "Two" in rendering.render(tokenizer, conversation) else " Two"
     between = decode(tokenizer, chat.ids_after_answer(tokenizer, conversation[2:]))
     whole = rendering.render(tokenizer, conversation, add_generation_prompt=True)
