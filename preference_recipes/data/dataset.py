@@ -122,7 +122,7 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     rows = datasets.concatenate_datasets(parts)
     accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
     rows = rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
-    return rows if any(rows["answer"]) else rows.remove_columns("answer")
+    return rows if any(rows["answer"][:]) else rows.remove_columns("answer")
 
 
 def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
