@@ -31,6 +31,7 @@ NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+DIGIT = re.compile(r"\d")
 # The unit that may directly follow a number: km, km/h, cm², the C of degrees; not x as in 3x.
 UNIT = re.compile(r"(?:[CF]|/?[^\W\d_²³]{2,}(?:/[^\W\d_²³]+)?)[²³]*")
 # What people and LaTeX write around an answer, and what replaces it.
@@ -102,7 +103,7 @@ def is_right(response: str, answer: str | float | list, prompt: str = "") -> boo
     for entry in dataset.answer_text(answer).split(dataset.BETWEEN):
         right = plain(final_answer(entry)).rstrip(".")
         if NUMBER.fullmatch(right):
-            if number_in(stated) == to_decimal(right):
+            if number_in(stated) == number_in(right):
                 return True
         elif as_text(stated) == as_text(right):
             return True
@@ -171,9 +172,9 @@ def plain(text: str) -> str:
 def number_in(text: str) -> Decimal | None:
     """Returns the only number in a text; None if there is none, or several, as in 1/2 or 9:30."""
     name, equals, value = text.partition("=")
-    if equals and not has_digit(name):
+    if equals and not DIGIT.search(name):
         text = value  # x = 18, but not 3 + 4 = 7
-    words = [word for word in text.split() if has_digit(word)]
+    words = [word for word in text.split() if DIGIT.search(word)]
     if len(words) != 1:
         return None
     word = words[0].lstrip("(['\"").rstrip(")]'\".,;:!?")
@@ -181,16 +182,9 @@ def number_in(text: str) -> Decimal | None:
     if number is None:
         return None
     rest = word[number.end() :]
-    return to_decimal(number[0]) if not rest or UNIT.fullmatch(rest) else None
-
-
-def has_digit(text: str) -> bool:
-    return any(letter.isdecimal() for letter in text)
-
-
-def to_decimal(number: str) -> Decimal:
-    """Returns the value of a number that `NUMBER` matches."""
-    return Decimal(number.replace(",", ""))
+    if rest and not UNIT.fullmatch(rest):
+        return None
+    return Decimal(number[0].replace(",", ""))
 
 
 def as_text(text: str) -> str:

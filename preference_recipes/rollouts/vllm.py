@@ -129,7 +129,7 @@ class Servers:
         requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None:
             # Also for other requests: servers sample with one version of the weights at a time.
-            responses = self.sampled_ahead()
+            responses = self.on_main_process(self.ahead.answer)
             if self.ahead.requests == requests:
                 staleness = sampler.progress.global_step - self.ahead.weights_of
                 sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
@@ -138,10 +138,6 @@ class Servers:
         self.synchronise()
         return self.on_main_process(self.ask, requests)
 
-    def sampled_ahead(self) -> list[Response]:
-        """Returns the responses of `ahead` on all processes, once they are there."""
-        return self.on_main_process(self.ahead.answer)
-
     def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
 
@@ -149,7 +145,8 @@ class Servers:
         """
         if self.ahead is None:
             return None
-        return {**self.ahead._asdict(), "answer": list(map(tuple, self.sampled_ahead()))}
+        responses = self.on_main_process(self.ahead.answer)
+        return {**self.ahead._asdict(), "answer": list(map(tuple, responses))}
 
     def load_state(self, state: dict[str, Any]) -> None:
         responses = [Response(*response) for response in state["answer"]]

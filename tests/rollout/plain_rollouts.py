@@ -58,7 +58,7 @@ def say(role: str, text: str) -> list[dict]:
     return [{"role": role, "content": text}]
 
 
-def make_inputs(folder: Path, of_row=lambda row: {}, **changes) -> list[dict]:
+def make_inputs(folder: Path, of_row=lambda row: {}, **changes) -> None:
     """A policy with dropout, which must be off, and 7 prompts with what `of_row` adds to them."""
     tiny_llama(folder / "model", attention_dropout=0.2, **changes)
     # Random weights rarely end a response: more tokens do.
@@ -67,7 +67,6 @@ def make_inputs(folder: Path, of_row=lambda row: {}, **changes) -> list[dict]:
     prompts = [say("user", "ab3" * (1 + 5 * row % 7)) for row in range(7)]
     rows = [{"prompt": prompt, **of_row(row)} for row, prompt in enumerate(prompts)]
     write_jsonl(folder / "prompts.jsonl", rows)
-    return rows
 
 
 def flags_of(inputs: Path, output: Path, settings: dict) -> list:

@@ -53,7 +53,7 @@ WHOLE = {
 def inputs(tmp_path_factory):
     """A student, a teacher of its shape and one of another with a head padded to 320 rows, and 7 prompts."""
     folder = tmp_path_factory.mktemp("distill")
-    rows = plain_rollouts.make_inputs(
+    plain_rollouts.make_inputs(
         folder,
         lambda row: {
             "completion": say("assistant", "xyz"[: 1 + row % 3] * (1 + row % 2)),
@@ -63,7 +63,6 @@ def inputs(tmp_path_factory):
     )
     runs.tiny_llama(folder / "same", initializer_range=0.3)
     runs.tiny_llama(folder / "padded", vocab_size=320, hidden_size=48, initializer_range=0.2)
-    runs.write_jsonl(folder / "held_out.jsonl", [{**row, "answer": "x"} for row in rows[1:6]])
     return folder
 
 
@@ -200,8 +199,7 @@ def test_a_run_is_that_of_the_plain_reference(inputs, plain_run, name):
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "fsdp2"))],
+    "launcher", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.slow)]
 )
 def test_several_teachers_under_engines(inputs, plain_run, launcher):
     """Each teacher reads on both processes, though often only one of them has answers of its own."""
@@ -211,40 +209,6 @@ def test_several_teachers_under_engines(inputs, plain_run, launcher):
     settings = {**WHOLE[name][0], "micro_train_batch_size": 1}
     run(inputs, output, settings, WHOLE[name][1], launcher=launcher)
     expect_alike(expected, output)
-
-
-@pytest.mark.parametrize(
-    "launcher, more",
-    [
-        ("zero3", ["--beta", 0.5, "--share_prompts", True]),
-        pytest.param("ddp", ["--loss_type", "sampled"], marks=pytest.mark.slow),
-        pytest.param("fsdp2", ["--beta", 1], marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_student_equal_to_its_teacher_has_no_gradient(inputs, launcher, more):
-    """Divergence and gradient are zero up to rounding, from the evaluation before the first update on.
-
-    Not exactly zero on each processor: student and teacher may read other micro-batches, for which a library may
-    choose other kernels. A rate of zero keeps them equal, since Adam makes whole steps of a gradient of 1e-6.
-    """
-    output = inputs / f"equal-{launcher}"
-    settings = dict(SHARED, learning_rate=0, weight_decay=0, max_steps=2, n_samples_per_prompt=2)
-    held_out = ["--eval_dataset_name", inputs / "held_out.jsonl"]
-    run(inputs, output, settings, {"": "model"}, *held_out, *more, launcher=launcher)
-    before, after = runs.evaluation_lines(output)
-    assert {**before, "global_step": 2} == after
-    for name in ("eval/kl/reverse", "eval/kl/forward", "eval/loss"):
-        assert abs(before[name]) <= 1e-6
-    assert before["eval/teacher/agreement"] == 1
-    for line in runs.training_lines(output):
-        for name in ("kl/reverse", "kl/forward", "loss"):
-            assert abs(line[name]) <= 1e-6
-        assert line["grad_norm"] <= 1e-5
-        assert (
-            line["entropy"] == pytest.approx(line["teacher/entropy"], rel=1e-6)
-            and line["entropy"] > 1
-        )
-    assert torch.equal(runs.weights(output), runs.weights(inputs, "model"))
 
 
 @pytest.mark.parametrize(

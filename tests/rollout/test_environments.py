@@ -266,13 +266,23 @@ def run(folder, output, settings, name="grpo", launcher="plain"):
 
 
 @pytest.mark.parametrize("name, launcher, more", [
-    ("grpo", "ddp", {"lora_r": 4}), pytest.param("ppo", "ddp", {}, marks=pytest.mark.slow),
-    pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
+    ("grpo", "ddp", {"lora_r": 4}), ("grpo", "ddp", {"vllm_url": "of the server"}),
+    pytest.param("ppo", "ddp", {}, marks=pytest.mark.slow), pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_an_update_is_the_same_however_episodes_are_split(folder, tmp_path, name, launcher, more):
+    """Also where each process asks a server for its own."""
     settings = {**(GRPO if name == "grpo" else FLAGS), **more}
-    run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4), name)
-    run(folder, tmp_path / "two", dict(settings, micro_train_batch_size=1), name, launcher)
+    server = FakeServer(folder / "model")
+    if "vllm_url" in more:
+        settings["vllm_url"] = server.url
+    try:
+        run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4), name)
+        asked = server.paths().count("/v1/completions")
+        run(folder, tmp_path / "two", dict(settings, micro_train_batch_size=1), name, launcher)
+    finally:
+        server.stop()
+    assert server.paths().count("/v1/completions") == 2 * asked
+    assert (asked > 0) == ("vllm_url" in more)
     expect_alike(tmp_path / "one", tmp_path / "two")
     line = runs.training_lines(tmp_path / "one")[0]
     assert 1 < line["environment/turns"] <= 3 and line["environment/environment_tokens"] > 0
@@ -280,22 +290,6 @@ def test_an_update_is_the_same_however_episodes_are_split(folder, tmp_path, name
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
     shown = runs.samples(tmp_path / "one")[0]
     assert [message["role"] for message in shown["messages"]][:3] == ["user", "assistant", "user"]
-
-
-def test_each_process_asks_servers_for_its_own_episodes(folder, tmp_path):
-    server = FakeServer(folder / "model")
-    try:
-        settings = {**GRPO, "vllm_url": server.url}
-        run(folder, tmp_path / "one", settings)
-        asked = server.paths().count("/v1/completions")
-        run(folder, tmp_path / "two", settings, launcher="ddp")
-    finally:
-        server.stop()
-    assert server.paths().count("/v1/completions") == 2 * asked
-    expect_alike(tmp_path / "one", tmp_path / "two")
-    line = runs.training_lines(tmp_path / "one")[0]
-    assert 1 < line["environment/turns"] <= 3
-    assert line["sampling/sampling_logp_difference/max"] < 1e-5
 
 
 def test_reward_functions_get_conversations_and_environments(play):

@@ -279,15 +279,8 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     data = runs.write_jsonl(tmp_path / "rows.jsonl", rows)
     asked = [{"prompt": f"{row}+1", "held_out": True} for row in range(3)]
     held_out = runs.write_jsonl(tmp_path / "held_out.jsonl", asked)
-    more = ["--dataset_name", data, "--eval_dataset_name", held_out, "--max_epochs", 2]
-    more += [
-        "--reward_function",
-        "rewarding_later:later",
-        "--resume",
-        "auto",
-        "--report_to",
-        "none",
-    ]
+    more = ["--dataset_name", data, "--eval_dataset_name", held_out, "--report_to", "none"]
+    more += ["--reward_function", "rewarding_later:later", "--max_epochs", 2, "--resume", "auto"]
     outputs = []
     for name, ways in {"whole": [{}], "stopped": [{"STOP": "1"}, {}]}.items():
         folder = tmp_path / name
@@ -301,9 +294,8 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
         assert ("resumed from" in result.stdout) == (name == "stopped")
     whole, stopped = outputs
     assert (stopped / "checkpoints/global_step_000000").exists()
-    assert runs.timeless(stopped) == runs.timeless(whole) and runs.samples(stopped) == runs.samples(
-        whole
-    )
+    assert runs.timeless(stopped) == runs.timeless(whole)
+    assert runs.samples(stopped) == runs.samples(whole)
     assert torch.equal(runs.weights(stopped), runs.weights(whole))
     assert [line["global_step"] for line in runs.evaluation_lines(stopped)].count(0) == 1
 
