@@ -152,8 +152,8 @@ def save(
                 adapters.save(model, state_dict, temporary)
             else:
                 model.save_pretrained(temporary, state_dict=state_dict)
-                if dtype:
-                    write_dtype(temporary, dtype)
+                largest = max(state_dict.values(), key=torch.Tensor.numel)
+                write_dtype(temporary, str(largest.dtype).removeprefix("torch."))
             tokenizer.save_pretrained(temporary)
             record.write_card(temporary, args)
             folders.replace(temporary, folder)
