@@ -19,9 +19,7 @@ class Rows:
         self.dataset = dataset
         # Further columns by name, with one entry for each row.
         self.added: dict[str, np.ndarray] = {}
-        # Tokens of each row. In parts: read at once they would take half a kilobyte per row.
-        parts = dataset.select_columns("length").iter(10_000)
-        self.lengths = np.concatenate([part["length"] for part in parts])
+        self.lengths = column(dataset, "length")  # tokens of each row
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -34,6 +32,11 @@ class Rows:
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Returns the numbers of what is read of some rows: the rows themselves."""
         return rows
+
+
+def column(dataset, name: str) -> np.ndarray:
+    """Returns a column of numbers as one array; Python's numbers would take long."""
+    return dataset.with_format("arrow")[name][:].to_numpy()
 
 
 class MicroBatch(NamedTuple):

@@ -150,7 +150,7 @@ def main():
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
-    answer_counts = dataset.column(data.train, "n_answers")
+    answer_counts = batches.column(data.train, "n_answers")
 
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import torch
 
-from common import arguments, console, errors, launch, optim
+from common import arguments, batches, console, errors, launch, optim
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -168,7 +168,7 @@ def main():
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Sequences(data.train)
     held_out = {prefix: Sequences(eval_set) for prefix, eval_set in data.eval_sets.items()}
-    target_counts = dataset.column(data.train, "n_targets")
+    target_counts = batches.column(data.train, "n_targets")
 
     policy = prepare.policy(accelerator, args, tokenizer)
     run = Run(

@@ -7,6 +7,7 @@ The way of a row: `load_data` -> `load` -> `tokenise`, once for a set, whose res
 from __future__ import annotations
 
 import collections
+import contextlib
 import inspect
 import itertools
 import json
@@ -28,7 +29,7 @@ import pyarrow
 import transformers
 from accelerate.utils import gather_object
 
-from common import as_list, distributed, folders, in_one_line
+from common import distributed, folders, in_one_line
 from preference_recipes.data import files, formats, rendering
 from preference_recipes.data.messages import BadRow
 
@@ -83,8 +84,8 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
     converter = Converter(function, tokenizer, formats.column_names(args.columns), settings)
-    names = as_list(args.dataset_name)
-    held_out = as_list(args.eval_dataset_name)
+    names = args.dataset_name
+    held_out = args.eval_dataset_name or []
     for name in [*names, *held_out]:
         files.refuse_missing(name)
     sets = [load(accelerator, name, args.dataset_split, converter) for name in names]
@@ -123,11 +124,6 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
     rows = rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
     return rows if any(rows["answer"][:]) else rows.remove_columns("answer")
-
-
-def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
-    """Returns a column of numbers as one array; Python's numbers would take long."""
-    return dataset.with_format("arrow")[name][:].to_numpy()
 
 
 # ============================================================ a row
@@ -204,23 +200,14 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
         return folder
     if len(rows) == 0:
         sys.exit(f"data set {name!r}, split {split!r}, holds no rows")
-    for column_name, users_name in converter.columns.items():
-        # The held-out sets have `answer`, the training set need not.
-        if users_name not in rows.column_names and column_name != "answer":
-            sys.exit(
-                f"--columns: data set {name!r} has no column {users_name!r}; "
-                f"it has {rows.column_names}"
-            )
     temporary = cache / f".{folder.name}.{os.getpid()}"
     temporary.mkdir(parents=True)
     try:
         about = convert(name, rows, converter, temporary)
         (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         folders.flush(*temporary.iterdir(), temporary)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another run was faster
-            raise
+        with contextlib.suppress(OSError):  # another run was faster
+            temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
@@ -249,9 +236,9 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
                 parts = list(pool.map(write_rows, *zip(*tasks)))
     except BadRow as error:
         sys.exit(f"data set {name!r}, {error}")
-    counts = sum((part.counts for part in parts), collections.Counter())
+    counts = sum((counts for counts, _ in parts), collections.Counter())
     notes = [f"{what}: {count} of {len(rows)} rows" for what, count in sorted(counts.items())]
-    checksums = [checksum for part in parts for checksum in part.checksums]
+    checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     from preference_recipes.data import unread  # only here: most runs find their rows tokenised
@@ -262,32 +249,33 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     return {"fingerprint": fingerprint, "notes": [*notes, *filter(None, [not_read])]}
 
 
-class Written(NamedTuple):
-    """What is known of a range of rows, of which the usable ones were written."""
+def write_rows(
+    rows, converter: Converter, start: int, stop: int, file: Path
+) -> tuple[collections.Counter, list[int]]:
+    """Converts a range of rows, and writes the usable ones into a file.
 
-    counts: collections.Counter[str]  # of rows, by what the user should know about them
-    checksums: list[int]  # of the usable rows
-
-
-def write_rows(rows, converter: Converter, start: int, stop: int, file: Path) -> Written:
-    """Converts a range of rows, and writes the usable ones into a file."""
+    Returns counts of rows by what the user should know about them, and the usable ones' checksums.
+    """
     numbered = enumerate(rows.select(range(start, stop)), start)
     converted: Iterator = (converter.convert_row(row, index) for index, row in numbered)
     first = next(converted)
     types = [(name, type_of(name, first[name])) for name in first if name not in NOT_KEPT]
     schema = pyarrow.schema(types)
     converted = itertools.chain([first], converted)
-    written = Written(collections.Counter(), [])
+    counts: collections.Counter[str] = collections.Counter()
+    checksums = []
     with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
         while some := list(itertools.islice(converted, ROWS_AT_A_TIME)):
             usable = []
             for values in some:
-                written.counts.update(remarks(values))
-                if not values["reason"]:
-                    usable.append({name: values[name] for name in schema.names})
-                    written.checksums.append(zlib.crc32(marshal.dumps(usable[-1], 0)))
+                if values["reason"]:
+                    counts[f"left out ({values['reason']})"] += 1
+                    continue
+                counts.update({*values["notes"], *["truncated"] * values["truncated"]})
+                usable.append({name: values[name] for name in schema.names})
+                checksums.append(zlib.crc32(marshal.dumps(usable[-1], 0)))
             writer.write_batch(pyarrow.RecordBatch.from_pylist(usable, schema))
-    return written
+    return counts, checksums
 
 
 def type_of(name: str, value) -> pyarrow.DataType:
@@ -295,10 +283,3 @@ def type_of(name: str, value) -> pyarrow.DataType:
     if isinstance(value, list):
         return pyarrow.list_(pyarrow.bool_() if name.endswith("learned") else pyarrow.int32())
     return pyarrow.scalar(value).type
-
-
-def remarks(values: dict) -> set[str]:
-    """Returns what the user should know about a row; the rows are counted by it."""
-    if values["reason"]:
-        return {f"left out ({values['reason']})"}
-    return {*values["notes"], *(["truncated"] if values["truncated"] else [])}

@@ -343,6 +343,9 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
         columns: see `column_names`. The user's columns take precedence over the data's own: with
             `{"prompt": "question"}` a column `messages`, looked for before `prompt`, is left out.
     """
+    for column, users_name in columns.items():
+        if users_name not in row and column != "answer":  # which held-out sets alone may have
+            raise BadRow(f"--columns {column}={users_name}: found columns {sorted(row)}")
     if columns:
         named = {LED_BY.get(column, column) for column in columns}
         first = next((place for place, column in enumerate(LEADING) if column in named), 0)

@@ -6,6 +6,7 @@ from preference_recipes.data.formats import (
     conversation,
     is_pair,
     preference_row,
+    question_of,
     row_of_answers,
 )
 from preference_recipes.data.messages import BadRow
@@ -33,8 +34,8 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
 def labelled(row: dict) -> tuple[Text, Text, bool]:
     """Returns a row of KTO as (prompt, answer, whether it is good).
 
-    Prompt and answer are strings, or both are message lists. Of `messages`, the answer is what the
-    assistant says last, in one message or several.
+    Prompt and answer are strings, or both are message lists. Of `messages`, the last one is
+    the answer.
     """
     label = str(row.get("label")).lower()
     if label not in LABELS:
@@ -44,10 +45,7 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
         )
     prompt, answer = conversation({**row, "label": None})
     if isinstance(answer, list) and not prompt:  # of `messages`
-        start = len(answer) - 1
-        while start > 0 and answer[start]["role"] == answer[start - 1]["role"] == "assistant":
-            start -= 1  # no prompt ends with the assistant
-        return answer[:start], answer[start:], LABELS[label]
+        prompt, answer = question_of(answer[:-1], answer[-1:]), answer[-1:]
     return prompt, answer, LABELS[label]
 
 

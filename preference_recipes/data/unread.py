@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from common import counted
 from preference_recipes.data.messages import BadRow
 
 # A key by the keys above it, lists not counted: ("messages", "tool_calls", "id").
@@ -24,33 +23,23 @@ MOST_ROWS = 20_000  # that are looked at
 def describe(rows: Iterable[dict], converter) -> str:
     """Returns which columns and keys with a value nothing reads; "" if all are read.
 
-    Example: `not read: column "id" (800 rows), key "messages.train" (12 rows)`
+    Example: `not read: "id", "messages.train"`
     """
-    looked_at = 0
-    counts: collections.Counter[Path] = collections.Counter()
     # By yes, no and other values: `train: false` may be read where `train: true` changes nothing.
     examples: dict[Path, dict[Any, list[dict]]] = collections.defaultdict(dict)
     for row in itertools.islice(rows, MOST_ROWS):
-        looked_at += 1
-        found = dict.fromkeys(paths_of(row))  # in the order of the row
-        counts.update({path: 1 for path, _ in found})
-        for path, value in found:
+        for path, value in dict.fromkeys(paths_of(row)):
             some = examples[path].setdefault(value, [])
             if len(some) < EXAMPLES:
                 some.append(row)
-
     unread: list[Path] = []
-    for path in sorted(counts, key=len):
+    for path in sorted(examples, key=len):
         is_below_unread = any(path[: len(above)] == above for above in unread)
         tried = itertools.chain(*examples[path].values())
         if not is_below_unread and not any(is_read(row, path, converter) for row in tried):
             unread.append(path)
-    named = [
-        f'{"key" if path[1:] else "column"} "{".".join(path)}" ({counted(counts[path], "row")})'
-        for path in unread
-    ]
-    where = f" of the first {MOST_ROWS:,}" if looked_at == MOST_ROWS else ""
-    return f"not read{where}: {', '.join(named)}" if named else ""
+    names = [json.dumps(".".join(path), ensure_ascii=False) for path in unread]
+    return f"not read: {', '.join(names)}" if names else ""
 
 
 def is_read(row: dict, path: Path, converter) -> bool:

@@ -128,7 +128,7 @@ def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(
     )
     assert data["input_ids"][:] == [[*plain(tokenizer, "some text"), tokenizer.eos_token_id]] * 2
     assert "answer" not in data.column_names
-    refuses("has no column 'other'", call=lambda: load_rows(accelerator, path, sft_row, tokenizer, columns=formats.column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
+    refuses("row 1: --columns text=other: found columns ['body', 'messages']", call=lambda: load_rows(accelerator, path, sft_row, tokenizer, columns=formats.column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
 
 
 LOADING = types.SimpleNamespace(

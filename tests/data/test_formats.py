@@ -130,7 +130,7 @@ def test_a_column_that_appears_late_is_read(tmp_path, accelerator, tokenizer):
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     data = load(accelerator, tokenizer, path)
     assert len(data) == 1501 and data["answer"][-2:] == ["", "7"]
-    refuses("no column 'none'", "['messages', 'pad', 'answer']",
+    refuses("row 1: --columns text=none", "['answer', 'messages', 'pad']",
             call=lambda: load(accelerator, tokenizer, path, columns=["text=none"]))  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def test_yaml_of_defaults(tmp_path):
     text += "center_coef: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
     path.write_text(text)
     settings = dict(center_coef=0.3, learning_rate=1e-4, gradient_checkpointing=True)
-    expected = Args("m", f"{ASSETS}/d", eval_dataset_name=["x", "y"], **settings)
+    expected = Args("m", [f"{ASSETS}/d"], eval_dataset_name=["x", "y"], **settings)
     assert parsed(path) == expected
     flags = ["--center_coef", 0.7, "--gradient_checkpointing", "false", "--eval_dataset_name", "z"]
     changed = dict(center_coef=0.7, gradient_checkpointing=False, eval_dataset_name=["z"])
@@ -68,7 +68,7 @@ def test_yaml_of_defaults(tmp_path):
 
 
 def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
-    assert parsed("--model_name_or_path=m", "--dataset_name=d") == Args("m", "d")
+    assert parsed("--model_name_or_path=m", "--dataset_name=d") == Args("m", ["d"])
     assert "demo" not in capsys.readouterr().out
     assert parsed("--center_coef", 2).model_name_or_path == f"{ASSETS}/model"
     assert "running the demo" in capsys.readouterr().out
