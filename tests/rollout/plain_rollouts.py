@@ -168,7 +168,9 @@ class PlainRun:
         return {"global_step": step + 1, "grad_norm": norm, **rates, **counts}
 
 
-def expect_run(output: Path, reference: PlainRun, without: tuple[str, ...] = ()) -> list[dict]:
+def expect_run(
+    output: Path, reference: PlainRun, without: tuple[str, ...] = (), abs: float = 1e-5
+) -> list[dict]:
     """The lines of a run, which it returns, and its weights are those of a reference that has gone.
 
     The sampler rounds a little; what it is `without` is not compared.
@@ -178,7 +180,7 @@ def expect_run(output: Path, reference: PlainRun, without: tuple[str, ...] = ())
     assert all(name in found[0] for name in named)
     compared = [{tag: line[tag] for tag in line.keys() - {*named, *without}} for line in found]
     assert all(0 <= line[name] < 1e-5 for line in found for name in named if name in line)
-    expect_lines(compared, reference.lines, rel=1e-4, abs=1e-5)
+    expect_lines(compared, reference.lines, rel=1e-4, abs=abs)
     weights = runs.weights(output)
     change = (weights - runs.weights(reference.inputs, "model")).norm()
     assert change > 0.01
