@@ -27,8 +27,6 @@ from preference_recipes.rollouts.samples import Samples, share_of_groups
 OF_MODEL = "reward_model"
 # The name of `get_reward` among the parts of a score.
 OF_ENVIRONMENT = "environment"
-# The largest score that fp32 holds.
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class Scores(NamedTuple):
@@ -102,20 +100,19 @@ class Judge:
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
-        total = np.where(is_there, values * weights, 0.0).sum(0)
+        sums = np.where(is_there, values * weights, 0.0).sum(0)
         # A part of weight 0 only measures: a response that it alone has scored has no reward.
         decides = is_there & (weights != 0) if weights.any() else is_there
-        total[~decides.any(0)] = np.nan
-        for data_row, reward in zip(samples.data_rows, total):
-            if not abs(reward) <= LARGEST:
+        sums[~decides.any(0)] = np.nan
+        total = torch.tensor(sums, dtype=torch.float32)
+        for data_row, reward in zip(samples.data_rows, total.tolist()):
+            if not math.isfinite(reward):
                 sys.exit(
-                    f"the reward of data row {data_row} is {reward:g}: nothing scored it (nan), or "
-                    f"fp32 does not hold it; weights: {self.weights}"
+                    f"the reward of data row {data_row} is {reward}: nothing scored it (nan), or "
+                    f"fp32 does not hold it (inf); weights: {self.weights}"
                 )
-        return Scores(
-            total=torch.tensor(total, dtype=torch.float32),
-            parts=dict(zip(self.weights, torch.tensor(values, dtype=torch.float32))),
-        )
+        parts = torch.tensor(values, dtype=torch.float32)
+        return Scores(total, dict(zip(self.weights, parts)))
 
     def scores_of_model(self, sampler: Sampler, samples: Samples, packer: Packer) -> list[float]:
         """Returns the reward model's normalised score of each sample, on every process."""

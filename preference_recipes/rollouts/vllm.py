@@ -29,19 +29,16 @@ from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.rollout import Position, n_updates
 from preference_recipes.rollouts.sampler import Response, Sampler
 
-# Where the servers find the weights, in the run's folder.
-FOLDER = "for_vllm"
-# What servers call the adapter of a run.
-ADAPTER = "actor"
+FOLDER = "for_vllm"  # in the run's folder; where the servers find the weights
+ADAPTER = "actor"  # what servers call the adapter of a run
 # How long an answer may take: that of a rollout's longest response, behind all others in a queue.
 TIMEOUT_SECONDS = 3600
 # Without the proxies of the surroundings, which do not reach 127.0.0.1.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # Requests that wait for a server at once. It queues those that it cannot compute yet.
 REQUESTS_AT_ONCE = 512
-# A probe: this many prompts of the training data, and tokens in response to each.
-PROBE_PROMPTS = 4
-PROBE_TOKENS = 32
+PROBE_PROMPTS = 4  # of the training data
+PROBE_TOKENS = 32  # in response to each
 # The mean difference of a probe's log-probs above which the servers are not what they should be,
 # by the coarser dtype of both. Measured on a CPU: fp32 6e-6, bf16 0.04; see docs/vllm.md.
 LARGEST_DIFFERENCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
