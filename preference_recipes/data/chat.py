@@ -5,20 +5,15 @@ the token that ends the turn. Cutting is done on texts. They are tokenised at th
 and answer apart, as at inference.
 
 The usual path is `encode_answers`, `encode_conversation`, `write_answer`: the template writes the
-prompt, then the prompt with its answer, and what the second text has more is the answer. Sections
-below are for a template that writes either differently, and for what an environment replies.
+prompt, then the prompt with its answer, and what the second text has more is the answer.
 """
 
 import re
 from typing import NamedTuple
 
 from preference_recipes.data import thoughts
-from preference_recipes.data.messages import BadRow, learned_turns
+from preference_recipes.data.messages import Arguments, BadRow, learned_turns
 from preference_recipes.data.rendering import (
-    CALL,
-    CALLED,
-    MARK,
-    MARKED,
     QUESTION,
     added_tokens,
     bos_of,
@@ -28,6 +23,11 @@ from preference_recipes.data.rendering import (
     n_common,
     render,
 )
+
+# For trials, as `QUESTION`: what an answer says, and a tool that it calls.
+MARK = "zqzplace"
+MARKED = {"role": "assistant", "content": MARK}
+CALLED = "zqf"
 
 # Why an answer is left out.
 DROPS_CALLS = "tool calls are not learned, because the chat template does not write them"
@@ -169,7 +169,6 @@ def write_answer(
 ) -> tuple[str, str, list[str]]:
     """Returns what precedes an answer, the answer up to and with its end, and notes.
 
-    The former is the prompt, or only its beginning if the template writes the answer after that.
     The answer is "" if the template does not write it.
     """
     whole = render(tokenizer, [*history, answer], tools)
@@ -191,7 +190,7 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
 
     A tool call may end with another token than other answers (gpt-oss).
     """
-    whole, end = ending_of(tokenizer)
+    whole, end, _ = ending_of(tokenizer)
     if text.endswith(whole):
         return text.removesuffix(whole) + end, bool(end)
     ends = [found.end() for found in added_tokens(tokenizer).finditer(text)]
@@ -225,8 +224,7 @@ def after_one_prompt(
 ) -> tuple[list[int], list[Sequence]]:
     """Returns the prompt of two answers that follow different contexts, and both from there on.
 
-    One continues only a beginning of the generation prompt. So the other begins with the rest:
-    after `<bot><think>` the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
+    After `<bot><think>` the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
     """
     n = n_common(*contexts)
     longer = [
@@ -322,8 +320,6 @@ def with_thinking(prompt: str, context: str, text: str, thought: str) -> tuple[s
     """Returns what `split_answer` does, with the thinking that the template drops of the answer.
 
     It goes where the answer begins, in place of an empty thought there or at the end of the prompt.
-    Of DeepSeek-R1, `<bot>Yes<end>` after the prompt `<bot><think>` becomes `<bot>` and
-    `<think>Why</think>Yes<end>`.
     """
     context = thoughts.AT_END.sub("", context)
     text = thoughts.EMPTY.sub("", text)
@@ -349,8 +345,7 @@ def drops(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool
 def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
     """Refuses a template that cannot continue a conversation after what a model has sampled.
 
-    A turn is never tokenised again, so a template must add to what it wrote. One does not that ends
-    its prompt with `<bot><think>`, and writes an earlier answer as `<bot>Yes`.
+    A turn is never tokenised again, so a template must add to what it wrote.
     """
     prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
     before, _ = render_beyond_answer(tokenizer, [QUESTION])
@@ -384,7 +379,11 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
 
 def render_beyond_answer(tokenizer, messages: list[dict], tools=None) -> tuple[str, str]:
     """Renders what follows an answer; returns the text up to the answer's end, and the rest."""
-    answer = {**MARKED, "tool_calls": [CALL]} if messages[0]["role"] == "tool" else MARKED
+    answer: dict = {**MARKED}
+    if messages[0]["role"] == "tool":
+        function = {"name": CALLED, "arguments": Arguments()}
+        # Mistral's templates want ids of nine characters.
+        answer["tool_calls"] = [{"type": "function", "id": "000000000", "function": function}]
     text = render(tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True)
     word = MARK if MARK in text else CALLED  # a template may drop the content of a call
     end = ending_of(tokenizer).end  # maybe ""

@@ -62,12 +62,8 @@ def taught_row(
 ) -> dict:
     """Returns what `prompt_row` does for one row, and what a distillation needs besides.
 
-    That is `teacher`, if there are several; `teacher_prompt_ids`, if the teacher reads another
-    column; and with completions what `add_completion` adds.
-
-    Args:
-        teacher_prompt: the column with the teacher's prompt; None: it reads the student's.
-        with_completion: read the column `completion`, too. It is cut to `max_new_tokens`.
+    That is `teacher`, if there are several; `teacher_prompt_ids`, if the teacher's prompt is in
+    another column, `teacher_prompt`; and with completions what `add_completion` adds.
     """
     formats.require(row, "prompt", expected="'prompt'")
     completion: formats.Text | None = None

@@ -11,24 +11,16 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
 from preference_recipes.data import thoughts
-from preference_recipes.data.messages import Arguments, BadRow
+from preference_recipes.data.messages import BadRow
 
-# Messages for trials. No template and no data write these words by themselves.
-MARK = "zqzplace"
-CALLED = "zqf"
-QUESTION: dict[str, Any] = {"role": "user", "content": "zqz"}
-MARKED: dict[str, Any] = {"role": "assistant", "content": MARK}
-CALL: dict[str, Any] = {
-    "type": "function",
-    "id": "000000000",  # Mistral's templates want nine characters
-    "function": {"name": CALLED, "arguments": Arguments()},
-}
+# For trials. No template and no data write this word by themselves.
+QUESTION = {"role": "user", "content": "zqz"}
 
 
 # ============================================================ texts and ids
@@ -38,7 +30,7 @@ def encode(tokenizer, text: str) -> list[int]:
 
     The last ones are kept, because each answer asks for its prompt again: do not change the list.
     """
-    # Without offsets, which nothing reads here: in half the time.
+    # Without offsets, which nothing reads here, it takes half the time.
     return backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
@@ -66,8 +58,8 @@ def encode_after(tokenizer, before: str, text: str) -> list[int]:
 def end_of(tokenizer, text: str) -> str:
     """Returns as much of a text's end as decides how what follows the text is tokenised.
 
-    It begins with the last marker, since a tokenizer first cuts texts at these; else between two
-    words, at least twenty characters before the end, if its tokens are the text's own.
+    It begins with the last marker, where a tokenizer cuts texts first; else between two words, at
+    least twenty characters before the end, if its tokens are the text's own.
     """
     near = text[-200:]
     markers = [found.start() for found in added_tokens(tokenizer).finditer(near)]
@@ -113,8 +105,8 @@ def bos_of(tokenizer) -> list[int]:
 def added_tokens(tokenizer) -> re.Pattern:
     """Returns what matches any token that was added to the vocabulary to mark something."""
     texts = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    texts = sorted((text for text in texts if text.strip()), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+    longest_first = sorted(filter(str.strip, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def n_common(first, second) -> int:
@@ -146,11 +138,7 @@ def render(
     tools: list[dict] | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Returns messages as the chat template writes them, which raises what it likes about them.
-
-    Args:
-        tools: JSON schemas of what the messages may call.
-    """
+    """Returns messages as the chat template writes them, which raises what it likes about them."""
     if not messages:
         return ""
     template = template_of(tokenizer, tools is not None)
@@ -186,17 +174,19 @@ def to_write(tokenizer, message: dict) -> dict:
     """
     if message["role"] != "assistant":
         return message
+    message = {**message, "content": without_end(message["content"], ending_of(tokenizer).ends)}
     thought = thoughts.of_field(message)
-    fields = {field: message.get(field) or thought for field in thoughts.FIELDS if thought}
-    content = ends_of(tokenizer).sub("", message["content"])
-    return {**message, **fields, "content": content}
+    if thought:
+        message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
+    return message
 
 
-@functools.lru_cache(maxsize=16)
-def ends_of(tokenizer) -> re.Pattern:
-    """Returns what matches the tokens that end an answer at the end of a content."""
-    ends = [re.escape(end) for end in (ending_of(tokenizer).end, tokenizer.eos_token) if end]
-    return re.compile(rf"(({'|'.join(ends) or '(?!)'})\s*)+\Z")
+def without_end(content: str, ends: list[str]) -> str:
+    text = content.rstrip()
+    for end in ends:
+        if text.endswith(end):
+            return without_end(text.removesuffix(end), ends)
+    return content
 
 
 class Ending(NamedTuple):
@@ -204,6 +194,7 @@ class Ending(NamedTuple):
 
     whole: str  # after the last answer, whatever that is: `<|im_end|>\n`
     end: str  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
+    ends: list[str]  # what may end a content: that, and the EOS
 
 
 @functools.lru_cache(maxsize=16)
@@ -228,20 +219,17 @@ def ending_of(tokenizer) -> Ending:
         whole = after_answer()
         followed = after_answer(QUESTION)
     except Exception:  # a template raises what it likes
-        return Ending("", "")
+        whole = followed = ""
     ends = [whole[: found.end()] for found in added_tokens(tokenizer).finditer(whole)]
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
-    return Ending(whole, [*with_eos, *reversed(ends), ""][0])
+    end = [*with_eos, *reversed(ends), ""][0]
+    return Ending(whole, end, list(filter(None, (end, tokenizer.eos_token))))
 
 
 # ============================================================ variables and date of a template
 def set_defaults(tokenizer, text: str) -> None:
-    """Gives variables of a tokenizer's chat template default values, which are saved with it.
-
-    Raises:
-        SystemExit: a variable that the template does not have, and so would ignore.
-    """
+    """Gives variables of a tokenizer's chat template default values, which are saved with it."""
     values = json.loads(text)
     known = variables(tokenizer)
     unknown = values.keys() - known

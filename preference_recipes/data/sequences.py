@@ -11,19 +11,12 @@ class Sequences:
 
     A row holds one, or one for each answer; see `sft_row`. Those of a row are all in one update, in
     any of its micro-batches: the mean over the update's tokens does not depend on where they are.
-
-    Attributes:
-        lengths: tokens of each sequence.
     """
 
     def __init__(self, dataset):
-        """
-        Args:
-            dataset: a `datasets.Dataset` with `input_ids learned sequence_lengths row`.
-        """
-        self.dataset = dataset
+        self.dataset = dataset  # with `input_ids learned sequence_lengths row`
         lists = dataset.with_format("arrow")["sequence_lengths"][:]  # Python lists would take long
-        self.lengths = pyarrow.compute.list_flatten(lists).to_numpy()
+        self.lengths = pyarrow.compute.list_flatten(lists).to_numpy()  # of each sequence
         per_row = pyarrow.compute.list_value_length(lists).to_numpy()
         # The number of each row's first sequence, and at the end the number of all sequences.
         self._starts = np.append(0, np.cumsum(per_row))

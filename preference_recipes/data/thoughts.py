@@ -44,8 +44,11 @@ def of_message(message: dict) -> str:
 
 def of_field(message: dict) -> str:
     """Returns the thinking in one of the fields for it; "" if there is none."""
-    found = (message[field].strip() for field in FIELDS if isinstance(message.get(field), str))
-    return next(filter(None, found), "")
+    for field in FIELDS:
+        thought = message.get(field)
+        if isinstance(thought, str) and thought.strip():
+            return thought.strip()
+    return ""
 
 
 def removed(message: dict) -> dict:
