@@ -171,7 +171,10 @@ def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     """Returns a tensor in another floating-point dtype; one of integers stays as it is."""
     if dtype is None or not tensor.is_floating_point():
         return tensor
-    return tensor.to(getattr(torch, dtype))
+    result = tensor.to(getattr(torch, dtype))
+    if tensor.isfinite().all() and not result.isfinite().all():
+        tqdm.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
+    return result
 
 
 def gather_weights(

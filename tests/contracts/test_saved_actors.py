@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import console, folders
+from common import actor, console, folders
 from common.actor import Best
 from preference_recipes.data.dataset import Converter, Data, load_evaluation_sets
 from preference_recipes.data.prompts import prompt_row
@@ -193,3 +193,9 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
         {"repo_id": "me/mine", "folder_path": tmp_path / "actor"},
     ]
     assert f"uploaded {tmp_path}/actor to" in capsys.readouterr().out
+
+
+def test_weights_that_a_dtype_cannot_hold_are_said(capsys):
+    assert actor.converted(torch.tensor([1e5]), "float16").tolist() == [torch.inf]
+    assert "WARNING: weights are too large for float16" in capsys.readouterr().out
+    assert actor.converted(torch.tensor([1.0, torch.nan]), "float16")[0] == 1
