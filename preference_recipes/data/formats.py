@@ -35,6 +35,7 @@ LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction
 OTHERS = ("chosen", "rejected", "answer", "margin", "label", "tools", "system")
 FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
 
+NOTHING = chat.Sequence([], [])
 # What precedes an answer in hh-rlhf's transcripts.
 HH_MARKER = "\n\nAssistant:"
 
@@ -90,7 +91,7 @@ def row_of_answers(
     texts = list(answers.values())
     reason = next(filter(None, (missing_text(prompt, text) for text in texts)), "")
     prompt_ids: list[int] = []
-    sequences = [chat.Sequence([], []) for _ in texts]
+    sequences = [NOTHING for _ in texts]
     notes: list[str] = []
     if not reason:
         tools = row.get("tools")
@@ -106,15 +107,16 @@ def row_of_answers(
         reason = "chosen equal to rejected"
     elif not reason and not all(any(learned) for _, learned in cut):
         reason = "nothing to learn within max_length"
-    of_answers = dict.fromkeys(("chosen", "rejected"), chat.Sequence([], []))
-    of_answers |= dict(zip(answers, cut))
+    by_name = dict(zip(answers, cut))
+    chosen = by_name.get("chosen", NOTHING)
+    rejected = by_name.get("rejected", NOTHING)
     prompt_cut = prompt_ids[:max_length]
     return {
         "prompt_ids": prompt_cut,
-        "chosen_ids": of_answers["chosen"].ids,
-        "rejected_ids": of_answers["rejected"].ids,
-        "chosen_learned": of_answers["chosen"].learned,
-        "rejected_learned": of_answers["rejected"].learned,
+        "chosen_ids": chosen.ids,
+        "rejected_ids": rejected.ids,
+        "chosen_learned": chosen.learned,
+        "rejected_learned": rejected.learned,
         "length": sum(len(prompt_cut) + len(ids) for ids, _ in cut),
         "truncated": prompt_cut != prompt_ids or cut != sequences,
         "reason": reason,
@@ -129,7 +131,7 @@ def missing_text(prompt: Text, answer: Text) -> str:
     if isinstance(answer, str):
         if str(prompt).endswith(HH_MARKER) and "\n\nHuman:" in answer:
             return "transcripts that differ before the last answer, without --strings_as_messages"
-        return "" if answer else missing_answer(answer)
+        return "" if answer else "empty answer"
     if answer and answer[-1]["role"] != "assistant":
         return "answer that does not end with a message of the assistant"
     return "" if learned_turns(answer, 0) else missing_answer(answer)
@@ -137,10 +139,10 @@ def missing_text(prompt: Text, answer: Text) -> str:
 
 def missing_answer(answer: Text) -> str:
     """Returns why a row without anything to learn must be left out."""
-    if isinstance(answer, list):
+    if answer and isinstance(answer, list):
         roles = sorted({message["role"] for message in answer})
         if "assistant" not in roles:
-            return f"no message of role assistant, found {', '.join(roles) or 'none'}"
+            return f"no message of role assistant, found {', '.join(roles)}"
         if not all(map(is_learned, answer)):
             return "no answer that is to be learned"
     return "empty answer"

@@ -479,9 +479,8 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
         f"reading {path} ...\n"
-        f"data {path}: 2 usable rows; left out (empty answer): 2 of 8 rows; "
+        f"data {path}: 2 usable rows; left out (empty answer): 3 of 8 rows; "
         "left out (no message of role assistant, found bot, user): 1 of 8 rows; "
-        "left out (no message of role assistant, found none): 1 of 8 rows; "
         "left out (no message of role assistant, found user): 1 of 8 rows; "
         "left out (nothing to learn within max_length): 1 of 8 rows; truncated: 1 of 8 rows\n"
     )
