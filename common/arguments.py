@@ -32,7 +32,7 @@ MAY_CHANGE |= {"dataset_name", "eval_dataset_name", "eval_dataset_split"}
 TOKENS_ON_GPU = 16_384
 
 # transformers (to 5.23) reads its 2,500 files of models when it is imported, and all of them again
-# for its folder `models`: its own cache is too small. The first result is a twentieth of the start.
+# for its folder `models`: a twentieth of the start, see findings. The first result does for both.
 MODELS = Path(transformers.__file__).with_name("models")
 known = import_utils.create_import_structure_from_path(MODELS)
 with replaced((import_utils, "create_import_structure_from_path", lambda path: known)):

@@ -3,6 +3,10 @@
 import ast
 from pathlib import Path
 
+import transformers.models
+from transformers.utils import import_utils
+
+from common import arguments
 from runs import REPOSITORY
 
 # What each room may import besides itself. `models` knows `data` for stop tokens and the cache of log-probs.
@@ -64,3 +68,8 @@ def test_no_circle():
             break
         left = {name: others for name, others in left.items() if name not in free}
     assert sorted(left) == []
+
+
+def test_transformers_would_find_the_same_models_again():
+    found = import_utils.create_import_structure_from_path(transformers.models.__file__)
+    assert found == arguments.known
