@@ -188,14 +188,14 @@ def expect_run(
     return found
 
 
-def expect_alike(one: Path, two: Path) -> None:
+def expect_alike(one: Path, two: Path, rel: float = 1e-5) -> None:
     """Two runs wrote the same samples and, up to rounding, the same lines and weights."""
     assert runs.samples(one) == runs.samples(two)
     for line, other in zip(runs.timeless(one), runs.timeless(two), strict=True):
         assert line.keys() == other.keys()
         for tag, value in line.items():
             if not tag.startswith(("val/max_rounding", "sampling/")):
-                assert other[tag] == pytest.approx(value, rel=1e-5, abs=1e-5), tag
+                assert other[tag] == pytest.approx(value, rel=rel, abs=1e-5), (tag, value)
     weights = runs.weights(one)
     assert (weights - runs.weights(two)).norm() <= 1e-5 * weights.norm()
 
