@@ -29,11 +29,11 @@ LOADING = threading.Lock()
 class Worker(Weights):
     """What vLLM mixes `Weights` into: a model that can be loaded again."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
+    def __init__(self, folder: Path):
         self.device = types.SimpleNamespace(type="fake")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.base = self.model
-        config = types.SimpleNamespace(dtype=dtype, hf_text_config=self.model.config)
+        config = types.SimpleNamespace(dtype=torch.float32, hf_text_config=self.model.config)
         self.model_runner = types.SimpleNamespace(
             model_config=config, reload_weights=self.reload, get_model=lambda: self.model
         )
@@ -59,12 +59,12 @@ class FakeServer:
             returns, a status and a text, is answered in its place; None: the right answer.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
-        self.folder, self.dtype = folder, dtype
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.requests: list[tuple[str, dict]] = []
         self.answered: list[str | None] = []
         self.fault: Callable = lambda path, content: None
-        self.worker = Worker(folder, dtype)
+        self.worker = Worker(folder)
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
@@ -73,7 +73,7 @@ class FakeServer:
 
     def restart(self) -> None:
         """Loses all weights that it was given, as a server that was killed and started again."""
-        self.worker = Worker(self.folder, self.dtype)
+        self.worker = Worker(self.folder)
 
     def stop(self) -> None:
         self.server.shutdown()
