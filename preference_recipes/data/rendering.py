@@ -141,8 +141,7 @@ def render(
     """Returns messages as the chat template writes them, which raises what it likes about them."""
     if not messages:
         return ""
-    template = template_of(tokenizer, tools is not None)
-    return template(
+    return template_of(tokenizer, has_tools=tools is not None)(
         messages=[to_write(tokenizer, message) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt,
@@ -163,8 +162,9 @@ def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
     template = tokenizer.get_chat_template(tools=[] if has_tools else None)
     if getattr(tokenizer, "chat_date", None):
         template = dated(template, tokenizer.chat_date)
-    compiled = template_utils._compile_jinja_template(template)
-    return functools.partial(compiled.render, documents=None, **tokenizer.special_tokens_map)
+    given = dict(tools=None, documents=None, add_generation_prompt=False)
+    given |= tokenizer.special_tokens_map
+    return functools.partial(template_utils._compile_jinja_template(template).render, **given)
 
 
 def to_write(tokenizer, message: dict) -> dict:
@@ -211,15 +211,14 @@ def ending_of(tokenizer) -> Ending:
         texts = []
         for content in "ab":
             messages = [QUESTION, {"role": "assistant", "content": content}, *following]
-            text = template_of(tokenizer, False)(messages=messages, tools=None)
-            texts.append(text[::-1])
+            try:
+                texts.append(template_of(tokenizer, has_tools=False)(messages=messages)[::-1])
+            except Exception:  # a template raises what it likes
+                return ""
         return os.path.commonprefix(texts)[::-1]
 
-    try:
-        whole = after_answer()
-        followed = after_answer(QUESTION)
-    except Exception:  # a template raises what it likes
-        whole = followed = ""
+    whole = after_answer()
+    followed = after_answer(QUESTION)
     ends = [whole[: found.end()] for found in added_tokens(tokenizer).finditer(whole)]
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
