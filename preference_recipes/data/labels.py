@@ -45,7 +45,8 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
         )
     prompt, answer = conversation({**row, "label": None})
     if isinstance(answer, list) and not prompt:  # of `messages`
-        prompt, answer = question_of(answer[:-1], answer[-1:]), answer[-1:]
+        prompt = question_of(answer[:-1], answer[-1:])
+        answer = answer[-1:]
     return prompt, answer, LABELS[label]
 
 
