@@ -296,9 +296,8 @@ class PPORollout(Rollout):
 
     def rows_of_update(self, position: Position, args: Args) -> np.ndarray:
         """Returns which samples form the next update: a pass is like an epoch of a data set."""
-        return batches.rows_of_update(
-            len(self.samples), args.train_batch_size, position.order_seed(args), position.update
-        )
+        how = (args.train_batch_size, position.order_seed(args), position.updates_made)
+        return batches.rows_of_update(len(self.samples), *how)
 
 
 @carried

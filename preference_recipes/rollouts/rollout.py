@@ -103,7 +103,7 @@ class Position:
     prompts_seen: int = 0  # taken so far, over all epochs
     prompts_done: int = 0  # those of them whose rollouts are finished
     rollouts_seen: int = 0  # finished ones: all their updates are made
-    update: int = 0  # how many updates of the current rollout are made
+    updates_made: int = 0  # of the current rollout
 
     def take_prompts(self, sampler: Sampler, most: int) -> dict:
         """Returns the columns of the next prompts, at most to the end of the epoch."""
@@ -128,7 +128,7 @@ class Position:
     def end_rollout(self) -> None:
         self.prompts_done = self.prompts_seen
         self.rollouts_seen += 1
-        self.update = 0
+        self.updates_made = 0
 
 
 @carried
@@ -156,7 +156,7 @@ class Rollout:
         whole optimizer step of its own.
         """
         n_updates = self.updates_per_pass(args)
-        pass_number, update_of_pass = divmod(position.update, n_updates)
+        pass_number, update_of_pass = divmod(position.updates_made, n_updates)
         per_prompt = self.samples.per_prompt
         n_groups = len(self.samples) // per_prompt
         groups = batches.epoch_order(n_groups, position.order_seed(args), pass_number)
@@ -187,8 +187,8 @@ class State:
 
     def advance(self, args) -> None:
         """Counts an update. After the last one of its rollout, the next rollout is due."""
-        self.position.update += 1
-        if self.position.update == self.rollout.n_updates(args):
+        self.position.updates_made += 1
+        if self.position.updates_made == self.rollout.n_updates(args):
             self.position.end_rollout()
             self.rollout = None
 

@@ -127,7 +127,7 @@ def test_killed_and_resumed_is_the_run_never_killed(request, bench, name, launch
         with torch.serialization.safe_globals([(recipes.load(name).State, "__main__.State")]):
             file = reference / "checkpoints/global_step_000010/rollout.pt"
             state = torch.load(file, weights_only=True)
-        assert state.position.rollouts_seen >= 3 and state.position.update > 0
+        assert state.position.rollouts_seen >= 3 and state.position.updates_made > 0
         made = [line for line in training_lines(reference) if "reward" in line]
         dropped = [line["frac_groups_dropped"] for line in made]
         assert min(dropped) > 0 and max(dropped) < 1
