@@ -105,11 +105,11 @@ class Run(Progress):
         n_tokens: int,
         numbers: np.ndarray | None = None,
     ) -> Update:
-        """Returns an update of chosen samples, and tells the engine how large it is.
+        """Returns an update of chosen samples, and tells accelerate how many micro-batches it has.
 
         Args:
             lengths: by which they are sorted and cut into micro-batches.
-            numbers: what is read of them, such as their sequences; None: the samples themselves.
+            numbers: what is read of them, where rows are cut into sequences (SFT); else `rows`.
         """
         numbers = rows if numbers is None else numbers
         micro_batches = self.split(numbers, lengths)

@@ -564,7 +564,10 @@ def sample_round(
 def log_rollout(
     run: Run, sampler: Sampler, samples: Samples, scores: Scores, is_kept: torch.Tensor
 ) -> None:
-    """Adds the metrics of sampled groups to the next log line, and records the samples."""
+    """Adds the metrics of sampled groups to the next log line, and records the samples.
+
+    A metric has any shape, is that of the whole rollout on all processes; NaN counts nowhere.
+    """
     response_lengths = samples.mask.sum(1)
     logged = {
         "reward": scores.total,

@@ -4,8 +4,8 @@ One rule: an answer is what the chat template writes after the generation prompt
 the token that ends the turn. Cutting is done on texts. They are tokenised at the very end, prompt
 and answer apart, as at inference.
 
-The usual path is `encode_answers`, `encode_conversation`, `write_answer`: the template writes the
-prompt, then the prompt with its answer, and what the second text has more is the answer.
+The usual path is `encode_answers`, `encode_one`, `encode_conversation`, `write_answer`. The
+template writes the prompt, then the prompt with its answer, and what that has more is the answer.
 """
 
 import re
@@ -73,7 +73,7 @@ def encode_answers(
     contexts = []
     sequences = []
     for answer in answers:
-        context, sequence, of_answer = encode_answer(tokenizer, read, prompt, answer, tools)
+        context, sequence, of_answer = encode_one(tokenizer, read, prompt, answer, tools)
         notes = notes + of_answer
         if not sequence.ids:
             return read.ids, [sequence] * len(answers), notes
@@ -84,7 +84,7 @@ def encode_answers(
     return contexts[0], sequences, notes
 
 
-def encode_answer(
+def encode_one(
     tokenizer, read: Prompt, prompt: list[dict], answer: list[dict], tools
 ) -> tuple[list[int], Sequence, list[str]]:
     """Returns the ids before an answer, the answer, and notes; without ids if it is left out."""

@@ -86,7 +86,7 @@ class LogProbModel(ModelWrapper):
         )
 
         def by_chunks(hidden, weight, bias) -> tuple[torch.Tensor, ...]:
-            # In `LogProbHead.forward`, where ZeRO-3 has the whole weight.
+            # As `log_softmax` of all logits, in less memory. In here ZeRO-3 has the whole weight.
             return ByChunks.apply(hidden, weight, bias, job)  # fp32 `[targets]` each
 
         values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
