@@ -1,5 +1,6 @@
 """How a run ends: one that cannot go on with one message, the last thing on the user's screen."""
 
+import atexit
 import json
 import os
 import sys
@@ -39,7 +40,13 @@ def run(main: Callable[[], None]) -> None:
             file.write_text(json.dumps(report), encoding="utf-8")
         sys.exit(1)
     if torch.distributed.is_initialized():
-        # gloo's threads may abort a process, or let it hang, while the interpreter cleans up
-        # (torch 2.13).
-        sys.stdout.flush()
-        os._exit(0)
+        atexit.register(leave)
+
+
+def leave() -> None:
+    """Ends a process after its threads, but before the interpreter cleans up.
+
+    While it does, gloo's threads may abort the process, or let it hang (torch 2.13).
+    """
+    sys.stdout.flush()
+    os._exit(int(hasattr(sys, "last_value")))  # set by an exception that nobody caught

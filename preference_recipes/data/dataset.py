@@ -90,7 +90,9 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
         files.refuse_missing(name)
     sets = [load(accelerator, name, args.dataset_split, converter) for name in names]
     starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
+    content = datasets.fingerprint.Hasher.hash([rows._fingerprint for rows in sets])
     train = datasets.concatenate_datasets(sets)
+    train = train.select(range(len(train)), new_fingerprint=content)
     eval_sets = load_evaluation_sets(accelerator, held_out, args.eval_dataset_split, converter)
     return Data(train, starts, eval_sets, converter)
 
@@ -122,8 +124,9 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
     rows = datasets.concatenate_datasets(parts)
     accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
-    rows = rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
-    return rows if any(rows["answer"][:]) else rows.remove_columns("answer")
+    if not any(rows["answer"][:]):
+        rows = rows.remove_columns("answer")
+    return rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
 
 
 # ============================================================ a row

@@ -102,11 +102,13 @@ def as_message(message: dict, where: str) -> dict:
         calls += calls_in_content
     if calls:
         message["tool_calls"] = [nested(call, where) for call in calls]
-    for key in LOSS_KEYS if message["role"] == "assistant" else ():
-        if message.get(key, 1) not in (0, 1):
+    for key, value in message.items() if message["role"] == "assistant" else ():
+        # What other keys that by their name are about the loss mean is not plain.
+        is_unclear = key in LOSS_KEYS and value not in (0, 1)
+        if is_unclear or (value and key.startswith(("skip", "mask"))):
             raise BadRow(
-                f"{where}, {key} {message[key]!r}: every learned turn counts alike; remove the "
-                "key, or give train: false to a turn that is not learned"
+                f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
+                "give train: false to a turn that is not learned"
             )
     return message
 

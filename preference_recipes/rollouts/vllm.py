@@ -278,7 +278,8 @@ class Server:
             ids = choice["token_ids"]
             logps = choice["logprobs"]["token_logprobs"]
             is_whole = len(ids) == request["max_tokens"] or ids[-1] in request["stop_token_ids"]
-            if not is_whole or choice["prompt_token_ids"] != request["prompt"]:
+            has_prompt = choice["prompt_token_ids"] == request["prompt"]
+            if not is_whole or not has_prompt or len(logps) != len(ids):
                 sys.exit(f"{self.url}: a response to another prompt, or one that was cut: {choice}")
             responses.append(Response(ids, logps if request["temperature"] else []))
         if len(responses) != request["n"]:

@@ -592,6 +592,21 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
     assert none["reason"] == "no answer that is to be learned"
 
 
+@pytest.mark.parametrize(
+    "key, value", [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1)]
+)
+def test_a_turn_that_is_unclear_about_its_loss_is_refused(key, value):
+    with pytest.raises(
+        BadRow, match=f"message 2, {key} {value!r}: every learned turn counts alike"
+    ):
+        sft_row(
+            {"messages": [CHAT[0], {**CHAT[1], key: value}]},
+            templates.tokenizer("qwen2_5"),
+            1000,
+            "assistant",
+        )
+
+
 def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
     """A shorter context need not be the beginning of the longer one, token by token."""
     long = chat.Sequence([1, 2, 3, 4, 7], [False, False, False, True, False])

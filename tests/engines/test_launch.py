@@ -207,3 +207,15 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_
     said = "update 1 (updates_seen 0) is not finite, because of data rows 8. Nothing was updated"
     assert result.returncode and said in result.stdout
     assert not (output / "actor").exists()
+
+
+def test_threads_end_before_their_process(tmp_path):
+    """Such as an upload that a reward function began. With gloo a process ends by itself, see `errors.leave`."""
+    (tmp_path / "thread.py").write_text(
+        "import threading, time\nfrom accelerate import Accelerator\nfrom common import errors\n"
+        "def upload():\n    time.sleep(0.5)\n    print('uploaded')\n"
+        "def main():\n    Accelerator(cpu=True)\n    threading.Thread(target=upload).start()\n"
+        "errors.run(main)\n"
+    )
+    result = launch(LAUNCHERS["ddp"], tmp_path / "thread.py", fresh=True)
+    assert result.stdout.count("uploaded") == 2

@@ -286,6 +286,7 @@ def answer_of(**changes) -> dict:
         (200, answer_of(prompt_token_ids=[2, 5, 6]), ["to another prompt", "[2, 5, 6]"]),
         (200, {"choices": answer_of()["choices"][:1]}, ["gave 1 responses, asked for 2"]),
         (200, answer_of(token_ids=[7, 8]), ["one that was cut", "[7, 8]"]),
+        (200, answer_of(logprobs={"token_logprobs": [-1.0]}), ["one that was cut", "[-1.0]"]),
     ],
 )
 def test_answers_that_are_refused(server, status, answer, parts):
