@@ -21,52 +21,35 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from recipes import RECIPES
+from recipes import ANSWER_REWARD, RECIPES, TAUGHT, TIES
 from runs import LAUNCHERS, config_launcher, kill, recipe, start, timeless, tiny_inputs, weights
 
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
-STEPS = [
-    "--max_steps",
-    40,
-    "--train_batch_size",
-    8,
-    "--micro_train_batch_size",
-    2,
-    "--learning_rate",
-    0.01,
-    "--logging_steps",
-    3,
-    "--save_steps",
-    2,
-    "--save_total_limit",
-    2,
-    "--report_to",
-    "none",
-    "--resume",
-    "auto",
-]
+STEPS = "--max_steps 40 --train_batch_size 8 --micro_train_batch_size 2 --learning_rate 0.01 --logging_steps 3"
+STEPS += " --save_steps 2 --save_total_limit 2 --report_to none --resume auto"
+SAMPLING = "--rollout_batch_size 16 --generate_batch_size 8 --max_new_tokens 6"
+OF_RECIPE = {
+    "ppo": [*SAMPLING.split(), "--reward_function", ANSWER_REWARD],
+    "grpo": [*SAMPLING.split(), "--reward_function", TIES, "--n_samples_per_prompt", 4],
+    "distill": [*SAMPLING.split(), *TAUGHT],
+}
 
 
 def begin(folder: Path, name: str, way: str, output: Path, lora_r: int) -> subprocess.Popen:
-    flags = [
-        "--model_name_or_path",
-        folder / "model",
-        "--dataset_name",
-        folder / f"{name}.jsonl",
-        "--output_dir",
-        output,
-    ]
-    with open(f"{output}.log", "a") as log:
-        return start(
-            WAYS[way],
-            recipe(name),
-            *flags,
-            *RECIPES[name].resume_flags,
-            *STEPS,
-            *("--lora_r", lora_r),
-            env={"PYTHONUNBUFFERED": "1"},
-            stdout=log,
-        )
+    return start(
+        WAYS[way],
+        recipe(name),
+        *("--model_name_or_path", folder / "model", "--dataset_name", folder / f"{name}.jsonl"),
+        *(*STEPS.split(), *OF_RECIPE.get(name, []), "--output_dir", output, "--lora_r", lora_r),
+        env={"PYTHONUNBUFFERED": "1"},
+        output=f"{output}.{len(logs(output))}.log",
+        fresh=True,
+    )
+
+
+def logs(output: Path) -> list[str]:
+    """What was printed by each process that was started for a folder."""
+    return [file.read_text() for file in sorted(output.parent.glob(f"{output.name}.*.log"))]
 
 
 def wait_and_kill(
@@ -97,13 +80,13 @@ def storm(
 ) -> bool:
     reference, output = folder / f"{name}-{way}", folder / f"{name}-{way}-killed"
     if begin(folder, name, way, reference, lora_r).wait():
-        sys.exit(f"the run never killed failed:\n{Path(f'{reference}.log').read_text()[-3000:]}")
+        sys.exit(f"the run never killed failed:\n{logs(reference)[0][-3000:]}")
     places = collections.Counter()
     for number in range(kills):
         process = begin(folder, name, way, output, lora_r)
         places[wait_and_kill(process, output, number % 2 == 0, chance)] += 1
     status = begin(folder, name, way, output, lora_r).wait()
-    log = Path(f"{output}.log").read_text()
+    log = "".join(logs(output))
     resumed, anew = log.count("resumed from"), log.count("starting from the beginning")
     same = (
         not status
