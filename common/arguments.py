@@ -34,7 +34,7 @@ TOKENS_ON_GPU = 16_384
 # transformers (to 5.23) reads its 2,500 files of models when it is imported, and all of them again
 # for its folder `models`: a twentieth of the start, see findings. The first result does for both.
 MODELS = Path(transformers.__file__).with_name("models")
-if hasattr(import_utils, "create_import_structure_from_path"):  # else it reads them as it likes
+if hasattr(import_utils, "create_import_structure_from_path"):  # not in every version
     known = import_utils.create_import_structure_from_path(MODELS)
     with replaced((import_utils, "create_import_structure_from_path", lambda path: known)):
         import transformers.models

@@ -52,7 +52,7 @@ def deepspeed_engine(accelerator: Accelerator):
 
 
 def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
-    """Tells accelerate and DeepSpeed that the next update has so many micro-batches a process.
+    """Tells accelerate and DeepSpeed how many micro-batches a process has in the next update.
 
     Returns what they divide the summed losses by: the number of micro-batches times processes.
     """
@@ -63,7 +63,7 @@ def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
     if engine is not None:
         engine.set_train_batch_size(divisor * engine.train_micro_batch_size_per_gpu())
         scaler = engine.optimizer.loss_scaler
-        scaler.cur_scale = vars(scaler).pop("grown", scaler.cur_scale)  # zero.delay_scale_growth
+        scaler.cur_scale = vars(scaler).pop("grown", scaler.cur_scale)  # `zero.delay_scale_growth`
     return divisor
 
 

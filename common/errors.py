@@ -1,4 +1,4 @@
-"""How a run ends: one that cannot go on with one message, the last thing on the user's screen."""
+"""How a process ends. A run that cannot go on says why in one message, printed last."""
 
 import atexit
 import json

@@ -112,7 +112,7 @@ def quiet() -> None:
     for name in ("accelerate.utils.other", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")
-    # After a resume at update 0, or where DeepSpeed steps another optimizer on the CPU.
+    # Wrong after a resume at update 0, and where DeepSpeed steps an optimizer on the CPU.
     warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
 
 

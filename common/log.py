@@ -1,4 +1,4 @@
-"""The files that a run appends to, and what `--report_to` names: TensorBoard and other trackers."""
+"""Names of the files that a run appends to; TensorBoard and other trackers (`--report_to`)."""
 
 import re
 import sys

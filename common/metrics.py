@@ -99,8 +99,8 @@ class Sums:
 class Means:
     """The exact means of the next log line, and those of an update until it is applied.
 
-    What is added is `pending`, after an applied update `open`; of that `reduce` makes a line. An
-    evaluation has one of its own: it adds, and reduces.
+    `add` fills `pending`. An update that is applied moves it to `open`, of which `reduce` makes a
+    line. An evaluation has a `Means` of its own: it adds, and reduces.
     """
 
     def __init__(self, accelerator: Accelerator):

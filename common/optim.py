@@ -61,8 +61,8 @@ def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
     not notice that an update was skipped.
     """
     is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
-    # None: torch's default
-    settings = {"lr": args.learning_rate, "eps": args.adam_epsilon, "fused": is_fused or None}
+    fused = is_fused or None  # None: torch's default
+    settings = {"lr": args.learning_rate, "eps": args.adam_epsilon, "fused": fused}
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings)
     if engine.is_sharded(accelerator):

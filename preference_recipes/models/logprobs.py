@@ -127,7 +127,7 @@ class ByChunks(torch.autograd.Function):
 
         read(part, hidden, matrix, bias)   their state: the logits, or what else it needs
         values(part, state)                fp32 `[n]` each, of which the first has a gradient
-        slopes(part, state)                it, by multiplier * product, in place of the state
+        slopes(part, state)                d value / d (multiplier * product), in the state's memory
         n_matrices                         how many `[n, v]` a state holds
     """
 

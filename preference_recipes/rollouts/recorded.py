@@ -60,7 +60,7 @@ class FixedLayer(DynamicLayer):
         self.step = step
         self.is_initialized = True
         # What is masked must be a number, too: 0.
-        room = (0, 0, 0, step.mask.shape[-1] - step.read)  # behind the places of the prompts
+        room = (0, 0, 0, step.mask.shape[-1] - step.read)  # after the prompts' places
         self.keys = torch.nn.functional.pad(prompts.keys, room)
         self.values = torch.nn.functional.pad(prompts.values, room)
 
