@@ -3,6 +3,7 @@
 preference-recipes list                             recipes and launch configs
 preference-recipes copy dpo my_dpo.py               a recipe, or a config, to change it
 preference-recipes run --config_file ddp.yaml dpo   `accelerate launch` of a recipe, here or yours
+preference-recipes export CHECKPOINT OUT            the actor of a checkpoint: --help says more
 """
 
 import argparse
@@ -21,11 +22,16 @@ CONFIGS = FILES / "accelerate_configs"
 def main() -> None:
     if sys.argv[1:2] == ["run"]:  # accelerate reads its own flags
         return run(sys.argv[2:])
+    if sys.argv[1:2] == ["export"]:
+        from preference_recipes.tools import export  # slow to import
+
+        return export.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog=PROJECT, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("run", help="run a recipe", add_help=False)
+    commands.add_parser("export", help="take the actor out of a checkpoint", add_help=False)
     commands.add_parser("list", help="list recipes and launch configs")
     copier = commands.add_parser("copy", help="copy a recipe or a launch config, to change it")
     copier.add_argument("name", help="as `list` shows it, such as dpo or ddp.yaml")

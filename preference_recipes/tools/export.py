@@ -151,7 +151,7 @@ def convert(folder: Path, dtype: str) -> None:
         actor.write_dtype(folder, dtype)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m preference_recipes.tools.export",
         description=__doc__,
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: as they were trained")
     parser.add_argument("--critic", action="store_true", help="PPO's critic, not the actor")
     parser.add_argument("--merge", action="store_true", help="the whole model, not the adapter")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     model = "critic" if args.critic else "actor"
     export(args.checkpoint, args.out, args.dtype, model, merge_adapter=args.merge)
     print(f"wrote {args.out}")
