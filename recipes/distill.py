@@ -37,7 +37,9 @@ from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SchedulerType, arg, refuse_changed
-from preference_recipes.data import dataset, prompts
+from preference_recipes.data import chat, dataset, formats, prompts
+from preference_recipes.data.formats import Text
+from preference_recipes.data.messages import has_text
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
@@ -163,6 +165,83 @@ def token_losses(
 def beta_of(args: Args) -> float | None:
     """Returns what `DistillModel` takes as `beta`. None asks for log-probs, not a divergence."""
     return None if args.loss_type == "sampled" else args.beta
+
+
+# ============================================================ a row of the data
+def taught_row(
+    row: dict,
+    tokenizer,
+    max_length: int,
+    max_new_tokens: int,
+    teacher_names: list[str],
+    teacher_prompt: str | None,
+    with_completion: bool,
+    strings_as_messages: bool = False,
+) -> dict:
+    """Returns what `prompt_row` does for one row, and what a distillation needs besides.
+
+    That is `teacher`, if there are several; `teacher_prompt_ids`, if the teacher's prompt is in
+    another column, `teacher_prompt`; and with completions what `add_completion` adds.
+    """
+    formats.require(row, "prompt", expected="'prompt'")
+    completion: Text | None = None
+    if with_completion and row.get("completion") is not None:
+        pair = {name: row.get(name) for name in ("prompt", "completion", "label")}
+        prompt, completion = formats.as_chat(row, strings_as_messages, *formats.conversation(pair))
+        row = {**row, "prompt": prompt, "completion": completion}
+    how = (tokenizer, max_length, max_new_tokens, strings_as_messages)
+    values = prompts.prompt_row(row, *how)
+    if teacher_names:
+        fits = row.get("teacher") in teacher_names
+        formats.refuse_unless(fits, {"teacher": None, **row}, "teacher", " or ".join(teacher_names))
+        values["teacher"] = row["teacher"]
+    of_student = of_teacher = row["prompt"]
+    if teacher_prompt is not None:
+        formats.require(row, teacher_prompt, expected=f"{teacher_prompt!r} (--teacher_prompt)")
+        of_teacher = row[teacher_prompt]
+        if not (isinstance(of_teacher, str) and isinstance(of_student, str)):
+            of_teacher = formats.question_of(of_teacher)
+        taught = prompts.prompt_row({**row, "prompt": of_teacher, "system": None}, *how)
+        values["teacher_prompt_ids"] = taught["prompt_ids"]
+        values["reason"] = values["reason"] or taught["reason"]
+    if with_completion:
+        asked = (of_student, of_teacher)
+        add_completion(values, asked, completion, tokenizer, row.get("tools"), max_new_tokens)
+    return values
+
+
+def add_completion(
+    values: dict, asked: tuple, completion: Text | None, tokenizer, tools, room: int
+) -> None:
+    """Adds a completion's tokens to a row, of which `room` are kept; none if the row has none.
+
+    They are `completion_ids`, `completion_learned`, which of them the model writes, and what
+    precedes them after each prompt: `context_ids`, `teacher_context_ids`.
+
+    Args:
+        asked: the prompt of the student, and that of the teacher.
+    """
+    of_student, of_teacher = asked
+    context: list[int] = []
+    teacher_context: list[int] = []
+    answer = chat.Sequence([], [])
+    if completion is not None and has_text(completion):
+        # Its tokens are the same after both prompts: those that the student would write.
+        context, [answer], notes = chat.encode_answers(tokenizer, of_student, [completion], tools)
+        teacher_context, _, _ = chat.encode_answers(tokenizer, of_teacher, [completion], tools)
+        values["notes"] += notes
+    ids = answer.ids[:room]
+    learned = answer.learned[:room]
+    if completion is not None and not answer.ids:
+        left_out = chat.why_left_out(values["notes"]) or formats.missing_answer(completion)
+        values["reason"] = values["reason"] or left_out
+    elif ids and not any(learned):
+        values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
+    values["completion_ids"] = ids
+    values["completion_learned"] = learned
+    values["truncated"] = len(answer.ids) > room
+    values["context_ids"] = context
+    values["teacher_context_ids"] = teacher_context
 
 
 # ============================================================ the rollout
@@ -357,7 +436,7 @@ def load_prompts(accelerator, args: Args, tokenizer) -> dataset.Data:
         accelerator,
         args,
         tokenizer,
-        function=prompts.taught_row,
+        function=taught_row,
         max_new_tokens=args.max_new_tokens,
         teacher_names=teachers.names(args),
         teacher_prompt=args.teacher_prompt,

@@ -93,6 +93,15 @@ def collate(columns: dict, packer: Packer) -> dict:
     return batch
 
 
+def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:
+    """Returns the columns of rows with other prompts, and their answers cut to `max_length`."""
+    cut = {
+        name: [ids[: max_length - len(prompt)] for prompt, ids in zip(prompts, columns[name])]
+        for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
+    }
+    return {**columns, **cut, "prompt_ids": prompts}
+
+
 @torch.no_grad()
 def estimate_kl(
     run: Run, actor: Actor, reference: Reference, packer: Packer, data: Rows, rows: np.ndarray
@@ -106,7 +115,7 @@ def estimate_kl(
         for places, weights in run.split(range(len(rows)), data.lengths[rows]):
             columns = data[np.roll(rows, -1)[places]]  # the last row's next one is the first
             prompts = data[rows[places]]["prompt_ids"]
-            batch = collate(labels.with_prompts(columns, prompts, run.args.max_length), packer)
+            batch = collate(with_prompts(columns, prompts, run.args.max_length), packer)
             log_ratios = actor.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
             means.add({"kl": log_ratios}, weights[batch["places"]])
     return max(means.reduce()["kl"], 0.0)

@@ -48,12 +48,3 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
         prompt = question_of(answer[:-1], answer[-1:])
         answer = answer[-1:]
     return prompt, answer, LABELS[label]
-
-
-def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:
-    """Returns the columns of rows with other prompts, and their answers cut to `max_length`."""
-    cut = {
-        name: [ids[: max_length - len(prompt)] for prompt, ids in zip(prompts, columns[name])]
-        for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
-    }
-    return {**columns, **cut, "prompt_ids": prompts}

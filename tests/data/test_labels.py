@@ -5,7 +5,7 @@ import pytest
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.labels import labelled_row
 from preference_recipes.data.messages import BadRow
-from preference_recipes.data.prompts import taught_row
+from recipes import load
 
 ASK = {"role": "user", "content": "1+2="}
 SAY = {"role": "assistant", "content": "3"}
@@ -68,4 +68,4 @@ def test_a_row_without_a_label_is_refused(tokenizer, label):
 def test_distillation_learns_no_completion_with_a_label(tokenizer):
     row = {"prompt": [ASK], "completion": [SAY], "label": False}
     with pytest.raises(BadRow, match="'label'"):
-        taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)
+        load("distill").taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)

@@ -13,6 +13,7 @@ from recipes import load
 
 LONG = 4000
 sft_row = load("sft").sft_row
+taught_row = load("distill").taught_row
 reward_row = load("reward").reward_row
 
 
@@ -73,7 +74,7 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
         whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
         assert all(part["content"] in whole for part in answer)
         assert row["rejected_learned"] == [True] * len(row["rejected_ids"])
-    taught = prompts.taught_row({**given, "completion": answer}, tokenizer, LONG, 1000, [], None, True)  # fmt: skip
+    taught = taught_row({**given, "completion": answer}, tokenizer, LONG, 1000, [], None, True)  # fmt: skip
     assert of_targets(taught["completion_ids"], taught["completion_learned"]) == learned
     assert 0 < len(learned) < len(taught["completion_ids"])
 
@@ -165,7 +166,7 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
     batch = kto.collate(columns, Packer(torch.device("cpu"), share=True))
     logps = Uniform()(batch)["logps"].sum(1) * -1000
     assert logps.round().tolist() == [40, 90, 70]
-    other = kto.labels.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
+    other = kto.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
     assert other["chosen_learned"] == [[True, False], []]
 
 

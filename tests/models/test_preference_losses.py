@@ -237,7 +237,7 @@ def test_kl_is_the_mean_over_all_answers_however_they_are_split(sizes):
 
 def test_answers_that_fit_their_own_prompt_are_cut_after_a_longer_one():
     columns = data()[[0]]
-    cut = KTO.labels.with_prompts(columns, [ROWS[2]["prompt_ids"]], LONGEST)
+    cut = KTO.with_prompts(columns, [ROWS[2]["prompt_ids"]], LONGEST)
     assert cut["prompt_ids"] == [[10, 11, 12]] and cut["chosen_ids"] == [[3, 4]]
     assert cut["rejected_ids"] == [[]] and cut["row"] == [1]
 
