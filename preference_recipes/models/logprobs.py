@@ -27,7 +27,6 @@ class ModelWrapper(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.config = model.config
         architecture.backbone_of(model)  # refuses a model without one
         # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
         # that are not there, such as the parts of a text tower in Gemma 3's list.
@@ -36,6 +35,10 @@ class ModelWrapper(nn.Module):
         self.tie_weights = model.tie_weights
         self.get_input_embeddings = model.get_input_embeddings
         self.get_output_embeddings = model.get_output_embeddings
+
+    @property
+    def config(self):
+        return self.model.config
 
 
 class LogProbModel(ModelWrapper):

@@ -1,5 +1,6 @@
 """What the engine prepares: the model that is trained, and models that are only read."""
 
+import collections
 import contextlib
 import copy
 import sys
@@ -7,11 +8,12 @@ import sys
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from common import engine
 from common.adapters import has_adapter
 from preference_recipes.models import architecture, load
-from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 
 
 # ============================================================ the model that is trained
@@ -71,38 +73,26 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
             sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
 
 
-def disable_dropout(model: nn.Module) -> None:
+def disable_dropout(wrapper: nn.Module) -> None:
     """Turns dropout, and a router's jitter, off for good, also while the model trains."""
-    saved_with = {id(whole) for whole in architecture.whole_models(model).values()}
-    silent_configs = {}
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            is_dropout_layer = name == "p" and isinstance(module, nn.Dropout)
-            if isinstance(value, float) and (is_noise(name) or is_dropout_layer):
-                setattr(module, name, 0.0)
-        # Some layers, such as Falcon's, read their config in each forward pass. They get a copy:
-        # the actor is saved with the config that it came with.
-        config = vars(module).get("config")
-        if isinstance(config, PreTrainedConfig) and id(module) not in saved_with | {id(model)}:
-            if id(config) not in silent_configs:
-                silent_configs[id(config)] = without_noise(config)
-            module.config = silent_configs[id(config)]
+    # Some layers, such as Falcon's, read the model's config in each forward pass. They keep it, and
+    # the actor is saved with a copy from before.
+    models = architecture.whole_models(wrapper).values()
+    configs = [copy.deepcopy(model.config) for model in models]
+    for module in wrapper.modules():
+        silence(module)
+    for model, config in zip(models, configs):
+        model.config = config
 
 
-def is_noise(name: str) -> bool:
-    """Whether an attribute of this name, if it is a number, makes a forward pass random."""
-    return "drop" in name or "jitter" in name
-
-
-def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy of a config in which dropout and jitter are zero."""
-    copied = copy.deepcopy(config)
-    for name, value in list(vars(copied).items()):
+def silence(module: nn.Module | PreTrainedConfig) -> None:
+    """Sets to zero what makes a forward pass random, also in the configs that a module holds."""
+    for name, value in list(vars(module).items()):
         if isinstance(value, PreTrainedConfig):
-            setattr(copied, name, without_noise(value))
-        elif isinstance(value, float) and is_noise(name):
-            setattr(copied, name, 0.0)
-    return copied
+            silence(value)
+        is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+        if isinstance(value, float) and (is_dropout or "jitter" in name):
+            setattr(module, name, 0.0)
 
 
 # ============================================================ models that are only read
@@ -133,12 +123,38 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
 
 
 def round_frozen(accelerator, wrapper: nn.Module) -> None:
-    """Holds frozen weights in half precision where that changes no output by a single bit."""
-    # DeepSpeed rounds a model once, in `prepare`, and fp32 rounds nothing.
-    if engine.half_precision(accelerator) and not engine.zero_stage(accelerator):
-        from preference_recipes.models import half
+    """Holds frozen weights in half precision where that changes no output by a single bit.
 
-        half.round_frozen(accelerator, wrapper)
+    These are all under FSDP2, which rounds weights when it gathers them, else those that autocast
+    rounds. DeepSpeed rounds a model once, in `prepare`, and fp32 rounds nothing.
+    """
+    half = engine.half_precision(accelerator)
+    if half is None or engine.zero_stage(accelerator):
+        return
+    if accelerator.is_fsdp2:
+        weights = list(wrapper.parameters())
+    else:
+        weights = rounded_by_autocast(wrapper, accelerator.device.type == "cpu")
+    for weight in weights:
+        # Packed weights of 4 bits are whole numbers.
+        if weight.is_floating_point() and not weight.requires_grad:
+            weight.data = weight.data.to(half)
+
+
+def rounded_by_autocast(wrapper: nn.Module, on_cpu: bool) -> list[nn.Parameter]:
+    """Returns the weights of linear layers, which autocast rounds in every use.
+
+    A weight that another module has, too, such as the embeddings', is used in fp32 there. Score
+    heads compute in fp32, and output layers on a CPU. Recurrent layers have kernels on a GPU that
+    read weights in their own way, so models with such layers are left out.
+    """
+    if any(model._is_stateful for model in architecture.whole_models(wrapper).values()):
+        return []
+    kinds = (nn.Linear, Conv1D) if on_cpu else (nn.Linear, Conv1D, LogProbHead)
+    modules = list(wrapper.modules())
+    owners = collections.Counter(id(p) for part in modules for p in part.parameters(recurse=False))
+    weights = [module.weight for module in modules if type(module) in kinds]
+    return [weight for weight in weights if owners[id(weight)] == 1]
 
 
 @contextlib.contextmanager

@@ -141,7 +141,8 @@ def test_dropout_is_off(name):
     """Also where layers read it from the config in each forward pass; the saved config keeps it."""
     config = config_of(name)
     text = config.get_text_config()
-    noises = [key for key, value in vars(text).items() if prepare.is_noise(key) and value == 0.0]
+    is_noise = lambda key: "drop" in key or "jitter" in key
+    noises = [key for key, value in vars(text).items() if is_noise(key) and value == 0.0]
     noises += [
         key for key, value in vars(text).items() if "drop" in key and type(value) is float and value
     ]
