@@ -15,7 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, distributed, engine, folders
+from common import arguments, distributed, engine, folders, log
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
@@ -136,7 +136,7 @@ def decide_folder(args, recipe: str) -> str:
     # A folder named after the time must be new: another run may begin in the same instant.
     path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
     lock(path)
-    of_a_run = ("metrics.jsonl", "checkpoints", "actors", "actor")
+    of_a_run = (log.METRICS, "checkpoints", "actors", "actor")
     if path.resolve() != own and any((path / name).exists() for name in of_a_run):
         sys.exit(
             f"--output_dir {path} already holds another run. Take another, "
