@@ -141,11 +141,9 @@ def test_dropout_is_off(name):
     """Also where layers read it from the config in each forward pass; the saved config keeps it."""
     config = config_of(name)
     text = config.get_text_config()
-    is_noise = lambda key: "drop" in key or "jitter" in key
-    noises = [key for key, value in vars(text).items() if is_noise(key) and value == 0.0]
-    noises += [
-        key for key, value in vars(text).items() if "drop" in key and type(value) is float and value
-    ]
+    values = vars(text).items()
+    noises = [key for key, value in values if ("drop" in key or "jitter" in key) and value == 0.0]
+    noises += [key for key, value in values if "drop" in key and type(value) is float and value]
     for key in noises:
         setattr(text, key, 0.3)
     try:
