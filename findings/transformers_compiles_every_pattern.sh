@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # transformers 5.23.0: who loads one model compiles the regular expressions of all.
 #
-# The good guess: a renaming of weights is compiled when a weight is compared with it, so only those of the model's kind.
+# The good guess: a renaming of weights is compiled when a weight is compared with it, so only those of the model are.
 # What was seen: a Llama has no renaming, and 860 regular expressions are compiled to load it.
-# Why it matters: a fifteenth of a second of CPU time in each process that loads a model, half of what a small one takes.
+# Why it matters: a fifteenth of a second of CPU time in each process that loads a model, half of a small one's load.
 # Where: WeightTransform.__init__ in core_model_loading.py, called for every kind of model by
 # _build_checkpoint_conversion_mapping in conversion_mapping.py. Compiled at the first match, they would cost nothing.
 set -euo pipefail
