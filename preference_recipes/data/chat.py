@@ -4,8 +4,8 @@ One rule: an answer is what the chat template writes after the generation prompt
 the token that ends the turn. Cutting is done on texts. They are tokenised at the very end, prompt
 and answer apart, as at inference.
 
-The usual path is `encode_answers`, `encode_one`, `encode_conversation`, `write_answer`. The
-template writes the prompt, then the prompt with its answer, and what that has more is the answer.
+The usual path is `encode_answers`, `encode_one`, `encode_turn`. The template writes the prompt,
+then the prompt with its answer, and what that has more is the answer.
 """
 
 import re
@@ -57,13 +57,18 @@ class Sequence(NamedTuple):
     learned: list[bool]
 
 
+NOTHING = Sequence([], [])
+
+
 # ============================================================ the usual path
 def encode_answers(
     tokenizer, prompt, answers: list, tools=None
 ) -> tuple[list[int], list[Sequence], list[str]]:
     """Returns the token ids of a prompt and of one or two answers to it, and notes.
 
-    All are strings, or message lists. An answer that is left out has no ids, nor has the other one.
+    All are strings, or message lists. If one answer is left out, no answer has ids. What only one
+    answer needs before it belongs to that answer: after `<bot><think>` the prompt of `No` and of
+    `<think>Why</think>Yes` is `<bot>`.
     """
     if isinstance(prompt, str):
         prompt_ids, *ids_of_answers = encode_plain(tokenizer, prompt, *answers)
@@ -79,9 +84,12 @@ def encode_answers(
             return read.ids, [sequence] * len(answers), notes
         contexts.append(context)
         sequences.append(sequence)
-    if contexts[0] != contexts[-1]:
-        return *after_one_prompt(contexts, sequences), notes
-    return contexts[0], sequences, notes
+    n = n_common(contexts[0], contexts[-1])
+    after_prompt = [
+        Sequence(context[n:] + ids, [True] * len(context[n:]) + learned)
+        for context, (ids, learned) in zip(contexts, sequences)
+    ]
+    return contexts[0][:n], after_prompt, notes
 
 
 def encode_one(
@@ -90,26 +98,24 @@ def encode_one(
     """Returns the ids before an answer, the answer, and notes; without ids if it is left out."""
     messages = prompt + answer
     turns = learned_turns(messages, len(prompt))
-    known = {len(prompt): read}
-    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, known=known)
+    if turns == [len(prompt)]:
+        context, ids, notes = encode_turn(tokenizer, read, prompt, answer[0], tools)
+        return context, Sequence(ids, [True] * len(ids)), notes
+    # The answer has several messages.
+    sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools)
     if len(sequences) > 1:
         notes.append(REWRITES_TURNS)
-    if not sequences or why_left_out(notes):
-        return [], Sequence([], []), notes
-    ids, learned = sequences[0]
+    if len(sequences) != 1 or why_left_out(notes):
+        return [], NOTHING, notes
+    [(ids, learned)] = sequences
     start = learned.index(True)
-    if turns[0] > len(prompt):  # the answer begins with what is not learned
+    if turns[0] > len(prompt):  # it begins with what is not learned
         start = n_common(read.ids, ids)
     return ids[:start], Sequence(ids[start:], learned[start:]), notes
 
 
 def encode_conversation(
-    tokenizer,
-    messages: list[dict],
-    turns: list[int],
-    tools=None,
-    learn_all: bool = False,
-    known: dict[int, Prompt] | None = None,
+    tokenizer, messages: list[dict], turns: list[int], tools=None, learn_all: bool = False
 ) -> tuple[list[Sequence], list[int], list[str]]:
     """Returns the sequences of a conversation, the ids before its last answer, and notes.
 
@@ -119,33 +125,28 @@ def encode_conversation(
     Args:
         turns: which messages are answers to learn.
         learn_all: learn what precedes the answers, too; of several sequences none is learned.
-        known: prompts that were encoded before, by the number of their messages.
     """
     sequences: list[Sequence] = []
     prompt_ids: list[int] = []
     notes: list[str] = []
     for turn in turns:
         history = messages[:turn]
-        prompt = (known or {}).get(turn) or encode_prompt(tokenizer, history, tools)
-        context, answer, of_answer = write_answer(
-            tokenizer, prompt.text, history, messages[turn], tools
-        )
+        prompt = encode_prompt(tokenizer, history, tools)
+        context, ids, of_answer = encode_turn(tokenizer, prompt, history, messages[turn], tools)
         notes += of_answer + (prompt.notes if turn == turns[-1] else [])
-        if not answer:  # the template does not write it
+        if not ids:
             continue
         prompt_ids = prompt.ids
-        context_ids = encode(tokenizer, context)
-        ids = encode_after(tokenizer, context, answer)
-        before, learned = sequences[-1] if sequences else ([], [])
-        if context_ids[: len(before)] == before:  # the same history: one sequence
+        before, learned = sequences[-1] if sequences else NOTHING
+        if context[: len(before)] == before:  # the same history: one sequence
             del sequences[-1:]
         elif learn_all:
             return [], prompt_ids, [REWRITES_TURNS]
         else:
-            learned = [False] * len(context_ids)
-        learned = learned + [learn_all] * (len(context_ids) - len(learned)) + [True] * len(ids)
+            learned = []
+        learned = learned + [learn_all] * (len(context) - len(learned)) + [True] * len(ids)
         # Nothing predicts a sequence's first token.
-        sequences.append(Sequence(context_ids + ids, [False, *learned[1:]]))
+        sequences.append(Sequence(context + ids, [False, *learned[1:]]))
     return sequences, prompt_ids, notes
 
 
@@ -164,25 +165,25 @@ def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Prompt:
     return Prompt(text, encode(tokenizer, text), notes)
 
 
-def write_answer(
-    tokenizer, prompt: str, history: list[dict], answer: dict, tools
-) -> tuple[str, str, list[str]]:
-    """Returns what precedes an answer, the answer up to and with its end, and notes.
+def encode_turn(
+    tokenizer, prompt: Prompt, history: list[dict], answer: dict, tools
+) -> tuple[list[int], list[int], list[str]]:
+    """Returns the ids before an answer, those of the answer up to and with its end, and notes.
 
-    The answer is "" if the template does not write it.
+    The answer has no ids if the template does not write it.
     """
     whole = render(tokenizer, [*history, answer], tools)
-    context = prompt
-    text = whole.removeprefix(prompt)
+    context = prompt.text
+    text = whole.removeprefix(context)
     notes: list[str] = []
     is_plain = not answer.get("tool_calls") and not thoughts.of_message(answer)
-    if not (whole.startswith(prompt) and is_plain and answer["content"].strip() in text):
-        context, text, notes = find_answer(tokenizer, prompt, history, answer, tools, whole)
+    if not (whole.startswith(context) and is_plain and answer["content"].strip() in text):
+        context, text, notes = find_answer(tokenizer, context, history, answer, tools, whole)
     text, is_ended = up_to_end(tokenizer, text)
     if text and not is_ended:
         text += tokenizer.eos_token
         notes = [*notes, APPENDS_EOS]
-    return context, text, notes
+    return encode(tokenizer, context), encode_after(tokenizer, context, text), notes
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
@@ -219,21 +220,6 @@ def why_left_out(notes: list[str]) -> str:
 
 
 # ============================================================ what a template writes differently
-def after_one_prompt(
-    contexts: list[list[int]], answers: list[Sequence]
-) -> tuple[list[int], list[Sequence]]:
-    """Returns the prompt of two answers that follow different contexts, and both from there on.
-
-    After `<bot><think>` the prompt of `No` and of `<think>Why</think>Yes` is `<bot>`.
-    """
-    n = n_common(*contexts)
-    longer = [
-        Sequence(context[n:] + ids, [True] * len(context[n:]) + learned)
-        for context, (ids, learned) in zip(contexts, answers)
-    ]
-    return contexts[0][:n], longer
-
-
 def find_answer(
     tokenizer, prompt: str, history: list[dict], answer: dict, tools, whole: str
 ) -> tuple[str, str, list[str]]:
@@ -368,12 +354,12 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
     Of ChatML `\n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n`. What comes back
     may be anything, so control tokens spelled out in it are split by an invisible space.
     """
-
-    def split(found: re.Match) -> str:
-        return found[0][:1] + "\u200b" + found[0][1:]
-
-    control = added_tokens(tokenizer)
-    harmless = [{**part, "content": control.sub(split, part["content"])} for part in messages]
+    harmless = []
+    for message in messages:
+        split = added_tokens(tokenizer).sub(
+            lambda token: token[0][:1] + "\u200b" + token[0][1:], message["content"]
+        )
+        harmless.append({**message, "content": split})
     return encode_after(tokenizer, *render_beyond_answer(tokenizer, harmless, tools))
 
 

@@ -35,7 +35,6 @@ LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction
 OTHERS = ("chosen", "rejected", "answer", "margin", "label", "tools", "system")
 FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
 
-NOTHING = chat.Sequence([], [])
 # What precedes an answer in hh-rlhf's transcripts.
 HH_MARKER = "\n\nAssistant:"
 
@@ -91,13 +90,12 @@ def row_of_answers(
     texts = list(answers.values())
     reason = next(filter(None, (missing_text(prompt, text) for text in texts)), "")
     prompt_ids: list[int] = []
-    sequences = [NOTHING for _ in texts]
+    sequences = [chat.NOTHING for _ in texts]
     notes: list[str] = []
     if not reason:
         tools = row.get("tools")
         prompt_ids, sequences, notes = chat.encode_answers(tokenizer, prompt, texts, tools)
-        if not all(sequence.ids for sequence in sequences):
-            reason = chat.why_left_out(notes)
+        reason = chat.why_left_out(notes)
 
     room = max(max_length - len(prompt_ids), 0)
     cut = [chat.Sequence(ids[:room], learned[:room]) for ids, learned in sequences]
@@ -108,8 +106,8 @@ def row_of_answers(
     elif not reason and not all(any(learned) for _, learned in cut):
         reason = "nothing to learn within max_length"
     by_name = dict(zip(answers, cut))
-    chosen = by_name.get("chosen", NOTHING)
-    rejected = by_name.get("rejected", NOTHING)
+    chosen = by_name.get("chosen", chat.NOTHING)
+    rejected = by_name.get("rejected", chat.NOTHING)
     prompt_cut = prompt_ids[:max_length]
     return {
         "prompt_ids": prompt_cut,

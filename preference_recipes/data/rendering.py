@@ -24,7 +24,7 @@ QUESTION = {"role": "user", "content": "zqz"}
 
 
 # ============================================================ texts and ids
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def encode(tokenizer, text: str) -> list[int]:
     """Returns the token ids of a text, without what a tokenizer puts around every text.
 
@@ -174,19 +174,11 @@ def to_write(tokenizer, message: dict) -> dict:
     """
     if message["role"] != "assistant":
         return message
-    message = {**message, "content": without_end(message["content"], ending_of(tokenizer).ends)}
+    message = {**message, "content": ending_of(tokenizer).at_end.sub("", message["content"])}
     thought = thoughts.of_field(message)
     if thought:
         message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
     return message
-
-
-def without_end(content: str, ends: list[str]) -> str:
-    text = content.rstrip()
-    for end in ends:
-        if text.endswith(end):
-            return without_end(text.removesuffix(end), ends)
-    return content
 
 
 class Ending(NamedTuple):
@@ -194,7 +186,7 @@ class Ending(NamedTuple):
 
     whole: str  # after the last answer, whatever that is: `<|im_end|>\n`
     end: str  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
-    ends: list[str]  # what may end a content: that, and the EOS
+    at_end: re.Pattern  # what may end a content: that, and the EOS
 
 
 @functools.lru_cache(maxsize=16)
@@ -223,7 +215,8 @@ def ending_of(tokenizer) -> Ending:
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
     end = [*with_eos, *reversed(ends), ""][0]
-    return Ending(whole, end, list(filter(None, (end, tokenizer.eos_token))))
+    either = "|".join(re.escape(text) for text in (end, tokenizer.eos_token) if text)
+    return Ending(whole, end, re.compile(rf"(({either})\s*)+\Z"))
 
 
 # ============================================================ variables and date of a template

@@ -609,14 +609,12 @@ def test_a_turn_that_is_unclear_about_its_loss_is_refused(key, value):
 
 def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
     """A shorter context need not be the beginning of the longer one, token by token."""
-    long = chat.Sequence([1, 2, 3, 4, 7], [False, False, False, True, False])
-    short = chat.Sequence([1, 5, 6], [False, False, True])
-    found = iter([([long], [], []), ([short], [], [])])
-    monkeypatch.setattr(chat, "encode_conversation", lambda *args, **kwargs: next(found))
+    found = iter([([1, 2, 3], [4, 7], []), ([1, 5], [6], [])])
+    monkeypatch.setattr(chat, "encode_turn", lambda *args: next(found))
     given = (templates.tokenizer("qwen3"), CHAT[:1], [CHAT[1:2]] * 2)
     prompt, (chosen, rejected), _ = chat.encode_answers(*given)
     assert prompt == [1] and rejected == ([5, 6], [True, True])
-    assert chosen == ([2, 3, 4, 7], [True, True, True, False])
+    assert chosen == ([2, 3, 4, 7], [True] * 4)
 
 
 def test_one_answer_of_a_pair_thinks():
