@@ -141,24 +141,20 @@ def parsed(file, is_csv: bool) -> Iterable:
 # ============================================================ folders, and the hub
 def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     """Returns the files of a folder by split; prints which data files of it are in none."""
-    name = str(folder.resolve())
-    escaped = glob.escape(name)  # `datasets` would read the characters `*?[` as a pattern
-    if escaped == name:
+    path = folder.resolve()
+    escaped = glob.escape(str(path))  # `datasets` would read the characters `*?[` as a pattern
+    if escaped == str(path):
         # This also reads what the data card of a cloned hub folder says about its files.
-        found = datasets.load_dataset_builder(name).config.data_files
+        found = datasets.load_dataset_builder(escaped).config.data_files
     else:
         found = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
     splits = {str(split): list(map(Path, found[split])) for split in found}
-    read = {file.resolve() for files in splits.values() for file in files}
-    unread = [
-        str(file.relative_to(folder))
-        for file in sorted(filter(is_data_file, folder.rglob("*")))
-        if file.resolve() not in read
-    ]
+    files = filter(is_data_file, path.rglob("*"))
+    unread = [str(file.relative_to(path)) for file in set(files).difference(*splits.values())]
     if unread:
         print_once(
             f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
-            f"{sorted(splits)}, so not read: {', '.join(unread[:5])}"
+            f"{sorted(splits)}, so not read: {', '.join(sorted(unread)[:5])}"
         )
     return splits
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
@@ -160,10 +160,10 @@ def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
             "or plain strings in place of messages"
         )
     template = tokenizer.get_chat_template(tools=[] if has_tools else None)
-    if getattr(tokenizer, "chat_date", None):
-        template = dated(template, tokenizer.chat_date)
-    given = dict(tools=None, documents=None, add_generation_prompt=False)
+    given: dict[str, Any] = dict(tools=None, documents=None, add_generation_prompt=False)
     given |= tokenizer.special_tokens_map
+    if getattr(tokenizer, "chat_date", None):  # else today's
+        given["strftime_now"] = datetime.date.fromisoformat(tokenizer.chat_date).strftime
     return functools.partial(template_utils._compile_jinja_template(template).render, **given)
 
 
@@ -219,7 +219,7 @@ def ending_of(tokenizer) -> Ending:
     return Ending(whole, end, re.compile(rf"(({either})\s*)+\Z"))
 
 
-# ============================================================ variables and date of a template
+# ============================================================ variables of a template
 def set_defaults(tokenizer, text: str) -> None:
     """Gives variables of a tokenizer's chat template default values, which are saved with it."""
     values = json.loads(text)
@@ -249,10 +249,3 @@ def variables(tokenizer) -> set[str]:
     names = jinja2.meta.find_undeclared_variables(environment.parse(template))
     given = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
     return names - environment.globals.keys() - given - tokenizer.special_tokens_map.keys()
-
-
-def dated(template: str, date: str) -> str:
-    """Returns a template that writes a date, given as in 2026-01-31, in place of today's."""
-    day = datetime.date.fromisoformat(date)
-    call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-    return call.sub(lambda found: repr(day.strftime(found[2])), template)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from preference_recipes.data.messages import BadRow
+from preference_recipes.data.messages import BadRow, as_list
 
 # A key by the keys above it, lists not counted: ("messages", "tool_calls", "id").
 Path = tuple[str, ...]
@@ -60,7 +60,7 @@ def learned(row: dict, converter) -> dict:
 
 def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields the keys of a row that hold a value, down to `DEPTH`, each with a yes or no."""
-    for item in value if isinstance(value, list) else [value]:
+    for item in as_list(value):
         for name, below in item.items() if isinstance(item, dict) else ():
             if below is not None and below not in ("", [], {}):
                 yield (*above, name), below if below in (0, 1) else None
