@@ -38,7 +38,7 @@ from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
-from preference_recipes.data import dataset, labels
+from preference_recipes.data import dataset, formats
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
@@ -155,7 +155,7 @@ def main():
     args = arguments.parse(Args, demo="kto.yaml")
     accelerator = launch.make_accelerator(args, "kto")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(accelerator, args, tokenizer, function=labels.labelled_row)
+    data = dataset.load_data(accelerator, args, tokenizer, function=formats.labelled_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}

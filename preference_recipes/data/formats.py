@@ -2,7 +2,8 @@
 
 The usual path is `preference_row`: `preference` finds the prompt, the chosen and the rejected
 answer, `row_of_answers` encodes them. Sections below are for pairs that hold their prompt, for
-conversations, for strings, and for the columns of other tools, which `standard` renames first.
+labels, for conversations, for strings, and for the columns of other tools, which `standard`
+renames first.
 """
 
 import os
@@ -37,6 +38,8 @@ FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
 
 # What precedes an answer in hh-rlhf's transcripts.
 HH_MARKER = "\n\nAssistant:"
+# How `label` may be written; the cells of a CSV file are text.
+LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 # ============================================================ pairs, as token ids
@@ -192,6 +195,42 @@ def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, 
             f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
         )
     return prompt, chosen, rejected
+
+
+# ============================================================ one answer and a label, for KTO
+def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
+    """Returns what `row_of_answers` does, and `n_answers`.
+
+    A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
+    answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
+    """
+    if is_pair(row):
+        values = preference_row(row, tokenizer, max_length, strings_as_messages)
+        return {**values, "n_answers": 2}
+    prompt, answer, is_good = labelled(row)
+    prompt, answer = as_chat(row, strings_as_messages, prompt, answer)
+    answers = {"chosen" if is_good else "rejected": answer}
+    values = row_of_answers(row, prompt, answers, tokenizer, max_length)
+    return {**values, "n_answers": 1}
+
+
+def labelled(row: dict) -> tuple[Text, Text, bool]:
+    """Returns a row of KTO as (prompt, answer, whether it is good).
+
+    Prompt and answer are strings, or both are message lists. Of `messages`, the last one is
+    the answer.
+    """
+    label = str(row.get("label")).lower()
+    if label not in LABELS:
+        raise BadRow(
+            "column 'label': expected true or false, whether the answer is good, found "
+            f"{row.get('label')!r:.80}; or 'chosen' and 'rejected'"
+        )
+    prompt, answer = conversation({**row, "label": None})
+    if isinstance(answer, list) and not prompt:  # of `messages`
+        prompt = question_of(answer[:-1], answer[-1:])
+        answer = answer[-1:]
+    return prompt, answer, LABELS[label]
 
 
 # ============================================================ conversations

@@ -2,8 +2,7 @@
 
 import pytest
 
-from preference_recipes.data.formats import preference_row
-from preference_recipes.data.labels import labelled_row
+from preference_recipes.data.formats import labelled_row, preference_row
 from preference_recipes.data.messages import BadRow
 from recipes import load
 

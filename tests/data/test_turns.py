@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import templates
-from preference_recipes.data import formats, labels, prompts
+from preference_recipes.data import formats, prompts
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
@@ -65,8 +65,8 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
     pair = {**given, "chosen": answer, "rejected": [NO]}
     read = [
         formats.preference_row(pair, tokenizer, LONG),
-        labels.labelled_row(pair, tokenizer, LONG),
-        labels.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
+        formats.labelled_row(pair, tokenizer, LONG),
+        formats.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
     ]
     for row in read:
         assert row["reason"] == "" and len(row["chosen_ids"]) == len(row["chosen_learned"])
@@ -180,7 +180,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
     for call in (
         lambda: formats.preference_row(row, tokenizer, LONG),
         lambda: prompts.prompt_row(row, tokenizer, LONG, 8),
-        lambda: labels.labelled_row(labelled, tokenizer, LONG),
+        lambda: formats.labelled_row(labelled, tokenizer, LONG),
         lambda: sft_row(labelled | {"label": None}, tokenizer, LONG, "assistant"),
     ):
         with pytest.raises(BadRow, match="the prompt ends with a message of the assistant"):
