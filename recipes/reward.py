@@ -37,6 +37,7 @@ from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, formats
+from preference_recipes.data.messages import LOSS_KEYS, is_messages
 from preference_recipes.models import checks, cost, load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
@@ -70,6 +71,13 @@ def pairwise_loss(
     return ranking + center_coef * (chosen_scores + rejected_scores) ** 2
 
 
+def without_loss_keys(value):
+    """Returns messages without `LOSS_KEYS`, any other value as it is."""
+    if not is_messages(value):
+        return value
+    return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
+
+
 def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
     """Returns the columns of `formats.preference_row`, and `margin`, 0 where the row has none."""
     margin = row.get("margin")
@@ -80,7 +88,7 @@ def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool 
         number = math.nan
     formats.refuse_unless(math.isfinite(number), row, "margin", "a finite number")
     # A score is of a whole answer, whatever of it a policy would learn.
-    whole = {name: formats.without_loss_keys(value) for name, value in row.items()}
+    whole = {name: without_loss_keys(value) for name, value in row.items()}
     values = formats.preference_row(whole, tokenizer, max_length, strings_as_messages)
     return {**values, "margin": number}
 

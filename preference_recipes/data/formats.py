@@ -14,7 +14,6 @@ from typing import Any
 
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
-    LOSS_KEYS,
     BadRow,
     as_messages,
     from_json,
@@ -271,13 +270,6 @@ def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) ->
     if messages and messages[-1]["role"] == next_role == "assistant":
         raise BadRow("the prompt ends with a message of the assistant, which cannot be continued")
     return messages
-
-
-def without_loss_keys(value):
-    """Returns messages without `LOSS_KEYS`, any other value as it is."""
-    if not is_messages(value):
-        return value
-    return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
 
 
 def require(row: dict, *columns: str, expected: str) -> None:

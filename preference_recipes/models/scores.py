@@ -122,33 +122,22 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     the one for unknown text. The vocabulary stays as it is.
     """
     eos = tokenizer.eos_token
-    if pad_token is not None:
-        if pad_token not in tokenizer.get_vocab() or pad_token == eos:
-            sys.exit(
-                f"--pad_token {pad_token!r}: expected a token of the vocabulary of "
-                f"{tokenizer.name_or_path!r} other than its EOS, {eos!r}"
-            )
-        tokenizer.pad_token = pad_token
-    if tokenizer.pad_token != eos:
-        return
-    template = str(tokenizer.chat_template or "")
     unused = [
-        str(token)
+        token.content
         for token in tokenizer.added_tokens_decoder.values()
         if token.special
-        and str(token) not in tokenizer.all_special_tokens
-        and str(token) not in template
+        and token.content not in tokenizer.all_special_tokens
+        and token.content not in str(tokenizer.chat_template)
     ]
     unused.sort(key=lambda token: "pad" not in token.lower())  # those for padding first
-    found = [token for token in (*unused, tokenizer.unk_token) if token not in (None, eos)]
+    tried = [pad_token] if pad_token else [tokenizer.pad_token, *unused, tokenizer.unk_token]
+    found = [token for token in tried if token in tokenizer.get_vocab() and token != eos]
     if not found:
         sys.exit(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no pad token of its own, or pads "
-            f"with its EOS, {eos!r}: transformers would read a saved reward model's score before "
-            "the EOS. Give --pad_token TOKEN: a token of its vocabulary with which no answer ends"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no pad token other than its EOS, "
+            f"{eos!r} (tried: {tried}): transformers would read a saved reward model's score "
+            "before the EOS. Give --pad_token TOKEN: one of its vocabulary that ends no answer"
         )
+    if found[0] != tokenizer.pad_token:
+        print_once(f"NOTE: pads with {found[0]!r}, not with {tokenizer.pad_token!r} (--pad_token)")
     tokenizer.pad_token = found[0]
-    print_once(
-        f"NOTE: pads with {found[0]!r}, because the tokenizer has no pad token other than its "
-        f"EOS, {eos!r}; --pad_token names another"
-    )
