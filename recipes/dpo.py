@@ -39,7 +39,7 @@ from common.shared_args import SharedArgs, arg, refuse_changed
 from preference_recipes.data import dataset, formats
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
-from preference_recipes.models.reference import Reference
+from preference_recipes.models.reference import Reference, precompute
 from preference_recipes.tools import show_preview
 
 
@@ -226,8 +226,6 @@ def main():
         accelerator, readers, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
-        from preference_recipes.models.precompute import precompute
-
         precompute(accelerator, args, reference, [train, *held_out.values()], collate, packer)
 
     means = Means(accelerator)

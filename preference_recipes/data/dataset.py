@@ -30,7 +30,7 @@ import transformers
 from accelerate.utils import gather_object
 
 from common import distributed, folders, in_one_line
-from preference_recipes.data import files, formats, rendering, unread
+from preference_recipes.data import files, formats, rendering
 from preference_recipes.data.messages import BadRow
 
 ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
@@ -244,6 +244,8 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+    from preference_recipes.data import unread  # only here: most runs find their rows tokenised
+
     not_read = unread.describe(rows.select(range(len(rows))), converter)
     # The same rows from another path, or written at another time, are the same data.
     fingerprint = datasets.fingerprint.Hasher.hash(checksums)

@@ -1,11 +1,15 @@
 """The policy that another one is held near: frozen weights, or the trained model as it began."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from common import batches
 from preference_recipes.models import load, prepare
 from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models.packing import Packer
 
 
 class Reference:
@@ -41,3 +45,31 @@ class Reference:
     def logps(self, batch: dict, temperature: float = 1.0) -> torch.Tensor:
         """Returns the log-prob of each token of the answers, fp32 `[answers, longest]`."""
         return self.model(batch, temperature)["logps"]
+
+
+def precompute(
+    accelerator: Accelerator,
+    args,
+    reference: Reference,
+    sets: Sequence[batches.Rows],
+    collate: Callable[[dict, Packer], dict],
+    packer: Packer,
+) -> None:
+    """Adds the column `ref_logps` to data sets of pairs, `[pairs, 2]`, and frees the model.
+
+    So no reference is in memory while the policy trains. All processes must call it.
+
+    Args:
+        collate: makes the batch of some pairs from their columns, all chosen answers first.
+    """
+    sizes = (args.micro_train_batch_size, args.micro_train_tokens)
+    for data in sets:
+        table = torch.zeros(len(data), 2, device=accelerator.device)
+        for rows, weights in batches.split(accelerator, range(len(data)), data.lengths, *sizes):
+            logps = reference.logps(collate(data[rows], packer)).sum(1).view(2, -1).T
+            is_real = weights > 0  # a padding row repeats a row that another process fills in
+            places = torch.tensor(rows)[is_real].to(accelerator.device)
+            table[places] = logps[is_real.to(accelerator.device)]
+        # One process fills in a row, and it is zero on the others: the sum is the whole table.
+        data.added["ref_logps"] = accelerator.reduce(table, reduction="sum").cpu().numpy()
+    reference.model = None

@@ -18,7 +18,7 @@ from common.shared_args import SharedArgs
 from preference_recipes.models import load, prepare, reference, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
-from preference_recipes.models.precompute import precompute
+from preference_recipes.models.reference import precompute
 from runs import (
     launch,
     recipe,
