@@ -52,8 +52,6 @@ def tools_of(instance: Any) -> list[str]:
 
 
 # ============================================================ calls of a user's code
-
-
 class Calls:
     """Calls of environments, which run beside each other and beside whoever started them.
 
@@ -106,8 +104,6 @@ def awaited_result(result: Any) -> Any:
 
 
 # ============================================================ tools
-
-
 def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
     """Returns a message of the model, which read a prompt and wrote a text, with its `tool_calls`.
 
@@ -161,8 +157,6 @@ def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
 
 
 # ============================================================ the environment of the demo
-
-
 class Card:
     """A card with a digit on it, which is shown after a wrong guess.
 

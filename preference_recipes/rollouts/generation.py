@@ -238,8 +238,6 @@ class SampleByUniform(LogitsProcessor):
 
 
 # ============================================================ the model while it generates
-
-
 @contextlib.contextmanager
 def ready_to_generate(sampler: Sampler):
     """Holds the actor's whole weights on every process, so that each generates at its own pace."""

@@ -152,8 +152,6 @@ class Judge:
 
 
 # ============================================================ calls of reward functions
-
-
 def given_to_functions(
     sampler: Sampler, samples: Samples, rows: list[int], columns: list[str]
 ) -> dict[str, Any]:
@@ -209,8 +207,6 @@ def as_numbers(source: str, scores: Any, n: int) -> list[float]:
 
 
 # ============================================================ what the arguments name
-
-
 def load_functions(names: list[str] | None) -> dict[str, Callable]:
     """Returns reward functions by their own names, or by MODULE:NAME if those collide."""
     names = names or []
@@ -243,8 +239,6 @@ def weights_by_part(args) -> dict[str, float]:
 
 
 # ============================================================ a reward function
-
-
 def answer_reward(prompts, responses, answer, rendered_prompts=None, **columns):
     """Returns 1 if the response's final answer is the column `answer`, else 0; None without one.
 

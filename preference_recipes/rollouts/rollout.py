@@ -93,8 +93,6 @@ def compute_logps(
 
 
 # ============================================================ what a run carries
-
-
 @carried
 @dataclasses.dataclass
 class Position:
@@ -194,8 +192,6 @@ class State:
 
 
 # ============================================================ how many updates
-
-
 def n_updates(args, n_prompts: int) -> int:
     """Returns the updates of so many prompts, cut into rollouts, of which the last may be short."""
     n_full, rest = divmod(n_prompts, args.rollout_batch_size)
@@ -230,8 +226,6 @@ def check_rollout_size(args) -> None:
 
 
 # ============================================================ evaluation
-
-
 def sample_held_out(sampler: Sampler, eval_set) -> Samples:
     """Returns the policy's greedy responses to a held-out set. All processes must call it."""
     unused = np.zeros((len(eval_set), 1, sampler.args.max_new_tokens))  # nothing is drawn

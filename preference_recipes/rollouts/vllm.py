@@ -256,8 +256,6 @@ class Servers:
 
 
 # ============================================================ one server
-
-
 class Server:
     """A vLLM server at an address. Every method raises `SystemExit` with one line if it fails."""
 
