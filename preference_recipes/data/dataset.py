@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import numpy as np
 import pyarrow
 import transformers
 from accelerate.utils import gather_object
@@ -225,7 +224,7 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     if sys.platform.startswith("linux"):  # elsewhere forks are not safe
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         processes = max(min(cores, len(rows) // ROWS_PER_PROCESS, MOST_PROCESSES), 1)
-    bounds = np.linspace(0, len(rows), processes + 1).astype(int).tolist()
+    bounds = [len(rows) * number // processes for number in range(processes + 1)]
     tasks = [
         (rows, converter, start, stop, folder / f"{start:012d}.arrow")
         for start, stop in itertools.pairwise(bounds)

@@ -99,15 +99,12 @@ class TextFiles:
     def __len__(self) -> int:
         return self.found[0]
 
-    @property
-    def column_names(self) -> list[str]:
-        return self.found[1]
-
     def select(self, numbers: range) -> Iterator[dict]:
         """Yields the rows of a range, with None where a row lacks a column of others."""
+        _, names = self.found
         rows = itertools.chain.from_iterable(map(rows_of, self.files))
         for row in itertools.islice(rows, numbers.start, numbers.stop):
-            yield {name: row.get(name) for name in self.column_names}
+            yield {name: row.get(name) for name in names}
 
 
 def rows_of(path: Path) -> Iterator[dict]:

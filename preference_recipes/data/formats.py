@@ -6,7 +6,6 @@ labels, for conversations, for strings, and for the columns of other tools, whic
 renames first.
 """
 
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -107,16 +106,14 @@ def row_of_answers(
         reason = "chosen equal to rejected"
     elif not reason and not all(any(learned) for _, learned in cut):
         reason = "nothing to learn within max_length"
-    by_name = dict(zip(answers, cut))
-    chosen = by_name.get("chosen", chat.NOTHING)
-    rejected = by_name.get("rejected", chat.NOTHING)
     prompt_cut = prompt_ids[:max_length]
+    by_name = {"chosen": chat.NOTHING, "rejected": chat.NOTHING, **dict(zip(answers, cut))}
     return {
         "prompt_ids": prompt_cut,
-        "chosen_ids": chosen.ids,
-        "rejected_ids": rejected.ids,
-        "chosen_learned": chosen.learned,
-        "rejected_learned": rejected.learned,
+        "chosen_ids": by_name["chosen"].ids,
+        "rejected_ids": by_name["rejected"].ids,
+        "chosen_learned": by_name["chosen"].learned,
+        "rejected_learned": by_name["rejected"].learned,
         "length": sum(len(prompt_cut) + len(ids) for ids, _ in cut),
         "truncated": prompt_cut != prompt_ids or cut != sequences,
         "reason": reason,
@@ -183,7 +180,7 @@ def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, 
     hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
     prompt, unless column `prompt` states another.
     """
-    shared = os.path.commonprefix([chosen, rejected])
+    shared = chosen[: rendering.n_common(chosen, rejected)]
     place = shared.rfind(HH_MARKER)
     if place >= 0 and shared.startswith(prompt or ""):
         end = place + len(HH_MARKER)
