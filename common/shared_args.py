@@ -118,5 +118,5 @@ class SharedArgs(SavingArgs, AdapterArgs, UpdateArgs, DataArgs):
 def refuse_changed(args, names: Iterable[str], why: str) -> None:
     """Refuses arguments that would be ignored, and says `why`, unless they have their defaults."""
     for name in names:
-        if getattr(args, name) != type(args).__dataclass_fields__[name].default:
+        if getattr(args, name) != getattr(type(args)(), name):
             sys.exit(f"--{name} {getattr(args, name)}: {why}")

@@ -201,13 +201,11 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
     """
     if is_pair(row):
-        values = preference_row(row, tokenizer, max_length, strings_as_messages)
-        return {**values, "n_answers": 2}
+        return {**preference_row(row, tokenizer, max_length, strings_as_messages), "n_answers": 2}
     prompt, answer, is_good = labelled(row)
     prompt, answer = as_chat(row, strings_as_messages, prompt, answer)
     answers = {"chosen" if is_good else "rejected": answer}
-    values = row_of_answers(row, prompt, answers, tokenizer, max_length)
-    return {**values, "n_answers": 1}
+    return {**row_of_answers(row, prompt, answers, tokenizer, max_length), "n_answers": 1}
 
 
 def labelled(row: dict) -> tuple[Text, Text, bool]:

@@ -69,9 +69,7 @@ def no_searches():
     a GPU to answer. Our rows of several sequences have a mask, and what is padded needs none.
     """
 
-    def find_nothing(*values):
-        return None
-
+    find_nothing = lambda *values: None
     return replaced(
         (masking_utils, "find_packed_sequence_indices", find_nothing),
         (modeling_flash_attention_utils, "_is_packed_sequence", find_nothing),

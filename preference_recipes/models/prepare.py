@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import copy
-import sys
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common import engine
 from common.adapters import has_adapter
+from common.shared_args import refuse_changed
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 
@@ -66,11 +66,8 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
 
         lora.add_adapters(accelerator, model, args)
         return
-    unused = dict(lora_alpha=None, lora_dropout=0.0, lora_target_modules=["all-linear"])
-    unused["load_in_4bit"] = False
-    for name, default in unused.items():
-        if getattr(args, name) != default:
-            sys.exit(f"--{name} has no meaning without adapters: give --lora_r, such as 16")
+    of_adapters = ["lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"]
+    refuse_changed(args, of_adapters, "there are no adapters: give --lora_r, such as 16, too")
 
 
 def disable_dropout(wrapper: nn.Module) -> None:

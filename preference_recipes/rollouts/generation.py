@@ -250,10 +250,9 @@ def ready_to_generate(sampler: Sampler):
         undo.callback(setattr, model, "generation_config", model.generation_config)
         stops = sorted(sampler.stop_tokens())
         model.generation_config = GenerationConfig(eos_token_id=stops or None)
-        if torch.backends.cuda.cudnn_sdp_enabled():
-            # cuDNN's attention plans for each new shape, and here every token makes one.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            undo.callback(torch.backends.cuda.enable_cudnn_sdp, True)
+        # cuDNN's attention plans for each new shape, and here every token makes one.
+        undo.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
         if engine.zero_stage(sampler.accelerator) == 3:
             from common import zero
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common import as_list, counted
+from common import counted
 from preference_recipes.data import files, rendering
 from preference_recipes.data.dataset import Converter, Data
 
@@ -28,7 +28,7 @@ class Sequence(NamedTuple):
 
 def print_preview(args, data: Data) -> None:
     """Prints the first rows of each training set."""
-    for name in as_list(args.dataset_name):
+    for name in args.dataset_name:
         rows = files.find(name, args.dataset_split)
         some = rows.select(range(min(args.preview, len(rows))))
         for index, row in enumerate(some):
