@@ -89,6 +89,8 @@ def encode_answers(
         Sequence(context[n:] + ids, [True] * len(context[n:]) + learned)
         for context, (ids, learned) in zip(contexts, sequences)
     ]
+    if n == 0:  # nothing predicts a first token
+        after_prompt = [Sequence(ids, [False, *learned[1:]]) for ids, learned in after_prompt]
     return contexts[0][:n], after_prompt, notes
 
 

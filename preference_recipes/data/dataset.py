@@ -83,28 +83,20 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
     converter = Converter(function, tokenizer, formats.column_names(args.columns), settings)
-    names = args.dataset_name
     held_out = args.eval_dataset_name or []
-    for name in [*names, *held_out]:
+    for name in [*args.dataset_name, *held_out]:
         files.refuse_missing(name)
-    sets = [load(accelerator, name, args.dataset_split, converter) for name in names]
+    sets = [load(accelerator, name, args.dataset_split, converter) for name in args.dataset_name]
     starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
     content = datasets.fingerprint.Hasher.hash([rows._fingerprint for rows in sets])
     train = datasets.concatenate_datasets(sets)
     train = train.select(range(len(train)), new_fingerprint=content)
-    eval_sets = load_evaluation_sets(accelerator, held_out, args.eval_dataset_split, converter)
-    return Data(train, starts, eval_sets, converter)
 
-
-def load_evaluation_sets(
-    accelerator, names: list[str], split: str, converter: Converter
-) -> dict[str, datasets.Dataset]:
-    """Loads held-out sets by the prefix of their tags: `eval/`, or `eval/<name>/` of several."""
-    prefixes = [f"eval/{files.stem(name)}/" for name in names] if len(names) > 1 else ["eval/"]
-    if len(set(prefixes)) < len(names):
-        sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
-    sets = [load(accelerator, name, split, converter) for name in names]
-    return dict(zip(prefixes, sets))
+    prefixes = [f"eval/{files.stem(name)}/" for name in held_out] if held_out[1:] else ["eval/"]
+    if len(set(prefixes)) < len(held_out):
+        sys.exit(f"--eval_dataset_name {held_out}: two sets would log under the same name")
+    eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
+    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter)
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:

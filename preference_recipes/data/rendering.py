@@ -174,7 +174,10 @@ def to_write(tokenizer, message: dict) -> dict:
     """
     if message["role"] != "assistant":
         return message
-    message = {**message, "content": ending_of(tokenizer).at_end.sub("", message["content"])}
+    content = message["content"]
+    while end := next(filter(content.rstrip().endswith, ending_of(tokenizer).ends), ""):
+        content = content.rstrip().removesuffix(end)
+    message = {**message, "content": content}
     thought = thoughts.of_field(message)
     if thought:
         message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
@@ -186,7 +189,7 @@ class Ending(NamedTuple):
 
     whole: str  # after the last answer, whatever that is: `<|im_end|>\n`
     end: str  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
-    at_end: re.Pattern  # what may end a content: that, and the EOS
+    ends: list[str]  # what may end a content: that, and the EOS
 
 
 @functools.lru_cache(maxsize=16)
@@ -215,8 +218,7 @@ def ending_of(tokenizer) -> Ending:
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
     end = [*with_eos, *reversed(ends), ""][0]
-    either = "|".join(re.escape(text) for text in (end, tokenizer.eos_token) if text)
-    return Ending(whole, end, re.compile(rf"(({either})\s*)+\Z"))
+    return Ending(whole, end, list(filter(None, (end, tokenizer.eos_token))))
 
 
 # ============================================================ variables of a template

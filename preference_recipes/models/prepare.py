@@ -83,7 +83,7 @@ def disable_dropout(wrapper: nn.Module) -> None:
 
 
 def silence(module: nn.Module | PreTrainedConfig) -> None:
-    """Sets to zero what makes a forward pass random, also in the configs that a module holds."""
+    """Sets to zero, in place, what makes a forward pass random, also in a module's configs."""
     for name, value in list(vars(module).items()):
         if isinstance(value, PreTrainedConfig):
             silence(value)

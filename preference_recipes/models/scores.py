@@ -126,17 +126,18 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
         for token in tokenizer.added_tokens_decoder.values()
         if token.special
         and token.content not in tokenizer.all_special_tokens
-        and token.content not in str(tokenizer.chat_template)
+        and token.content not in str(tokenizer.chat_template or "")
     ]
     unused.sort(key=lambda token: "pad" not in token.lower())  # those for padding first
-    tried = [pad_token] if pad_token else [tokenizer.pad_token, *unused, tokenizer.unk_token]
+    own = [tokenizer.pad_token, *unused, tokenizer.unk_token]
+    tried = own if pad_token is None else [pad_token]
     found = [token for token in tried if token in tokenizer.get_vocab() and token != eos]
     if not found:
         sys.exit(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no pad token other than its EOS, "
-            f"{eos!r} (tried: {tried}): transformers would read a saved reward model's score "
-            "before the EOS. Give --pad_token TOKEN: one of its vocabulary that ends no answer"
+            f"the tokenizer of {tokenizer.name_or_path!r}: none of {tried} is a pad token other "
+            f"than its EOS, {eos!r}: transformers would read a saved reward model's score before "
+            "the EOS. Give --pad_token TOKEN: one of its vocabulary that ends no answer"
         )
     if found[0] != tokenizer.pad_token:
-        print_once(f"NOTE: pads with {found[0]!r}, not with {tokenizer.pad_token!r} (--pad_token)")
+        print_once(f"NOTE: pads with {found[0]!r}, and not with {tokenizer.pad_token!r}")
     tokenizer.pad_token = found[0]

@@ -153,7 +153,7 @@ def convert(folder: Path, dtype: str) -> None:
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m preference_recipes.tools.export",
+        prog="preference-recipes export" if words else "python -m preference_recipes.tools.export",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

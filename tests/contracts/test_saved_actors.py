@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import actor, console, folders
 from common.actor import Best
-from preference_recipes.data.dataset import Converter, Data, load_evaluation_sets
+from preference_recipes.data import dataset
+from preference_recipes.data.dataset import Converter, Data
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.tools import export
 from runs import (
@@ -165,8 +166,8 @@ def test_the_answers_of_held_out_rows_are_part_of_their_content(accelerator, tmp
         file = str(write_jsonl(tmp_path / f"{number}/rows.jsonl", rows))
         settings = dict(max_length=64, max_new_tokens=4, strings_as_messages=False)
         converter = Converter(prompt_row, tokenizer, {}, settings)
-        sets = load_evaluation_sets(accelerator, [file], "train", converter)
-        found.append(Data(sets["eval/"], None, sets, None).fingerprints["held-out data"]["eval/"])
+        rows = dataset.load(accelerator, file, "train", converter)
+        found.append(Data(rows, None, {"": rows}, None).fingerprints["held-out data"][""])
     assert len(set(found)) == 3 and found[0] == found[3]
 
 

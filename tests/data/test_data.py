@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
+from common.shared_args import SharedArgs
 from preference_recipes.data import dataset, files, formats, unread
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
@@ -184,9 +185,12 @@ def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
         str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}]))
         for name in ("one", "two")
     ]
-    settings = dict(max_length=99, loss_on="assistant")
-    converter = dataset.Converter(sft_row, tokenizer, {}, settings)
-    load = lambda names: dataset.load_evaluation_sets(accelerator, names, "train", converter)
+
+    def load(names: list[str]) -> dict:
+        args = SharedArgs(dataset_name=paths, eval_dataset_name=names, max_length=99)
+        how = dict(function=sft_row, loss_on="assistant")
+        return dataset.load_data(accelerator, args, tokenizer, **how).eval_sets
+
     assert load([]) == {} and list(load(paths[:1])) == ["eval/"]
     sets = load(paths)
     texts = {prefix: tokenizer.decode(data[0]["input_ids"]) for prefix, data in sets.items()}
@@ -254,7 +258,8 @@ def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
         "parts/more.jsonl\n"
     )
     (tmp_path / "set" / "parts" / "more.jsonl").unlink()
-    files.find(folder, "test")
+    (tmp_path / "set" / "zz.jsonl").symlink_to(tmp_path / "set" / "train.jsonl")
+    files.find(folder, "test")  # the link is read by the name of its file
     assert capsys.readouterr().out == ""
 
 

@@ -1,12 +1,13 @@
 """Of an answer of several messages only what the model writes counts; prompts that end with the assistant."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 
 import templates
-from preference_recipes.data import formats, prompts
+from preference_recipes.data import formats, prompts, rendering
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
@@ -213,3 +214,33 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
     row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
     ends = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
     assert ends["reason"] == "answer that does not end with a message of the assistant"
+
+
+def test_many_spelled_ends_are_taken_off_at_once():
+    """A pattern of two equal alternatives would take minutes."""
+    tokenizer = templates.tokenizer("qwen2_5")
+    many = "<|im_end|>" * 60
+    for content, expected in ((f"4{many} \n", "4"), (f"{many} 4", f"{many} 4")):
+        written = rendering.to_write(tokenizer, say("assistant", content))
+        assert written["content"] == expected
+
+
+def test_after_a_prompt_that_the_template_writes_as_nothing():
+    """Nothing predicts the first token of an answer: no log-prob of it is asked for."""
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    row = {
+        "prompt": [say("system", "Be brief.")],
+        "chosen": [NOON],
+        "rejected": [say("assistant", "It is.")],
+    }
+    read = formats.preference_row(row, tokenizer, LONG)
+    assert read["prompt_ids"] == [] and read["reason"] == ""
+    for kind, text in (("chosen", "Noon."), ("rejected", "It is.")):
+        ids = read[f"{kind}_ids"]
+        assert tokenizer.decode(ids) == f"{text}<|im_end|>"
+        assert read[f"{kind}_learned"] == [False] + [True] * (len(ids) - 1)
+    batch = Packer(torch.device("cpu")).make_batch([[]], [ids], [read["rejected_learned"]])
+    assert batch["targets"].tolist() == ids[1:]
