@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# transformers 5.23.0: who loads one model compiles the regular expressions of all.
+# transformers 5.23.0: loading one model compiles the regular expressions of all models.
 #
 # The good guess: a renaming of weights is compiled when a weight is compared with it, so only those of the model are.
 # What was seen: a Llama has no renaming, and 860 regular expressions are compiled to load it.

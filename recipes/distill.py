@@ -224,7 +224,7 @@ def add_completion(
     of_student, of_teacher = asked
     context: list[int] = []
     teacher_context: list[int] = []
-    answer = chat.Sequence([], [])
+    answer = chat.NOTHING
     if completion is not None and has_text(completion):
         # Its tokens are the same after both prompts: those that the student would write.
         context, [answer], notes = chat.encode_answers(tokenizer, of_student, [completion], tools)

@@ -92,7 +92,9 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     train = datasets.concatenate_datasets(sets)
     train = train.select(range(len(train)), new_fingerprint=content)
 
-    prefixes = [f"eval/{files.stem(name)}/" for name in held_out] if held_out[1:] else ["eval/"]
+    prefixes = ["eval/"]  # of tags; where there are several sets, their names are part of it
+    if len(held_out) > 1:
+        prefixes = [f"eval/{files.stem(name)}/" for name in held_out]
     if len(set(prefixes)) < len(held_out):
         sys.exit(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]

@@ -77,7 +77,7 @@ def is_data_file(path: Path) -> bool:
 class TextFiles:
     """The rows of JSON and CSV files, of which one at a time is in memory.
 
-    As a `datasets.Dataset` it has `len` and `select`. Nothing is read before the first question.
+    Like a `datasets.Dataset` it has `len` and `select`. Nothing is read before the first question.
     """
 
     def __init__(self, files: list[Path]):
@@ -142,13 +142,13 @@ def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     escaped = glob.escape(name)  # `datasets` would read the characters `*?[` as a pattern
     if escaped == name:
         # This also reads what the data card of a cloned hub folder says about its files.
-        found = datasets.load_dataset_builder(escaped).config.data_files
+        found = datasets.load_dataset_builder(name).config.data_files
     else:
         found = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
     splits = {str(split): list(map(Path, found[split])) for split in found}
     read = {file.resolve() for files in splits.values() for file in files}
-    found_files = filter(is_data_file, sorted(folder.rglob("*")))
-    unread = [str(x.relative_to(folder)) for x in found_files if x.resolve() not in read]
+    in_folder = filter(is_data_file, sorted(folder.rglob("*")))
+    unread = [str(file.relative_to(folder)) for file in in_folder if file.resolve() not in read]
     if unread:
         print_once(
             f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
