@@ -79,7 +79,7 @@ def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
     ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1", "more cells than the header", "quote"]),
     ("a.txt", b"text", ["a.txt", ".jsonl .json .csv .parquet", ".gz"]),
     # Torn, which is not read in part.
-    ("a.jsonl.gz", gzip.compress(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)[:-20], ["end-of-stream"]),
+    ("a.jsonl.gz", gzip.compress(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100, mtime=0)[:-20], ["end-of-stream"]),
 ])  # fmt: skip
 def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     path = tmp_path / name
