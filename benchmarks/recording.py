@@ -1,4 +1,4 @@
-"""Generation with a recorded decoding step and without, alternately.
+"""Generation by our decoding step, which a GPU records, and by transformers' `generate`, alternately.
 
     python benchmarks/recording.py MODEL [--rows 128] [--new_tokens 256] [--rounds 3]
 
@@ -6,7 +6,7 @@ Prints as JSON: tokens a second of both; how many recordings a batch made, and t
 which share of the sampled tokens is equal up to the first that differs in its row, and by how much
 their log-probs differ at most. The control is the same with batches of another size.
 
-Without a GPU nothing is recorded: the same steps run one by one, to see that this script works.
+Without a GPU nothing is recorded: the same steps run one by one.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from preference_recipes.rollouts import generation, recorded
+from preference_recipes.rollouts import decoding, generation
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import repeat_each
 
@@ -42,10 +42,6 @@ def main() -> None:
     parser.add_argument("--precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--report", type=Path, help="a file to write instead")
     args = parser.parse_args()
-    if not ON_GPU:
-        # Steps run as they are.
-        recorded.Recorder.__init__ = lambda self, step: vars(self).update(step=step, n_tokens=0)
-        recorded.Recorder.__call__ = lambda self: self.step()
     accelerator = Accelerator(mixed_precision=args.precision)
     found = json.dumps(measure(accelerator, args), indent=1)
     if args.report:
@@ -69,8 +65,8 @@ def measure(accelerator: Accelerator, args) -> dict:
     prompts = repeat_each(distinct, 8)
     uniforms = random.random((len(prompts), args.new_tokens))
 
-    def draw(devices: tuple, batch_size: int = 0) -> tuple[list, float]:
-        recorded.DEVICES = devices
+    def draw(way: str, batch_size: int = 0) -> tuple[list, float]:
+        decoding.has_fixed_step = ways[way]
         start = time.perf_counter()
         responses = generation.generate(
             sampler,
@@ -82,26 +78,25 @@ def measure(accelerator: Accelerator, args) -> dict:
         )
         return responses, time.perf_counter() - start
 
-    here = (accelerator.device.type,)
+    ways = {"by steps": decoding.has_fixed_step, "by generate": lambda sampler, cache: False}
     recordings = note_recordings()
-    ways = {"recorded": here, "as it is": ()}
-    for devices in ways.values():
-        draw(devices)  # the first of a process is slower
+    for way in ways:
+        draw(way)  # the first of a process is slower
     recordings.clear()
     seconds = {way: [] for way in ways}
     drawn = {}
     for _ in range(args.rounds):
-        for way, devices in ways.items():
-            drawn[way], spent = draw(devices)
+        for way in ways:
+            drawn[way], spent = draw(way)
             seconds[way].append(spent)
-    tokens = sum(len(response.ids) for response in drawn["as it is"])
-    others, _ = draw((), batch_size=len(prompts) // 2)
+    tokens = sum(len(response.ids) for response in drawn["by generate"])
+    others, _ = draw("by generate", batch_size=len(prompts) // 2)
     return {
         "tokens a second": {way: [tokens / each for each in seconds[way]] for way in ways},
         "recordings a batch": len(recordings) / args.rounds,
         "seconds of a recording": sum(recordings) / max(1, len(recordings)),
-        "recorded against as it is": compare(drawn["recorded"], drawn["as it is"]),
-        "half the rows at once against all": compare(others, drawn["as it is"]),
+        "steps against generate": compare(drawn["by steps"], drawn["by generate"]),
+        "half the rows at once against all": compare(others, drawn["by generate"]),
     }
 
 

@@ -13,14 +13,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine
 from preference_recipes.models import checks
-from preference_recipes.rollouts import recorded
+from preference_recipes.rollouts import decoding
 from preference_recipes.rollouts.sampler import Response, Sampler
 
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
 CACHE_BYTES = 16 * 2**30
-# Finished rows are dropped after every 16 tokens: dropping them copies the cache.
-TOKENS_AT_ONCE = 16
 # With transformers 5.23 these generate other tokens in a batch than alone.
 ALONE = ("recurrent_gemma", "minimax", "rwkv")
 # What `generate` calls the cache that it takes and returns: transformers 5.24 renamed it.
@@ -76,11 +74,9 @@ def generate_some(
     unfinished = list(range(len(numbers)))  # rows
     n_tokens = 0
     while unfinished:
-        n_new = max_new_tokens - n_tokens
-        if batch.drops_at is not None:
-            n_new = min(TOKENS_AT_ONCE, n_new)
-        drawn, logps = batch.advance(n_new)  # of each row all so far
-        n_tokens += n_new
+        n_tokens = min(n_tokens + batch.tokens_at_once, max_new_tokens)
+        drawn = batch.advance(n_tokens)
+        logps = draw.logps[: len(drawn), :n_tokens].tolist() if draw else [[]] * len(drawn)
         still_unfinished = []
         for row in unfinished:
             end = next((n for n, token in enumerate(drawn[row], start=1) if token in stops), 0)
@@ -99,8 +95,8 @@ def generate_some(
 
 def begin(
     sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw: "SampleByUniform | None"
-) -> "Batch | recorded.Recorder":
-    """Returns a batch of these prompts, before its first new token."""
+) -> "Batch | decoding.Decoder":
+    """Returns a batch of these prompts, of which the first new tokens may be drawn."""
     model = sampler.unwrapped.model
     device = sampler.accelerator.device
     ids = batches.pad(prompts, sampler.tokenizer.pad_token_id, device, left=True)
@@ -108,12 +104,12 @@ def begin(
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(sampler, ids, padding, None, draw)
     batch = Batch(sampler, ids, padding, DynamicCache(config=model.config), draw)
-    if ids.shape[1] == 1:  # nothing to read beforehand
-        return batch
-    is_recorded = recorded.can_record(sampler, batch.cache)
-    if is_recorded or len(set(map(tuple, prompts))) < len(prompts):
+    if ids.shape[1] > 1 and len(set(map(tuple, prompts))) < len(prompts):
         read_prompts(batch, prompts)
-    return recorded.Recorder(recorded.Step(batch, max_new_tokens)) if is_recorded else batch
+    if not decoding.has_fixed_step(sampler, batch.cache):
+        return batch
+    batch.advance(1)
+    return decoding.Decoder(decoding.Step(batch, max_new_tokens))
 
 
 def read_prompts(batch: "Batch", prompts: list[list[int]]) -> None:
@@ -140,21 +136,22 @@ class Batch:
     padding: np.ndarray  # `[rows]`, how many places of each row are padding
     cache: DynamicCache | None  # of all but each row's last token; None: one of the model's own
     draw: "SampleByUniform | None"  # None: greedy
+    drops_at = 0.0  # the share of finished rows at which they are dropped
 
     def __post_init__(self):
         self.length = self.ids.shape[1]  # new tokens begin there
-        # The share of finished rows at which they are dropped; None: never, so there is one round.
-        self.drops_at = None if self.cache is None else 0.0
+        # Then rows that are finished are dropped. A cache of the model's own cannot drop any.
+        self.tokens_at_once = 10**9 if self.cache is None else 16
 
-    def advance(self, n_new: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Adds tokens to each row; returns all new ones so far, and their log-probs if it draws.
+    def advance(self, n_tokens: int) -> list[list[int]]:
+        """Goes on until each row has so many new tokens, and returns them.
 
-        After a stop token comes padding. If all rows have one, they may get fewer tokens.
+        What follows a stop token means nothing. If all rows have one, they may get fewer tokens.
         """
         sampler = self.sampler
         model = sampler.unwrapped.model
         config = GenerationConfig(
-            max_new_tokens=n_new,
+            max_new_tokens=self.length + n_tokens - self.ids.shape[1],
             pad_token_id=sampler.tokenizer.pad_token_id,
             eos_token_id=sorted(sampler.stop_tokens()) or None,
             suppress_tokens=sampler.tokens_without_probability() or None,
@@ -168,8 +165,7 @@ class Batch:
             synced_gpus=False,
             **{CACHE: self.cache},
         )
-        drawn = self.ids[:, self.length :].tolist()
-        return drawn, [[]] * len(drawn) if self.draw is None else self.draw.logps.tolist()
+        return self.ids[:, self.length :].tolist()
 
     def keep(self, rows: list[int]) -> None:
         self.ids = self.ids[rows]

@@ -1,5 +1,6 @@
 """Responses are those that each prompt gets alone, in whole forward passes over one unpadded row."""
 
+import functools
 import math
 
 import numpy as np
@@ -46,6 +47,7 @@ def test_responses_of_a_prompt_share_its_prefill(
     read = []  # tokens of each forward pass
     forward = type(model).forward
 
+    @functools.wraps(forward)  # `generate` looks at what it takes
     def watched(self, input_ids=None, **inputs):
         read.append(input_ids.numel())
         return forward(self, input_ids, **inputs)

@@ -1,8 +1,9 @@
-"""Generation on a GPU by a decoding step that is recorded once, as a CUDA graph, and replayed.
+"""Generation by a decoding step of fixed addresses, which a GPU records as a CUDA graph.
 
-A decoding step of a small model launches about a thousand kernels, and the host is slower at that
-than the GPU. A recording has all of them in one launch. So nothing in a step may depend on the
-host: shapes and addresses stay, and what changes from token to token is in tensors.
+Keys and values stay where they are: transformers' own cache copies all of them for each token. A
+step of a small model also launches about a thousand kernels, and the host is slower at that than a
+GPU. A recording has all of them in one launch. So nothing in a step may depend on the host: what
+changes from token to token is in tensors.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from common import in_one_line, print_once
 from preference_recipes.rollouts.sampler import Sampler
 
-# A step reads so many places of the cache, or a multiple of it: each multiple is a recording.
+# A recorded step reads so many places of the cache, or a multiple: each multiple is a recording.
 PLACES = 128
-DEVICES = ("cuda",)  # that can record
+RECORDED_ON = ("cuda",)
 # With transformers 5.23 these copy a number of the host to the GPU in each step.
 READ_HOST = ("falcon", "phimoe")
 
 
-def can_record(sampler: Sampler, cache: DynamicCache) -> bool:
-    """Whether steps of this model can be recorded; otherwise transformers' `generate` is called.
+def has_fixed_step(sampler: Sampler, cache: DynamicCache) -> bool:
+    """Whether this model can take such steps; otherwise transformers' `generate` is called.
 
     The others read something on the host, or keep more than the keys of each token.
     """
@@ -33,8 +34,7 @@ def can_record(sampler: Sampler, cache: DynamicCache) -> bool:
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     return (
-        sampler.accelerator.device.type in DEVICES
-        and all(type(layer) is DynamicLayer for layer in cache.layers)  # and no subclass of it
+        all(type(layer) is DynamicLayer for layer in cache.layers)  # and no subclass of it
         and model._can_compile_fullgraph
         and config._attn_implementation == "sdpa"
         and rope.get("rope_type") not in ("dynamic", "longrope")
@@ -43,26 +43,21 @@ def can_record(sampler: Sampler, cache: DynamicCache) -> bool:
     )
 
 
-def round_up(tokens: int) -> int:
-    """Returns a number of places, a multiple of `PLACES`, that holds so many tokens."""
-    return math.ceil(tokens / PLACES) * PLACES
-
-
 class FixedLayer(DynamicLayer):
     """A layer of the cache whose keys and values `[rows, heads, places, head size]` never move.
 
     Args:
-        prompts: the layer that has those of the prompts.
+        read: the layer that has those of the tokens read so far.
     """
 
-    def __init__(self, prompts: DynamicLayer, step: Step):
+    def __init__(self, read: DynamicLayer, step: Step):
         super().__init__()
         self.step = step
         self.is_initialized = True
         # What is masked must be a number, too: 0.
-        room = (0, 0, 0, step.mask.shape[-1] - step.read)  # after the prompts' places
-        self.keys = torch.nn.functional.pad(prompts.keys, room)
-        self.values = torch.nn.functional.pad(prompts.values, room)
+        room = (0, 0, 0, step.mask.shape[-1] - step.read)  # after the places that are taken
+        self.keys = torch.nn.functional.pad(read.keys, room)
+        self.values = torch.nn.functional.pad(read.values, room)
 
     def update(self, key_states, value_states, *args, **kwargs):
         rows = slice(self.step.rows)
@@ -79,11 +74,11 @@ class FixedLayer(DynamicLayer):
 
 
 class Step:
-    """One more token for each row. Calling it is what is recorded.
+    """One more token for each row. Calling it is what a GPU records.
 
     Args:
-        batch: see `generation.Batch`. Its cache, of all but each row's last token, becomes the
-            step's own.
+        batch: see `generation.Batch`, with one new token. Its cache, of all but each row's last
+            token, becomes the step's own.
 
     Attributes:
         rows, visible: rows that are computed, the first of each tensor, and places of the cache
@@ -91,7 +86,7 @@ class Step:
         token, position: `[rows, 1]`, the newest token and its position.
         place, n_drawn: `[1]`, where the keys of the newest token go, and how many were drawn.
         mask: bool `[rows, 1, 1, places]`, which places a row attends to.
-        drawn, logps: `[rows, max_new_tokens]`, the tokens, and the log-prob of each.
+        drawn: `[rows, max_new_tokens]`, the tokens. Their log-probs are in `draw`.
     """
 
     def __init__(self, batch, max_new_tokens: int):
@@ -100,21 +95,27 @@ class Step:
         self.model = batch.sampler.unwrapped.model
         self.vocabulary = batch.sampler.unwrapped.vocabulary
         self.draw = batch.draw
-        self.rows, length = ids.shape
-        self.read = length - 1  # tokens in the cache when generation begins
-        self.visible = 0
+        self.rows = len(ids)
+        self.read = ids.shape[1] - 1  # tokens in the cache as yet
+        self.visible = self.read
+        self.is_recorded = device.type in RECORDED_ON
         padding_of_row = torch.from_numpy(batch.padding).to(device)[:, None]
         self.token = ids[:, -1:].clone()
         self.position = self.read - padding_of_row
         self.place = torch.tensor([self.read], device=device)
-        self.n_drawn = torch.zeros(1, dtype=torch.long, device=device)
-        place = torch.arange(round_up(length + max_new_tokens), device=device)
+        self.n_drawn = torch.ones(1, dtype=torch.long, device=device)
+        place = torch.arange(self.places(self.read + max_new_tokens - 1), device=device)
         self.mask = ((place >= padding_of_row) & (place < self.read))[:, None, None]
+        # Without it torch has a faster attention.
+        self.is_masked = self.is_recorded or bool(batch.padding.any())
         self.drawn = ids.new_zeros(self.rows, max_new_tokens)
-        self.logps = torch.zeros(self.rows, max_new_tokens, device=device)
-        self.uniforms = None if batch.draw is None else batch.draw.uniforms.clone()
+        self.drawn[:, :1] = self.token
         self.cache = batch.cache
         self.cache.layers = [FixedLayer(layer, self) for layer in self.cache.layers]
+
+    def places(self, tokens: int) -> int:
+        """Returns how many places a step reads where the cache has so many tokens."""
+        return math.ceil(tokens / PLACES) * PLACES if self.is_recorded else tokens
 
     def __call__(self) -> None:
         rows = slice(self.rows)
@@ -124,7 +125,7 @@ class Step:
         output = self.model(
             input_ids=token,
             position_ids=self.position[rows],
-            attention_mask=mask[..., : self.visible],
+            attention_mask=mask[..., : self.visible] if self.is_masked else None,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
@@ -134,9 +135,9 @@ class Step:
         if self.draw is None:
             new = scores.argmax(-1, keepdim=True)
         else:
-            uniform = self.uniforms[rows].index_select(1, self.n_drawn)
+            uniform = self.draw.uniforms[rows].index_select(1, self.n_drawn)
             new, logps = self.draw.tokens(scores, uniform)
-            self.logps[rows].index_copy_(1, self.n_drawn, logps)
+            self.draw.logps[rows].index_copy_(1, self.n_drawn, logps)
         self.drawn[rows].index_copy_(1, self.n_drawn, new)
         token.copy_(new)
         self.position[rows].add_(1)
@@ -146,9 +147,9 @@ class Step:
     def keep(self, rows: list[int]) -> None:
         """Moves these rows to the front; the others are computed no more."""
         index = torch.tensor(rows, device=self.token.device)
-        tensors = [self.token, self.position, self.mask, self.drawn, self.logps]
-        if self.uniforms is not None:
-            tensors.append(self.uniforms)
+        tensors = [self.token, self.position, self.mask, self.drawn]
+        if self.draw is not None:
+            tensors += [self.draw.uniforms, self.draw.logps]
         for layer in self.cache.layers:
             tensors += [layer.keys, layer.values]
         for tensor in tensors:
@@ -156,37 +157,39 @@ class Step:
         self.rows = len(rows)
 
 
-class Recorder:
-    """A batch of rows, see `generation.Batch`, whose steps are recorded and replayed.
+class Decoder:
+    """A batch of rows that goes on by steps, as `generation.Batch` does by `generate`.
 
-    There is a recording for each number of rows and of visible places.
+    On a GPU there is a recording for each number of rows and of visible places.
     """
 
-    drops_at = 0.25  # dropping rows needs new recordings
+    drops_at = 0.25  # dropping rows copies the cache, and needs new recordings
 
     def __init__(self, step: Step):
         self.step = step
-        self.replays: dict[tuple[int, int], Callable[[], None]] = {}
-        self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()  # recordings never run at the same time
-        self.n_tokens = 0
+        self.keep = step.keep
+        self.n_tokens = 1  # of each row so far
+        self.tokens_at_once = 4
+        if step.is_recorded:
+            self.tokens_at_once = 16  # reading them makes the host wait
+            self.replays: dict[tuple[int, int], Callable[[], None]] = {}
+            self.stream = torch.cuda.Stream()
+            self.pool = torch.cuda.graph_pool_handle()  # recordings never run at the same time
 
-    def advance(self, n_new: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Adds tokens to each row; returns all so far, and their log-probs. Waits for the GPU."""
+    def advance(self, n_tokens: int) -> list[list[int]]:
+        """See `generation.Batch.advance`."""
         step = self.step
-        for _ in range(n_new):
+        while self.n_tokens < n_tokens:
+            step.visible = step.places(step.read + self.n_tokens)
+            if step.is_recorded:
+                self.replay()
+            else:
+                step()
             self.n_tokens += 1
-            step.visible = round_up(step.read + self.n_tokens)
-            self()
-        drawn = step.drawn[: step.rows, : self.n_tokens].tolist()
-        if step.draw is None:
-            return drawn, [[]] * step.rows
-        return drawn, step.logps[: step.rows, : self.n_tokens].tolist()
+        return step.drawn[: step.rows, :n_tokens].tolist()
 
-    def keep(self, rows: list[int]) -> None:
-        self.step.keep(rows)
-
-    def __call__(self) -> None:
+    def replay(self) -> None:
+        """Takes a step by its recording, which is made the first time."""
         shape = (self.step.rows, self.step.visible)
         if shape in self.replays:
             self.replays[shape]()

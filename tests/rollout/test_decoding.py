@@ -1,4 +1,4 @@
-"""A decoding step of fixed shapes and addresses draws what transformers' generation draws."""
+"""A decoding step of fixed addresses draws what transformers' generation draws."""
 
 import contextlib
 import types
@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 import pretended_device
 from architectures import ARCHITECTURES, build
 from bare_runs import bare_sampler
-from preference_recipes.rollouts import generation, recorded
+from preference_recipes.rollouts import decoding, generation
 
 FAST = {"llama", "qwen3", "gpt_neox", "phi3"}
 # xlstm cannot be generated from at all, see test_generation.py.
@@ -31,24 +31,6 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Steps run as they are, one by one. Small numbers of places, so that some steps see more of them than others."""
-
-    class AsItIs(recorded.Recorder):
-        def __init__(self, step):
-            self.step = step
-            self.n_tokens = 0
-
-        def __call__(self):
-            self.step()
-
-    monkeypatch.setattr(recorded, "DEVICES", ("cpu",))
-    monkeypatch.setattr(recorded, "Recorder", AsItIs)
-    monkeypatch.setattr(recorded, "PLACES", 8)
-    monkeypatch.setattr(generation, "TOKENS_AT_ONCE", 4)
-
-
 def draw(sampler, temperature: float, new_tokens: int = 20):
     uniforms = np.random.default_rng(5).random((len(PROMPTS), new_tokens))
     return generation.generate(
@@ -56,14 +38,26 @@ def draw(sampler, temperature: float, new_tokens: int = 20):
     )
 
 
+def as_a_gpu_records_them(monkeypatch):
+    """Steps run one by one. Small numbers of places, so that some steps see more of them than others."""
+    monkeypatch.setattr(decoding, "RECORDED_ON", ("cpu", "meta"))
+    monkeypatch.setattr(decoding, "PLACES", 8)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(decoding.Decoder, "replay", lambda self: self.step())
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_steps_draw_the_same_tokens(accelerator, tokenizer, name, here, monkeypatch):
+def test_steps_draw_the_same_tokens(accelerator, tokenizer, name, is_recorded, monkeypatch):
+    if is_recorded:
+        as_a_gpu_records_them(monkeypatch)
     model = build(name)
     sampler = bare_sampler(accelerator, tokenizer, model)
     # Of 300 tokens these end a response: rows leave the batch at several places.
     sampler.stop_tokens = lambda: set(range(0, 300, 15))
     found = [draw(sampler, temperature) for temperature in (0.0, 1.0)]
-    monkeypatch.setattr(recorded, "DEVICES", ())
+    monkeypatch.setattr(decoding, "has_fixed_step", lambda sampler, cache: False)
     for temperature, responses in zip((0.0, 1.0), found):
         for response, expected in zip(responses, draw(sampler, temperature)):
             assert response.ids == expected.ids
@@ -71,12 +65,13 @@ def test_recorded_steps_draw_the_same_tokens(accelerator, tokenizer, name, here,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_asks_nothing_of_the_host(accelerator, name, here, monkeypatch):
+def test_a_step_asks_nothing_of_the_host(accelerator, name, monkeypatch):
     """So a GPU can record it."""
+    as_a_gpu_records_them(monkeypatch)
     model = build(name)
     sampler = bare_sampler(accelerator, None, model)
     cache = DynamicCache(config=model.config)
-    if not model._supports_default_dynamic_cache() or not recorded.can_record(sampler, cache):
+    if not model._supports_default_dynamic_cache() or not decoding.has_fixed_step(sampler, cache):
         pytest.skip("not recorded")
     # A CPU has no histogram of whole numbers, by which transformers counts the tokens of an expert on a GPU.
     counts = lambda ids, bins, **_: torch.nn.functional.one_hot(ids.long(), bins).sum(0)
@@ -89,7 +84,7 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, here, monkeypatch):
         uniforms = torch.rand(len(PROMPTS), 8, dtype=torch.float64).to(there)
         draw = generation.SampleByUniform(uniforms, temperature=1.0)
         padding = np.zeros(len(PROMPTS), dtype=int)
-        step = recorded.Step(generation.Batch(sampler, ids, padding, cache, draw), 8)
+        step = decoding.Step(generation.Batch(sampler, ids, padding, cache, draw), 8)
         step.visible = 8
         device.waits.clear()
         for _ in range(2):
@@ -101,14 +96,14 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, here, monkeypatch):
 class CountedStep:
     """Notes whether it ran or was recorded."""
 
-    rows, visible, recording, calls = 4, 128, False, ()
+    rows, visible, is_recorded, keep, recording, calls = 4, 128, True, None, False, ()
 
     def __call__(self):
         self.calls = [*self.calls, "recorded" if self.recording else "ran"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_recorder_records_each_shape_once(monkeypatch, capsys, fails):
+def test_each_shape_is_recorded_once(monkeypatch, capsys, fails):
     """There is no GPU here, so this is torch's interface as its documentation has it."""
     step = CountedStep()
 
@@ -136,9 +131,9 @@ def test_a_recorder_records_each_shape_once(monkeypatch, capsys, fails):
     )
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    record = recorded.Recorder(step)
+    decoder = decoding.Decoder(step)
     for step.visible in (128, 128, 256, 256, 128):
-        record()
+        decoder.replay()
     again = "ran" if fails else "replayed"
     assert step.calls == ["ran", "recorded", again, "ran", "recorded", again, again]
     assert ("not recorded" in capsys.readouterr().out) == fails
