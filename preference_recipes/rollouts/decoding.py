@@ -9,6 +9,7 @@ changes from token to token is in tensors.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,7 @@ from preference_recipes.rollouts.sampler import Sampler
 
 # A recorded step reads so many places of the cache, or a multiple: each multiple is a recording.
 PLACES = 128
-RECORDED_ON = ("cuda",)
+RECORDED_ON = {"cuda"}
 # With transformers 5.23 these copy a number of the host to the GPU in each step.
 READ_HOST = ("falcon", "phimoe")
 
@@ -39,8 +40,19 @@ def has_fixed_step(sampler: Sampler, cache: DynamicCache) -> bool:
         and config._attn_implementation == "sdpa"
         and rope.get("rope_type") not in ("dynamic", "longrope")
         and config.model_type not in READ_HOST
+        and all(weight.ndim < 3 for weight in model.parameters())  # stacked experts read the host
         and not any(isinstance(module, FSDPModule) for module in model.modules())
     )
+
+
+def with_room(tensor: torch.Tensor, step: Step) -> torch.Tensor:
+    """Returns keys or values with room for those of all tokens to come."""
+    rows, heads, _, head_size = tensor.shape
+    roomy = tensor.new_empty(rows, heads, step.mask.shape[-1], head_size)
+    roomy[:, :, : step.read] = tensor
+    if step.is_recorded:  # it reads more places; what is masked must be a number, too
+        roomy[:, :, step.read :] = 0
+    return roomy
 
 
 class FixedLayer(DynamicLayer):
@@ -52,12 +64,10 @@ class FixedLayer(DynamicLayer):
 
     def __init__(self, read: DynamicLayer, step: Step):
         super().__init__()
-        self.step = step
+        self.step = weakref.proxy(step)  # it holds this layer: in a circle, no cache would be freed
         self.is_initialized = True
-        # What is masked must be a number, too: 0.
-        room = (0, 0, 0, step.mask.shape[-1] - step.read)  # after the places that are taken
-        self.keys = torch.nn.functional.pad(read.keys, room)
-        self.values = torch.nn.functional.pad(read.values, room)
+        self.keys = with_room(read.keys, step)
+        self.values = with_room(read.values, step)
 
     def update(self, key_states, value_states, *args, **kwargs):
         rows = slice(self.step.rows)
@@ -150,8 +160,8 @@ class Step:
         tensors = [self.token, self.position, self.mask, self.drawn]
         if self.draw is not None:
             tensors += [self.draw.uniforms, self.draw.logps]
-        for layer in self.cache.layers:
-            tensors += [layer.keys, layer.values]
+        for layer in self.cache.layers:  # what comes later is not written yet
+            tensors += [layer.keys[:, :, : self.visible], layer.values[:, :, : self.visible]]
         for tensor in tensors:
             tensor[: len(rows)] = tensor[index]
         self.rows = len(rows)
@@ -163,6 +173,7 @@ class Decoder:
     On a GPU there is a recording for each number of rows and of visible places.
     """
 
+    stream = None  # on which all of them are recorded
     drops_at = 0.25  # dropping rows copies the cache, and needs new recordings
 
     def __init__(self, step: Step):
@@ -173,7 +184,7 @@ class Decoder:
         if step.is_recorded:
             self.tokens_at_once = 16  # reading them makes the host wait
             self.replays: dict[tuple[int, int], Callable[[], None]] = {}
-            self.stream = torch.cuda.Stream()
+            Decoder.stream = Decoder.stream or torch.cuda.Stream()  # cuBLAS keeps memory for each
             self.pool = torch.cuda.graph_pool_handle()  # recordings never run at the same time
 
     def advance(self, n_tokens: int) -> list[list[int]]:
@@ -194,18 +205,19 @@ class Decoder:
         if shape in self.replays:
             self.replays[shape]()
             return
-        # The first step of a shape runs as it is: what a library sets up in it is not recorded.
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            self.step()
-        torch.cuda.current_stream().wait_stream(self.stream)
+        stream = self.stream
+        stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads, such as those of reward functions, may use the GPU meanwhile.
-            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-                self.step()  # recorded, not run
-        except RuntimeError as error:
-            print_once(f"NOTE: decoding is not recorded, so it is slower: {in_one_line(error)}")
-            self.replays[shape] = self.step
-        else:
-            self.replays[shape] = graph.replay
+        with torch.cuda.stream(stream):  # left also where a recording fails, which torch does not
+            # The first step of a shape runs as it is: what a library sets up is not recorded.
+            self.step()
+            try:
+                # Other threads, such as those of reward functions, may use the GPU meanwhile.
+                with torch.cuda.graph(graph, self.pool, stream, capture_error_mode="thread_local"):
+                    self.step()  # recorded, not run
+                self.replays[shape] = graph.replay
+            except RuntimeError as error:
+                print_once(f"NOTE: decoding is not recorded, so it is slower: {in_one_line(error)}")
+                self.step.is_recorded = False
+                RECORDED_ON.clear()  # not tried again
+        torch.cuda.current_stream().wait_stream(stream)

@@ -115,7 +115,8 @@ class Stage:
             per_prompt=per_prompt,
             sampler_logps=[episode.logps if temperature else [] for episode in episodes],
             is_sampled=[episode.is_sampled for episode in episodes],
-            messages=[episode.messages for episode in episodes],
+            # A checkpoint takes plain values, and no other class of string.
+            messages=[json.loads(json.dumps(episode.messages)) for episode in episodes],
             of_episodes=statistics(episodes),
         )
 
@@ -150,7 +151,7 @@ class Stage:
             *earlier, last = messages
             episode.messages = [*earlier, {**last, "content": last["content"] + added}]
         else:
-            episode.messages = [*messages, *added]
+            episode.messages = [*messages, *as_messages(added, "user")]
         tokenizer = self.sampler.tokenizer
         episode.prompt = chat.encode_prompt(tokenizer, episode.messages, self.user_class.tools).ids
         if episode.places_left(args) <= 0:
@@ -235,6 +236,7 @@ class Stage:
             return
         args = self.sampler.args
         tokenizer = self.sampler.tokenizer
+        messages = as_messages(messages, "user")
         ids = chat.ids_after_answer(tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:

@@ -191,7 +191,8 @@ def responses_at_once(
     heads = getattr(config, "num_attention_heads", 1)  # Mamba has none
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    bytes_of_number = 4 if sampler.accelerator.mixed_precision == "no" else 2
+    # Under autocast, too: rotary embeddings make keys fp32, and values take the dtype of the keys.
+    bytes_of_number = sampler.unwrapped.model.get_input_embeddings().weight.element_size()
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
     longest = max(map(len, prompts)) + max_new_tokens
     return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))

@@ -5,6 +5,7 @@ through a folder, and a probe compares their log-probs with those of training.
 """
 
 import dataclasses
+import http.client
 import itertools
 import json
 import os
@@ -296,7 +297,7 @@ class Server:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             said = f"answered {error.code} {error.read().decode(errors='replace')[:300]!r}"
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             said = f"gave no answer: {error}"
         else:
             return json.loads(text) if text.strip().startswith(b"{") else {}
@@ -319,7 +320,8 @@ def make_requests(
             "n": n,
             # The server draws response i from seed + i: times n, so that no two prompts share one.
             "seed": int(uniforms[number, 0, 0] * 2**40) * n,
-            "max_tokens": n_tokens,
+            # In a batch of episodes the others may have less room.
+            "max_tokens": min(n_tokens, sampler.args.max_length - len(prompt)),
             "temperature": temperature,
             "top_p": 1.0,
             "top_k": 0,

@@ -1,7 +1,9 @@
 """A decoding step of fixed addresses draws what transformers' generation draws."""
 
 import contextlib
+import gc
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -40,9 +42,9 @@ def draw(sampler, temperature: float, new_tokens: int = 20):
 
 def as_a_gpu_records_them(monkeypatch):
     """Steps run one by one. Small numbers of places, so that some steps see more of them than others."""
-    monkeypatch.setattr(decoding, "RECORDED_ON", ("cpu", "meta"))
+    monkeypatch.setattr(decoding, "RECORDED_ON", {"cpu", "meta"})
     monkeypatch.setattr(decoding, "PLACES", 8)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(decoding.Decoder, "stream", "none is needed")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(decoding.Decoder, "replay", lambda self: self.step())
 
@@ -94,46 +96,76 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, monkeypatch):
 
 
 class CountedStep:
-    """Notes whether it ran or was recorded."""
+    """Notes whether it ran or was recorded. Three tokens more, and it reads other places."""
 
-    rows, visible, is_recorded, keep, recording, calls = 4, 128, True, None, False, ()
+    rows, read, is_recorded, keep, recording = 4, 125, True, None, False
+    drawn = torch.zeros(4, 8)
+
+    def __init__(self):
+        self.calls = []
+
+    def places(self, tokens):
+        return 128 if tokens <= 128 else 256
 
     def __call__(self):
-        self.calls = [*self.calls, "recorded" if self.recording else "ran"]
+        self.calls.append("recorded" if self.recording else "ran")
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_each_shape_is_recorded_once(monkeypatch, capsys, fails):
     """There is no GPU here, so this is torch's interface as its documentation has it."""
     step = CountedStep()
+    current = ["main"]
+
+    @contextlib.contextmanager
+    def of_stream(name):
+        before = current[0]
+        current[0] = name
+        yield
+        current[0] = before
 
     @contextlib.contextmanager
     def graph(of_step, pool, stream, capture_error_mode):
-        step.recording = True
+        step.recording, current[0] = True, "recording"
         try:
             yield
         finally:
             step.recording = False
-        if fails:
+        if fails:  # torch then does not leave the stream
             raise RuntimeError("not permitted when stream is capturing")
+        current[0] = "side"
 
-    def replay():
-        step.calls = [*step.calls, "replayed"]
-
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    side = types.SimpleNamespace(wait_stream=lambda other: None)
     fakes = dict(
-        Stream=lambda: stream,
-        current_stream=lambda: stream,
-        stream=lambda stream: contextlib.nullcontext(),
+        Stream=lambda: side,
+        current_stream=lambda: side,
+        stream=lambda stream: of_stream("side"),
         graph_pool_handle=lambda: None,
-        CUDAGraph=lambda: types.SimpleNamespace(replay=replay),
+        CUDAGraph=lambda: types.SimpleNamespace(replay=lambda: step.calls.append("replayed")),
         graph=graph,
     )
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    decoder = decoding.Decoder(step)
-    for step.visible in (128, 128, 256, 256, 128):
-        decoder.replay()
-    again = "ran" if fails else "replayed"
-    assert step.calls == ["ran", "recorded", again, "ran", "recorded", again, again]
+    monkeypatch.setattr(decoding, "RECORDED_ON", {"cuda"})
+    monkeypatch.setattr(decoding.Decoder, "stream", None)
+    decoding.Decoder(step).advance(6)
+    expected = ["ran", "recorded", "replayed", "replayed", "ran", "recorded", "replayed"]
+    assert step.calls == (["ran", "recorded", *["ran"] * 4] if fails else expected)
+    assert current == ["main"]
+    assert (set() if fails else {"cuda"}) == decoding.RECORDED_ON
     assert ("not recorded" in capsys.readouterr().out) == fails
+
+
+def test_keys_are_freed_with_their_batch(accelerator, tokenizer, monkeypatch):
+    """At once: on a GPU they are gigabytes, and Python looks for circles only now and then."""
+    made = []
+    hold = decoding.FixedLayer.__init__
+    monkeypatch.setattr(
+        decoding.FixedLayer,
+        "__init__",
+        lambda layer, *args: made.append(weakref.ref(layer)) or hold(layer, *args),
+    )
+    gc.disable()
+    draw(bare_sampler(accelerator, tokenizer, build("llama")), 1.0)
+    gc.enable()
+    assert made and all(layer() is None for layer in made)

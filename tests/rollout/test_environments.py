@@ -1,5 +1,6 @@
 """Episodes with an environment: what is trained on is what was sampled, and what an environment may do wrong."""
 
+import io
 import json
 import re
 import runpy
@@ -128,6 +129,22 @@ def test_an_environment_of_one_turn_changes_nothing(play):
     plain = rollout.sample(sampler, prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
+
+
+@pytest.mark.parametrize("said", ["Next.", np.array(["Next."])[0], say("user", "Next.")[0]])
+def test_what_an_environment_says_becomes_plain_messages(play, said):
+    """A checkpoint holds the samples of a rollout, and is read without pickles."""
+
+    class Says(MINE.Echo):
+        def step(self, message):
+            self.said.append(message)
+            return said if len(self.said) < 2 else None
+
+    _, _, _, found = play(Says)
+    stored = io.BytesIO()
+    torch.save(found.messages, stored)
+    stored.seek(0)
+    assert torch.load(stored, weights_only=True)[0][2] == {"role": "user", "content": "Next."}
 
 
 def test_limits_truncate_an_episode(play):

@@ -1,5 +1,6 @@
 """Rollouts from vLLM servers: what is asked, what is refused, and that no stale weights are sampled from."""
 
+import http.client
 import itertools
 import json
 import shutil
@@ -130,14 +131,17 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn(tokenizer):
         get_output_embeddings=lambda: types.SimpleNamespace(out_features=300),
         generation_config=types.SimpleNamespace(eos_token_id=[5, 2]),
     )
-    sampler = bare_sampler(tokenizer=tokenizer)
+    sampler = bare_sampler(tokenizer=tokenizer, max_length=5)
     sampler.unwrapped = types.SimpleNamespace(vocabulary=298, model=model)
     uniforms = np.array([[[0.25] * 3] * 2, [[0.5] * 3] * 2])
-    first, second = vllm.make_requests(sampler, [[7], [8, 9]], uniforms, 0.7)
+    first, second, third = vllm.make_requests(
+        sampler, [[7], [8, 9], [7] * 4], uniforms[[0, 1, 1]], 0.7
+    )
     assert first["logit_bias"] == {"298": -100.0, "299": -100.0}
     assert (first["seed"], second["seed"]) == (2**38 * 2, 2**39 * 2)
     assert (second["prompt"], second["temperature"], second["max_tokens"]) == ([8, 9], 0.7, 3)
     assert first["stop_token_ids"] == [1, 2, 5]
+    assert third["max_tokens"] == 1  # of an episode that has less room than others
 
 
 @pytest.mark.parametrize("name", ["ppo", "distill"])
@@ -293,6 +297,16 @@ def test_answers_that_are_refused(server, status, answer, parts):
     server.fault = lambda path, content: (status, json.dumps(answer))
     client = Server(server.url)
     runs.refuses(server.url, *parts, call=lambda: client.complete(REQUEST))
+
+
+def test_a_server_that_dies_while_it_answers_is_named(monkeypatch):
+    def half_an_answer(request, timeout):
+        raise http.client.IncompleteRead(b"{")
+
+    monkeypatch.setattr(vllm.OPENER, "open", half_an_answer)
+    runs.refuses(
+        "gave no answer", "IncompleteRead", call=lambda: Server("http://u").complete(REQUEST)
+    )
 
 
 def test_answers_in_another_order_are_put_in_order(server):
