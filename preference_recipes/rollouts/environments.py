@@ -154,22 +154,3 @@ def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
         return name, awaited_result(getattr(instance, name)(**given))
     except Exception as error:
         return name, {"error": f"{type(error).__name__}: {in_one_line(error, most=200)}"}
-
-
-# ============================================================ the environment of the demo
-class Card:
-    """A card with a digit on it, which is shown after a wrong guess.
-
-    A first guess is right once in ten times. What is learned is to read the environment's answer.
-    """
-
-    def reset(self, answer, **columns):
-        self.digit = answer
-        self.is_right = False
-
-    def step(self, message):
-        self.is_right = message["content"][:1] == self.digit
-        return None if self.is_right else [{"role": "user", "content": self.digit}]
-
-    def get_reward(self):
-        return float(self.is_right)
