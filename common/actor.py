@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -97,7 +98,8 @@ class Actor:
         if not run.args.keep_best:
             return
         metric = run.args.keep_best.removesuffix(":min").removesuffix(":max")
-        sign = -1 if run.args.keep_best.endswith((":min", "loss", "kl")) else 1
+        by_name = -1 if re.search(r"(loss|kl)$|/kl/(reverse|forward)(/|$)", metric) else 1
+        sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], by_name)
         if metric not in line:
             sys.exit(
                 f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "

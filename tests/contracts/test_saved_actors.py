@@ -95,7 +95,8 @@ def test_the_direction_of_a_metric(tmp_path):
     nan = float("nan")
     for given, lower in [
         ("eval/loss", True), ("eval/kl", True), ("eval/exact_match", False), ("eval/rewards/accuracies", False),
-        ("eval/loss:max", False), ("eval/length:min", True),
+        ("eval/loss:max", False), ("eval/length:min", True), ("eval/kl/reverse", True), ("eval/code/kl/forward", True),
+        ("eval/kl/reverse/math", True), ("eval/kl/reverse:max", False), ("eval/kl/exact_match", False),
     ]:  # fmt: skip
         for value, before, is_better in [
             (1.0, None, True), (nan, None, False), (1.0, 2.0, lower), (2.0, 2.0, False), (3.0, 2.0, not lower), (nan, 2.0, False),
