@@ -111,9 +111,11 @@ def estimate_kl(
     Each prompt is read with the answers of the next row. All processes must call it, alike.
     """
     means = Means(run.accelerator)
+    others = np.roll(rows, -1)  # the last row's next one is the first
+    lengths = data.lengths[rows] + data.lengths[others]  # what is read is of both rows
     with checks.evaluation_mode(actor.model):
-        for places, weights in run.split(range(len(rows)), data.lengths[rows]):
-            columns = data[np.roll(rows, -1)[places]]  # the last row's next one is the first
+        for places, weights in run.split(range(len(rows)), lengths):
+            columns = data[others[places]]
             prompts = data[rows[places]]["prompt_ids"]
             batch = collate(with_prompts(columns, prompts, run.args.max_length), packer)
             log_ratios = actor.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common import batches
 from common.batches import MicroBatch, Rows
 from preference_recipes.models.logprobs import ByChunks, LogProbJob
 from preference_recipes.models.packing import Packer
@@ -169,6 +170,7 @@ class Pretended(torch.nn.Module):
     """Its log-prob of a token depends on that token and on the one before."""
 
     def forward(self, batch):
+        self.sizes.append(batch["inputs"]["input_ids"].numel())
         before = batch["inputs"]["input_ids"].flatten()[batch["predictors"]].double()
         logps = torch.sin(before * 31 + batch["targets"]) * self.scale
         cells = torch.zeros(batch["mask"].numel(), dtype=torch.float64)
@@ -176,8 +178,8 @@ class Pretended(torch.nn.Module):
         return {"logps": cells.view_as(batch["mask"])}
 
 
-def data() -> Rows:
-    lengths = [sum(map(len, row.values())) for row in ROWS]
+def data(given: list[dict]) -> Rows:
+    lengths = [sum(map(len, row.values())) for row in given]
     return Rows(
         datasets.Dataset.from_list(
             [
@@ -188,29 +190,23 @@ def data() -> Rows:
                     "length": length,
                     "row": number,
                 }
-                for number, (row, length) in enumerate(zip(ROWS, lengths), 1)
+                for number, (row, length) in enumerate(zip(given, lengths), 1)
             ]
         )
     )
 
 
-def estimate(scale: float, sizes: list[int], rows: list[int]) -> float:
-    """The KL of some rows, cut into micro-batches of these sizes, with a padding row at the end."""
-
-    def split(places, lengths):
-        ends = np.cumsum(sizes)
-        parts = [list(places[end - size : end]) for size, end in zip(sizes, ends)]
-        padding = MicroBatch([places[0]], torch.zeros(1))
-        return [MicroBatch(part, torch.ones(len(part))) for part in parts] + [padding]
-
+def estimate(scale: float, split, rows: list[int], given=ROWS, longest=LONGEST):
+    """The KL of some rows, cut by `split`, and the padded tokens of each micro-batch."""
     accelerator = SimpleNamespace(device="cpu", gather=lambda values: values)
-    run = SimpleNamespace(accelerator=accelerator, split=split, args=SimpleNamespace(max_length=LONGEST))  # fmt: skip
+    run = SimpleNamespace(accelerator=accelerator, split=split, args=SimpleNamespace(max_length=longest))  # fmt: skip
     model = Pretended()
-    model.scale = scale
+    model.scale, model.sizes = scale, []
     reference = SimpleNamespace(logps=lambda batch: torch.zeros_like(batch["mask"], dtype=float))
     packer = Packer(torch.device("cpu"))
     actor = SimpleNamespace(model=model)
-    return KTO.estimate_kl(run, actor, reference, packer, data(), np.array(rows))
+    kl = KTO.estimate_kl(run, actor, reference, packer, data(given), np.array(rows))
+    return kl, model.sizes
 
 
 def by_hand(rows: list[int]) -> float:
@@ -228,15 +224,36 @@ def by_hand(rows: list[int]) -> float:
 
 @pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1, 2, 1]])
 def test_kl_is_the_mean_over_all_answers_however_they_are_split(sizes):
+    """With a padding row at the end."""
+
+    def split(places, lengths):
+        ends = np.cumsum(sizes)
+        parts = [list(places[end - size : end]) for size, end in zip(sizes, ends)]
+        padding = MicroBatch([places[0]], torch.zeros(1))
+        return [MicroBatch(part, torch.ones(len(part))) for part in parts] + [padding]
+
     rows = [3, 0, 4, 1, 2]
     mean = by_hand(rows)
     scale = math.copysign(1.0, mean)
-    assert estimate(scale, sizes, rows) == pytest.approx(abs(mean), abs=1e-12)
-    assert estimate(-scale, sizes, rows) == 0.0  # clamped
+    assert estimate(scale, split, rows)[0] == pytest.approx(abs(mean), abs=1e-12)
+    assert estimate(-scale, split, rows)[0] == 0.0  # clamped
+
+
+def test_micro_batches_of_the_kl_hold_the_tokens_that_are_asked_for():
+    """Short rows, each read with the long answer of the next one."""
+    one_process = SimpleNamespace(num_processes=1, process_index=0)
+    row = dict(prompt_ids=[1], rejected_ids=[])
+    given = [{**row, "chosen_ids": [2] * length} for length in [1, 30] * 8]
+
+    def split(places, lengths):
+        return batches.split(one_process, places, lengths, 4, max_tokens=70)
+
+    _, sizes = estimate(1.0, split, range(16), given, longest=100)
+    assert sizes == [62] * 8
 
 
 def test_answers_that_fit_their_own_prompt_are_cut_after_a_longer_one():
-    columns = data()[[0]]
+    columns = data(ROWS)[[0]]
     cut = KTO.with_prompts(columns, [ROWS[2]["prompt_ids"]], LONGEST)
     assert cut["prompt_ids"] == [[10, 11, 12]] and cut["chosen_ids"] == [[3, 4]]
     assert cut["rejected_ids"] == [[]] and cut["row"] == [1]
