@@ -257,6 +257,14 @@ class TaughtRollout(Rollout):
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what its teacher reads before the response
 
+    def as_read(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the samples' lengths `[samples]`, with the longer prompt: student's or teacher's.
+
+        It adds the same to all samples of a prompt, so they stay side by side where they are.
+        """
+        prompts = zip(self.samples.prompts, self.teacher_prompts)
+        return lengths + [max(len(taught) - len(own), 0) for own, taught in prompts]
+
 
 def make_rollout(run: Run, sampler: Sampler, state: State, packer: Packer) -> TaughtRollout:
     """Returns the next rollout: responses of the student, then completions of the data.
@@ -499,7 +507,7 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them.
         rows = rollout.rows_of_update(state.position, args)
         # Sorting by these lengths keeps a group together where its prompt can be shared.
-        lengths = rollout.samples.lengths_for_split(packer)
+        lengths = rollout.as_read(rollout.samples.lengths_for_split(packer))
         update = run.update_of(rows, lengths, rollout.n_tokens(rows))
         response_tokens = int(rollout.tokens["mask"][rows].sum())  # the loss is their mean
         has_moved = run.global_step > rollout.started_at  # since it made the rollout
@@ -558,7 +566,7 @@ def evaluate(
             rollout = rollout_of(sampler, samples, eval_set[:], n_own=len(eval_set))
             del rollout.tokens["sampler_logps"]  # so that nothing is corrected for the sampler
             means = Means(run.accelerator)
-            for rows, weights in run.split(range(len(samples)), samples.lengths):
+            for rows, weights in run.split(range(len(samples)), rollout.as_read(samples.lengths)):
                 batch, stored = samples.collate(rows, rollout.tokens, packer)
                 lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
                 _, values = token_losses(

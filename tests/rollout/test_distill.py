@@ -59,6 +59,7 @@ def inputs(tmp_path_factory):
             "completion": say("assistant", "xyz"[: 1 + row % 3] * (1 + row % 2)),
             "teacher": "ab"[row % 2],
             "hint": say("system", "h") + say("user", "12" * (1 + row % 4)),
+            "long": say("user", "7" * (40 if row % 2 else 1)),
         },
     )
     runs.tiny_llama(folder / "same", initializer_range=0.3)
@@ -225,3 +226,31 @@ def test_the_base_below_adapters_teaches_what_it_reads_elsewhere(inputs, launche
     for tag in ("kl/reverse", "kl/forward", "teacher/entropy"):
         assert first[tag] == pytest.approx(expected[tag], rel=1e-4)
     assert last["kl/reverse"] != first["kl/reverse"]
+
+
+# A recipe that prints the padded tokens of each batch that a model reads.
+MEASURED = """
+import runpy, sys
+from preference_recipes.models.packing import Packer
+make_batch = Packer.make_batch
+def measured(*given, **named):
+    batch = make_batch(*given, **named)
+    print("read", batch["inputs"]["input_ids"].numel())
+    return batch
+Packer.make_batch = measured
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_micro_batches_hold_the_tokens_that_are_asked_for_of_what_teachers_read(inputs, tmp_path):
+    script = tmp_path / "measured.py"
+    script.write_text(MEASURED)
+    settings = dict(SHARED, rollout_batch_size=7, train_batch_size=7, max_steps=1)
+    settings |= dict(teacher_prompt="long", micro_train_tokens=70, share_prompts=False)
+    settings |= dict(eval_dataset_name=inputs / "prompts.jsonl", report_to="none")
+    settings |= dict(teacher_model_name_or_path=inputs / "same")
+    flags = flags_of(inputs, tmp_path / "out", settings)
+    said = runs.launch([], script, runs.recipe("distill"), *flags).stdout
+    read = [int(line.split()[1]) for line in said.splitlines() if line.startswith("read ")]
+    assert max(read) <= 70, read
