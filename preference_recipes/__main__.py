@@ -25,7 +25,7 @@ def main() -> None:
     if sys.argv[1:2] == ["export"]:
         from preference_recipes.tools import export  # slow to import
 
-        return export.main(sys.argv[2:])
+        return export.main(sys.argv[2:], "preference-recipes export")
     parser = argparse.ArgumentParser(
         prog=PROJECT, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -94,7 +94,8 @@ def score_model(
         print_once(f"{name!r} has no score head: a new one is drawn from the seed")
         draw_score_head(model)
     # transformers reads the score of the last token before the padding.
-    model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model
 
 

@@ -151,9 +151,9 @@ def convert(folder: Path, dtype: str) -> None:
         actor.write_dtype(folder, dtype)
 
 
-def main(words: list[str] | None = None) -> None:
+def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="preference-recipes export" if words else "python -m preference_recipes.tools.export",
+        prog=command,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -169,4 +169,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(command="python -m preference_recipes.tools.export")
