@@ -175,7 +175,7 @@ def encode_turn(
     The answer has no ids if the template does not write it.
     """
     whole = render(tokenizer, [*history, answer], tools)
-    context = prompt.text
+    context = prompt.text if history else before_first(tokenizer, tools, whole)
     text = whole.removeprefix(context)
     notes: list[str] = []
     is_plain = not answer.get("tool_calls") and not thoughts.of_message(answer)
@@ -186,6 +186,20 @@ def encode_turn(
         text += tokenizer.eos_token
         notes = [*notes, APPENDS_EOS]
     return encode(tokenizer, context), encode_after(tokenizer, context, text), notes
+
+
+def before_first(tokenizer, tools, whole: str) -> str:
+    """Returns what a model reads before an answer that begins a conversation, `whole`.
+
+    That is what the template itself writes first, such as a system message, and the generation
+    prompt.
+    """
+    asked = render(tokenizer, [QUESTION], tools)
+    prompt = render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
+    opening = prompt[n_common(asked, prompt) :]
+    written = thoughts.AT_END.sub("", opening)  # a later answer may have another thought there
+    start = whole.find(written)
+    return whole[:start] + opening if written and start >= 0 else ""
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:

@@ -11,6 +11,7 @@ import runpy
 import types
 
 import datasets
+import jinja2
 import pytest
 from transformers import AutoTokenizer
 
@@ -134,6 +135,25 @@ def test_two_answers_without_thinking(name):
     # One sequence, where the history of the second answer begins with the first answer as it was learned.
     first = found[0][0] + found[0][1]
     assert len(row["sequence_lengths"]) == 2 - (found[1][0][: len(first)] == first)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_an_answer_that_begins_a_conversation_only_the_answer_is_learned(name):
+    """What the template writes before it, such as a system message of its own, was learned, too."""
+    tokenizer = templates.tokenizer(name)
+    turns = [message("assistant", "zz three"), *CHAT[2:]]
+    try:
+        whole = tokenizer.apply_chat_template(turns[:1], tokenize=False)
+    except jinja2.TemplateError as error:
+        pytest.skip(f"the template refuses it: {error}")
+    row = sft_row({"messages": turns}, tokenizer, 10_000, "assistant")
+    texts = answers_of(tokenizer, row)
+    expected = [plain_answer(name, turns[place]["content"]) for place in (0, 2)]
+    if name == "qwen3":  # it writes an empty thought after questions alone
+        expected[0] = expected[0].removeprefix(LEADS["qwen3"])
+    assert texts == expected
+    before = tokenizer.decode(learned(row)[0][0])
+    assert whole.startswith(before.rstrip().removesuffix("<think>")) and "zz" not in before
 
 
 @pytest.mark.parametrize("name", NAMES)
