@@ -9,7 +9,7 @@ import pytest
 import architectures
 import templates
 from bare_runs import bare_sampler
-from preference_recipes.data import dataset
+from preference_recipes.data import chat, dataset
 from preference_recipes.data.rendering import decode_answers
 from preference_recipes.rollouts import answers, rewards
 
@@ -126,6 +126,19 @@ def test_markers_of_thoughts_that_are_special_tokens_stay_in_the_text():
     assert plain == tokenizer.decode(ids[1], skip_special_tokens=True) == "one"
     assert "[THINK]" in thought and "[/THINK]" in thought and "<|im_end|>" not in thought
     assert answers.is_right(thought, "4") and not answers.is_right(thought, "5")
+
+
+@pytest.mark.parametrize("thought", [None, "I add 3 and 4"])
+@pytest.mark.parametrize("name", ["gptoss", "muse_glimmer", "glm4moe"])
+def test_what_is_learned_of_a_right_answer_is_right(name, thought):
+    """`final` and `to=user`, which stand in front of an answer, were read as parts of it."""
+    tokenizer = templates.tokenizer(name)
+    question = {"role": "user", "content": "3 + 4?"}
+    answer = {"role": "assistant", "content": "It is 7", "reasoning_content": thought}
+    prompt, [learned], _ = chat.encode_answers(tokenizer, [question], [[answer]])
+    [text] = decode_answers(tokenizer, [learned.ids])
+    assert answers.is_right(text, "It is 7", tokenizer.decode(prompt))
+    assert text == "It is 7" or name == "glm4moe"  # that has a thought, and maybe an empty one
 
 
 def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
