@@ -245,7 +245,9 @@ def find_answer(
     put back, and so is the history as the prompt has it.
     """
     messages = [*history, answer]
-    if answer.get("tool_calls") and drops(tokenizer, messages, tools, -1, tool_calls=[]):
+    calls = answer.get("tool_calls", [])
+    fewer = [calls[:place] + calls[place + 1 :] for place in range(len(calls))]  # by one each
+    if any(drops(tokenizer, messages, tools, -1, tool_calls=others) for others in fewer):
         return prompt, "", [DROPS_CALLS]
     thought = ""  # that the template drops
     bare = thoughts.removed(answer)
@@ -277,6 +279,7 @@ def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, st
     3. <bot>\n\n               <bot>\nYes              <bot>\n\n               Yes
     4. <bot><think>            <bot>Yes                <bot>                   Yes
     5. <bot><think></think>    <bot><think>Why ...     <bot>                   <think>Why ...
+    6. <bot><think>            <bot>Why</think>Yes     <bot><think>            Why</think>Yes
 
     If a thought will be put in front of the answer, 2 is as 4.
     """
@@ -288,6 +291,9 @@ def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, st
     only_in_prompt = prompt[n:]
     is_thought = thoughts.CLOSED.fullmatch(only_in_prompt) and not thinks
     if is_thought or only_in_prompt.isspace():  # 2, 3. A model would give this answer after it.
+        return prompt, whole[n:]
+    opener, closer = thoughts.opened_by(only_in_prompt)
+    if opener and closer in whole[n:].partition(opener)[0]:  # 6. It goes on with that thought.
         return prompt, whole[n:]
     # 4, 5. The rest of the prompt leads to another answer. An empty thought leads to none.
     ends = thoughts.AT_END.search(prompt)

@@ -295,6 +295,7 @@ WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|
     *[(empty + CONTENT, empty, "yes", "why", "", WHY + "yes") for empty in (EMPTY, "</think>")],
     # A thought that the prompt opens is opened once.
     (EMPTY + NO_THOUGHT, "<think>\n", WHY + "yes", "", "<think>\n", "why\n</think>\n\nyes"),
+    (CONTENT, "<think>\n", "why\n</think>\n\nyes", "", "<think>\n", "why\n</think>\n\nyes"),
     # What a template drops from a marker on is noticed.
     ("{{ m.content.split('<think>')[0] }}", "", "six <think>one", "", "", ""),
 ])  # fmt: skip
@@ -348,6 +349,20 @@ def test_a_tool_call_is_learned_up_to_its_end_with_its_thinking(name, content):
         texts.append(tokenizer.decode(ids))
     assert texts[0].endswith(CALLS[name]) and texts[1].endswith(CALLS[name])
     assert "one two" in texts[1] and (content or texts[0] == CALLS[name])
+
+
+@pytest.mark.parametrize(
+    "name, reason", [("gptoss", chat.DROPS_CALLS), ("qwen2_5", ""), ("gemma4", "")]
+)
+def test_a_template_that_writes_one_of_several_calls(name, reason):
+    """gpt-oss drops all but the first."""
+    other = {"type": "function", "function": {"name": "sub", "arguments": {"x": 1}}}
+    answer = message("assistant", "", tool_calls=[ADD, other])
+    tokenizer = templates.tokenizer(name)
+    row = sft_row({"messages": [*FIVE, answer]}, tokenizer, 10_000, "assistant")
+    assert row["reason"] == reason
+    texts = answers_of(tokenizer, row)
+    assert not texts if reason else "add" in texts[0] and "sub" in texts[0]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "own_alpaca"])
