@@ -1,6 +1,7 @@
 """Conversations whose history is rewritten: several sequences, one sample, the same update however they are split; and the date of a run."""
 
 import json
+import shutil
 import types
 
 import datasets
@@ -180,26 +181,31 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
     launch([], script, recipe("sft"), *flags, *cut, "--max_steps", 1)
     state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
     assert state["arguments"]["date"] == "2020-02-29"
-    # On today's date, from a copy of the template under another name.
+    # On today's date, from a copy of the template under another name, and of the checkpoint alone.
     template.rename(tmp_path / "renamed.jinja")
     flags[flags.index(template)] = tmp_path / "renamed.jinja"
-    launch([], recipe("sft"), *flags, *cut, "--resume", "auto", "--max_steps", 3)
+    alone = shutil.move(tmp_path / "cut/checkpoints/global_step_000001", tmp_path / "alone")
+    moved = ["--output_dir", tmp_path / "moved", "--save_steps", 1]
+    launch([], recipe("sft"), *flags, *moved, "--resume", alone, "--max_steps", 2)
+    launch([], recipe("sft"), *flags, *moved, "--resume", "auto", "--max_steps", 3)
     losses = [
-        [line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "cut")
+        [line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "moved")
     ]
     assert losses[0][0] == losses[1][0] and len(losses[1]) == 3
 
 
-def test_the_date_is_that_of_the_first_start(tmp_path):
+def test_the_date_is_that_of_the_checkpoint(tmp_path):
     args = types.SimpleNamespace(resume="never", output_dir=str(tmp_path))
     today = record.date_of_run(args)
-    starts = [{"time": "2020-02-29T23:59:00+00:00"}, {"time": "2020-03-01T00:01:00+00:00"}]
-    (tmp_path / "environment.json").write_text(json.dumps(starts))
-    assert record.date_of_run(args) == today  # another run, in a folder that was left at its start
+    for step, text in enumerate(['{"arguments": {"date": "2020-02-29"}}', "torn", "{}"]):
+        checkpoint = tmp_path / f"checkpoints/global_step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(text)
+    assert record.date_of_run(args) == today
     args.resume = "auto"
     assert record.date_of_run(args) == "2020-02-29"
-    args.resume = str(tmp_path / "checkpoints/global_step_000001")
-    assert record.date_of_run(args) == "2020-02-29"
-    for elsewhere in (tmp_path / "elsewhere/checkpoints/global_step_000001", "/global_step_000001"):
-        args.resume = str(elsewhere)
-        assert record.date_of_run(args) == today
+    args.output_dir = str(tmp_path / "elsewhere")
+    assert record.date_of_run(args) == today
+    for step, date in [(0, "2020-02-29"), (1, today), (7, today)]:
+        args.resume = str(tmp_path / f"checkpoints/global_step_{step:06d}")
+        assert record.date_of_run(args) == date
