@@ -135,7 +135,8 @@ class Moments:
 
     def state(self) -> list[float | None]:
         """Returns what a checkpoint holds."""
-        return [self.config.reward_mean, self.config.reward_std]
+        # Before its first update and without an evaluation, a config lacks them.
+        return [getattr(self.config, name, None) for name in ("reward_mean", "reward_std")]
 
     def load_state(self, state: list[float | None]) -> None:
         """Takes over what `state` returned."""

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -246,6 +247,16 @@ def test_moments_are_of_the_weights_they_are_saved_with(whole, inputs, accelerat
     found = [json.loads((folder / "config.json").read_text()) for folder in folders]
     assert [bool(config.get("reward_std")) for config in found] == [False, False, True, True]
     assert found[3]["reward_mean"] != found[2]["reward_mean"]
+
+
+def test_a_checkpoint_before_the_first_update_holds_no_moments():
+    """A signal asks for one while updates are skipped."""
+    first, second = [load_recipe("reward").Moments(PreTrainedConfig()) for _ in range(2)]
+    assert first.state() == [None, None]
+    second.set(0.5, 2.0)
+    assert second.state() == [0.5, 2.0]
+    second.load_state(first.state())
+    assert second.state() == [None, None]
 
 
 @pytest.mark.parametrize("margin", [float("nan"), True])
