@@ -123,8 +123,9 @@ def reference_free_loss(
     if loss_type == "simpo":
         return -F.logsigmoid(beta * difference - gamma)
     assert loss_type == "orpo", loss_type
-    chosen_rest = torch.log(-torch.expm1(chosen_averages))  # log(1 - p)
-    rejected_rest = torch.log(-torch.expm1(rejected_averages))
+    # A certain answer's average is 0 in fp32: there log(1 - p) is infinite, and its gradient NaN.
+    chosen_rest = torch.log(-torch.expm1(chosen_averages.clamp(max=-1e-7)))  # log(1 - p)
+    rejected_rest = torch.log(-torch.expm1(rejected_averages.clamp(max=-1e-7)))
     log_odds_ratio = difference - (chosen_rest - rejected_rest)
     return -chosen_averages - beta * F.logsigmoid(log_odds_ratio)
 

@@ -50,11 +50,12 @@ def test_orpo():
     assert loss_of_pairs("orpo", 0.3).tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_orpo_keeps_its_gradient_where_an_answer_is_almost_certain():
-    chosen = torch.tensor([-1e-6], requires_grad=True)
-    of_pair = DPO.reference_free_loss(chosen, torch.tensor([-3.0]), 0.1, "orpo", 0.0)
-    of_pair.sum().backward()
-    assert torch.isfinite(of_pair).all() and torch.isfinite(chosen.grad).all()
+@pytest.mark.parametrize("averages", [(-1e-6, -3.0), (0.0, -3.0), (-3.0, 0.0), (0.0, 0.0)])
+def test_orpo_keeps_its_gradient_where_an_answer_is_almost_certain(averages):
+    chosen, rejected = torch.tensor(averages, requires_grad=True)[:, None]
+    of_pair = DPO.reference_free_loss(chosen, rejected, 0.1, "orpo", 0.0)
+    gradients = torch.autograd.grad(of_pair.sum(), [chosen, rejected])
+    assert all(torch.isfinite(found).all() for found in [of_pair, *gradients])
 
 
 # ============================================================ DFT and EAFT
