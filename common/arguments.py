@@ -141,7 +141,7 @@ def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
     samples = args.train_batch_size
     if args.micro_train_batch_size is None:
         sizes = [size for size in range(1, samples + 1) if samples % (size * processes) == 0]
-        nearest_to_4 = min(sizes, key=lambda size: abs(size - 4), default=4)
+        nearest_to_4 = min(sizes, key=lambda size: abs(size - 4), default=1)
         args.micro_train_batch_size = 4 if args.micro_train_tokens else nearest_to_4
         if on_gpu and not args.micro_train_tokens:
             args.micro_train_tokens = TOKENS_ON_GPU

@@ -109,16 +109,20 @@ def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(given, 
 
 @pytest.mark.parametrize(
     "train, processes, size",
-    [(64, 1, 4), (64, 2, 4), (2, 1, 2), (2, 2, 1), (6, 1, 3), (5, 1, 5), (7, 1, 1), (6, 4, 4)],
+    [(64, 1, 4), (64, 2, 4), (2, 1, 2), (2, 2, 1), (6, 1, 3), (5, 1, 5), (7, 1, 1)],
 )
 def test_a_micro_size_that_is_not_given_follows_the_update(train, processes, size):
-    """Where nothing divides, it is refused."""
     args = sizes_of(train, None)
-    if train % processes:
-        refuses("4 x 4", call=lambda: arguments.accumulation_steps(args, False, processes))
-    else:
-        steps = arguments.accumulation_steps(args, False, processes)
-        assert args.micro_train_batch_size == size and steps == train // size // processes
+    steps = arguments.accumulation_steps(args, False, processes)
+    assert args.micro_train_batch_size == size and steps == train // size // processes
+
+
+@pytest.mark.parametrize("train, micro, valid", [
+    (4, None, "8"), (12, None, "8 or 16"), (100, None, "96 or 104"), (100, 3, "96 or 120"),
+])  # fmt: skip
+def test_a_size_that_does_not_divide_is_refused_with_the_nearest_that_do(train, micro, valid):
+    call = lambda: arguments.accumulation_steps(sizes_of(train, micro), False, 8)
+    refuses(f"{micro or 1} x 8 processes", f"Nearest valid sizes: {valid}.", call=call)
 
 
 @pytest.mark.parametrize("most", [9, 14, 30, 100])
