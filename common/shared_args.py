@@ -73,7 +73,7 @@ class UpdateArgs:
     max_grad_norm: float = arg(1.0, "gradient clipping; 0: none", at_least=0)
     gradient_checkpointing: bool = arg(False, "saves memory, costs time")
     attn_implementation: str | None = arg(None, "sdpa, eager, flash_attention_2 ...")
-    seed: int = arg(0, "for the data order, sampling and dropout", at_least=0, below=2**32)
+    seed: int = arg(0, "for the data order, sampling and dropout", at_least=0, below=2**31)
 
 
 @dataclass

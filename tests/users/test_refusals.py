@@ -19,6 +19,7 @@ TABLE = [
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
     ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
+    ("sft", ["--seed", 2**32 - 1], ["--seed 4294967295: expected at least 0 and below 2147483648"]),  # a process adds its number
     ("dpo", [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1], ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha 4.0: there are no adapters", "give --lora_r"]),
     ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit True", "give --lora_r"]),
