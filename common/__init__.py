@@ -20,11 +20,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
 
 
-def as_list(names: str | list[str] | None) -> list[str]:
-    """Returns an argument that takes one name, several or none as a list."""
-    return [names] if isinstance(names, str) else names or []
-
-
 def in_one_line(error: BaseException, most: int = 300) -> str:
     """Returns an error's message as one line of limited length; its kind if there is none."""
     return " ".join(str(error).split())[:most] or type(error).__name__

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from common import as_list, engine, folders
+from common import engine, folders
 
 HERE = Path.cwd()  # a user's code may leave it
 PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes"
@@ -65,7 +65,7 @@ def write_card(folder: Path, args) -> None:
     recipe = Path(sys.argv[0]).stem
     model, *data = [
         Path(name).name if (HERE / name).exists() else name
-        for name in (args.model_name_or_path, *as_list(args.dataset_name))
+        for name in (args.model_name_or_path, *args.dataset_name)
     ]
     is_adapter = (folder / "adapter_config.json").exists()
     header = {"library_name": "peft" if is_adapter else "transformers", "tags": [recipe]}

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from common import as_list, folders
+from common import folders
 from contracts.proof import warm
 from runs import LAUNCHERS, TIMEOUT, flags_of, kill, launch, start, timeless
 
@@ -157,7 +157,7 @@ class Bench:
         """The first rows of the first set of `--dataset_name` or `--eval_dataset_name`."""
         from preference_recipes.data import files  # slow to import
 
-        names = as_list(self.arguments[f"{kind}_name"])
+        names = self.arguments[f"{kind}_name"]
         if not names:
             return []
         rows = files.find(names[0], self.arguments[f"{kind}_split"])
