@@ -45,7 +45,7 @@ from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.teachers import Teachers
 from preference_recipes.rollouts import correction, vllm
-from preference_recipes.rollouts.args import RolloutArgs
+from preference_recipes.rollouts.args import RolloutArgs, refuse_unused
 from preference_recipes.rollouts.rollout import (
     Position,
     Rollout,
@@ -586,6 +586,7 @@ def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     teachers.names_and_paths(args)  # exits if none is named, or one twice
     check_rollout_size(args)
+    refuse_unused(args)
     if args.loss_type == "divergence":
         of_correction = ["sampler_correction", "sampler_correction_max"]
         refuse_changed(args, of_correction, "only --loss_type sampled is corrected")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from common.shared_args import SharedArgs, arg
+from common.shared_args import SharedArgs, arg, refuse_changed
 
 
 @dataclass
@@ -49,3 +49,15 @@ class RewardArgs(RolloutArgs):
     normalize_reward: bool = arg(False, "normalise the reward model's scores by its config")
 
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"environment_timeout"}
+
+
+def refuse_unused(args: RolloutArgs) -> None:
+    """Refuses settings that would be ignored: of servers, an environment or a reward model."""
+    of_servers = ["sampler_correction", "sampler_correction_max", "max_sampler_difference"]
+    unused = {"vllm_url": [*of_servers, "rollouts_ahead"]}
+    if isinstance(args, RewardArgs):
+        unused["environment"] = ["max_turns", "environment_timeout"]
+        unused["reward_model_name_or_path"] = ["normalize_reward"]
+    for needed, names in unused.items():
+        if not getattr(args, needed):
+            refuse_changed(args, names, f"not used: give --{needed}, too")

@@ -20,6 +20,7 @@ from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import answers, environments
+from preference_recipes.rollouts.args import refuse_unused
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
 
@@ -38,6 +39,7 @@ class Scores(NamedTuple):
 
 
 def check_settings(args) -> None:
+    refuse_unused(args)
     if not weights_by_part(args):
         sys.exit(
             "nothing scores the responses: give --reward_model_name_or_path, --reward_function or "

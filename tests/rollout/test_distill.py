@@ -25,6 +25,8 @@ REFUSED = [
     (dict(loss_type="sampled", on_policy_share=0.5), "were not drawn by the student"),
     (dict(on_policy_share=0.5, n_samples_per_prompt=2), "give --n_samples_per_prompt 1"),
     (dict(vllm_url=["http://x"], sampler_correction="none"), "only --loss_type sampled is corrected"),
+    (dict(max_sampler_difference=0.1), "--max_sampler_difference 0.1: not used: give --vllm_url, too"),
+    (dict(loss_type="sampled", sampler_correction="none"), "--sampler_correction none: not used"),
 ]  # fmt: skip
 
 
