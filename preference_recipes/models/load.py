@@ -41,7 +41,8 @@ def tokenizer_of(
             that they are saved with it and hold at inference.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
     """
-    tokenizer = from_pretrained(AutoTokenizer, name)
+    # Of a folder with tekken.json mistral-common would read that, without the chat template.
+    tokenizer = from_pretrained(AutoTokenizer, name, mistral_format=False)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # Of Qwen, GPT-2 and Gemma transformers makes an empty one where there is no file.
         sys.exit(f"{name!r} holds no tokenizer: save the model's into its folder")
@@ -174,7 +175,9 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
     Tokens that only one of both has, such as an added pad token, are no difference.
     """
     try:
-        own_tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        own_tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, mistral_format=False
+        )
     except Exception:  # whatever says that there is none
         return
     own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}

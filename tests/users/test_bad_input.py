@@ -196,6 +196,20 @@ def test_no_load_may_ask_whether_to_run_code():
     assert {"load.py auto_class", "export.py AutoTokenizer"} <= set(places)
 
 
+def test_a_tokenizer_is_never_that_of_mistral_common(model, monkeypatch):
+    """Where that is installed, transformers takes it for a folder with tekken.json, and no row could be read."""
+    asked = []
+    of_transformers = AutoTokenizer.from_pretrained
+
+    def from_pretrained(name, **settings):
+        asked.append(settings.get("mistral_format"))
+        return of_transformers(name, **settings)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    load.refuse_another_vocabulary(str(model), load.tokenizer_of(str(model)))
+    assert asked == [False, False]
+
+
 def test_a_reward_model_is_no_policy(tmp_path):
     """With tied embeddings transformers would load it without complaint."""
     for tied in (True, False):
