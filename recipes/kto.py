@@ -249,9 +249,10 @@ def evaluate(
     with run.timed("paused"), checks.evaluation_mode(actor.model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator)
-            every_row = np.arange(len(eval_rows))
-            kl = estimate_kl(run, actor, reference, packer, eval_rows, every_row)
-            for rows, weights in run.split(every_row, eval_rows.lengths):
+            # Shuffled, since in a file the next row may answer the same prompt.
+            order = batches.epoch_order(len(eval_rows), run.args.seed, epoch=0)
+            kl = estimate_kl(run, actor, reference, packer, eval_rows, order)
+            for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[rows], packer)
                 _, values = answer_losses(actor.model, reference, batch, kl, run.args)
                 means.add(values, weights[batch["places"]])

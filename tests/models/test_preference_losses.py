@@ -1,6 +1,7 @@
 """The losses of SimPO, ORPO, KTO, DFT and EAFT against plain arithmetic; KTO's KL, however split."""
 
 import collections
+import contextlib
 import itertools
 import math
 from types import SimpleNamespace
@@ -251,6 +252,23 @@ def test_micro_batches_of_the_kl_hold_the_tokens_that_are_asked_for():
 
     _, sizes = estimate(1.0, split, range(16), given, longest=100)
     assert sizes == [62] * 8
+
+
+def test_an_evaluation_shuffles_its_rows_for_the_kl_each_time_alike(monkeypatch):
+    """In a file the next row may answer the same prompt."""
+    orders = []
+    monkeypatch.setattr(KTO, "estimate_kl", lambda *given: orders.append(given[-1].tolist()))
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", gather=lambda values: values),
+        args=SimpleNamespace(seed=3),
+        timed=lambda name: contextlib.nullcontext(),
+        split=lambda rows, lengths: [],
+        log_evaluation=lambda line, examples: None,
+    )
+    actor = SimpleNamespace(model=Pretended(), keep_best=lambda line: None)
+    for _ in range(2):
+        KTO.evaluate(run, actor, None, None, {"eval/": data(ROWS)})
+    assert orders == [np.random.default_rng([3, 0]).permutation(5).tolist()] * 2
 
 
 def test_answers_that_fit_their_own_prompt_are_cut_after_a_longer_one():
