@@ -104,7 +104,7 @@ class SavingArgs:
         None, "dtype of saved actors; default: as trained. Checkpoints stay exact"
     )
     resume: str = arg("never", "never, auto (the newest in --output_dir) or a checkpoint's path")
-    report_to: list[str] = arg(["tensorboard"], "tensorboard, wandb, mlflow ... or none")
+    report_to: list[str] = arg(["tensorboard"], "names of accelerate's trackers; or none")
 
 
 @dataclass
