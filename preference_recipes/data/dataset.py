@@ -196,7 +196,8 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
         return folder
     if len(rows) == 0:
         sys.exit(f"data set {name!r}, split {split!r}, holds no rows")
-    temporary = cache / f".{folder.name}.{os.getpid()}"
+    # In containers the numbers of processes come back: a killed run's folder may still be there.
+    temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
     temporary.mkdir(parents=True)
     try:
         about = convert(name, rows, converter, temporary)
