@@ -122,8 +122,9 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
     texts = {"content": ""}
     calls = []
     for part in message["content"]:
-        kind = str(part.get("type", "text"))
-        value = next((part[key] for key in (kind, "value", "text") if key in part), None)
+        fields = part if isinstance(part, dict) else {}
+        kind = str(fields.get("type", "text"))
+        value = next((fields[key] for key in (kind, "value", "text") if key in fields), None)
         if kind == "tool_call":
             calls += as_list(from_json(value))
         elif kind in PARTS and isinstance(value, str):

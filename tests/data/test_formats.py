@@ -362,6 +362,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
 
 @pytest.mark.parametrize("row, words", [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1", "expected text", "'image_url'"]),
+    ({"messages": [QUESTION, {**YES, "content": ["Be", "cause."]}]}, ["message 2", "expected text", "found 'Be'"]),
+    ({"instruction": "a", "output": ["b", "c"]}, ["message 1", "expected text", "found 'b'"]),
     ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5"]),
     ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
