@@ -45,7 +45,10 @@ def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
     """Returns the token ids of one pair, see `row_of_answers`."""
-    prompt, chosen, rejected = as_chat(row, strings_as_messages, *preference(row))
+    texts: tuple = preference(row)
+    if has_text(texts[0]):  # else the row is left out, whatever column `system` says
+        texts = as_chat(row, strings_as_messages, *texts)
+    prompt, chosen, rejected = texts
     answers = {"chosen": chosen, "rejected": rejected}
     return row_of_answers(row, prompt, answers, tokenizer, max_length)
 
@@ -203,7 +206,8 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     if is_pair(row):
         return {**preference_row(row, tokenizer, max_length, strings_as_messages), "n_answers": 2}
     prompt, answer, is_good = labelled(row)
-    prompt, answer = as_chat(row, strings_as_messages, prompt, answer)
+    if has_text(prompt):  # else the row is left out, whatever column `system` says
+        prompt, answer = as_chat(row, strings_as_messages, prompt, answer)
     answers = {"chosen" if is_good else "rejected": answer}
     return {**row_of_answers(row, prompt, answers, tokenizer, max_length), "n_answers": 1}
 
@@ -301,8 +305,7 @@ def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ..
     if strings_as_messages and isinstance(texts[0], str):
         texts = as_turns(*texts)
     prompt, *answers = texts
-    is_whole_text = prompt == "" and leading_column(row) == "text"
-    if not row.get("system") or is_whole_text:
+    if not row.get("system") or prompt == "":  # nothing is asked
         return texts
     if isinstance(prompt, str):
         raise BadRow(

@@ -241,10 +241,32 @@ def test_a_column_system_beside_other_columns():
     assert chat(begun) == ([], [SYSTEM, QUESTION, YES])
     assert chat({"prompt": "", "completion": [YES], "system": "Be brief."}) == ([SYSTEM], [YES])
     assert chat({"text": "Because.", "system": "Be brief."}, True) == ("", "Because.")
+    nothing_asked = {"prompt": "", "completion": "Because.", "system": "Be brief."}
+    assert chat(nothing_asked, True) == ("", "Because.")
     strings = {"prompt": "Why?", "completion": "Because.", "system": "Be brief."}
     assert chat(strings, True) == ([SYSTEM, QUESTION], [YES])
     with pytest.raises(BadRow, match=r"column 'system' is next to strings.*strings_as_messages"):
         chat(strings)
+
+
+@pytest.mark.parametrize("function", [preference_row, formats.labelled_row, prompt_row])
+@pytest.mark.parametrize(
+    "prompt, answers", [("", ["a", "b"]), ("", [[YES], [NO]]), ([], [[YES], [NO]])]
+)
+def test_a_row_that_asks_nothing_is_left_out_whatever_its_system_message(
+    tokenizer, function, prompt, answers
+):
+    """Of messages it was trained on after the system message alone; a string stopped the run."""
+    row = {"prompt": prompt, "system": "Be brief.", "completion": answers[0], "label": True}
+    if function is preference_row:
+        row = {
+            "prompt": prompt,
+            "system": "Be brief.",
+            "chosen": answers[0],
+            "rejected": answers[1],
+        }
+    found = function(row, tokenizer, 100, **SETTINGS.get(function, {}), strings_as_messages=True)
+    assert found["reason"] == "empty prompt"
 
 
 def test_columns_name_the_users_own():
