@@ -129,7 +129,12 @@ def rows_of(path: Path) -> Iterator[dict]:
 def parsed(file, is_csv: bool) -> Iterable:
     """Returns the rows of an open file. Of lines one is in memory at a time, of an array all."""
     if is_csv:
-        return csv.DictReader(file, strict=True)
+        reader = csv.DictReader(file, strict=True)
+        names = list(filter(None, reader.fieldnames or []))
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:  # the last one would be read
+            raise ValueError(f"two columns are named {twice[0]!r}")
+        return reader
     is_array = file.read(1000).lstrip().startswith("[")
     file.seek(0)
     return json.load(file) if is_array else map(json.loads, filter(None, map(str.strip, file)))

@@ -77,6 +77,7 @@ def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
 @pytest.mark.parametrize("name, content, parts", [
     ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
     ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1", "more cells than the header", "quote"]),
+    ("a.csv", b"prompt,chosen,,prompt,\na,b,,c,\n", ["a.csv", "row 1", "two columns are named 'prompt'"]),
     ("a.txt", b"text", ["a.txt", ".jsonl .json .csv .parquet", ".gz"]),
     # Torn, which is not read in part.
     ("a.jsonl.gz", gzip.compress(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100, mtime=0)[:-20], ["end-of-stream"]),
