@@ -385,7 +385,7 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
     if leading == "instruction":
         question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-        row = {**row, "prompt": [{"role": "user", "content": question}]}
+        row = {**row, "prompt": [{"role": "user", "content": question}] if question else []}
         if row.get("output") is not None:
             row["completion"] = [{"role": "assistant", "content": row["output"]}]
     if row.get("tools"):

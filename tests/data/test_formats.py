@@ -313,6 +313,7 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 @pytest.mark.parametrize("row, expected", [
     (ALPACA, ([ASKED], [ANSWERED])),
     ({**ALPACA, "input": None, "instruction": ASKED["content"]}, ([ASKED], [ANSWERED])),
+    ({**ALPACA, "input": "", "instruction": ""}, ([], [ANSWERED])),  # nothing is asked
     # As in the original file: everything once more, as a text.
     ({**ALPACA, "text": "Below is an instruction ... ### Response:\n细胞理论是"}, ([ASKED], [ANSWERED])),
     ({"conversations": [said("human", "Why?"), said("gpt", "Because.")], "text": "a"}, ([], [QUESTION, YES])),
