@@ -14,6 +14,7 @@ from typing import Any
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
     BadRow,
+    as_list,
     as_messages,
     from_json,
     has_text,
@@ -290,9 +291,17 @@ def require(row: dict, *columns: str, expected: str) -> None:
 
 
 def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
-    """Raises `BadRow` with the value that was found, unless it fits."""
-    if not fits:
-        raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
+    """Raises `BadRow` with the value that was found, or its first bad message, unless it fits."""
+    if fits:
+        return
+    parts = enumerate(as_list(row[column]), 1)
+    bad = (
+        f"{part!r:.80} as message {number}"
+        for number, part in parts
+        if isinstance(part, dict) and not is_message(part)
+    )
+    found = next(bad, f"{row[column]!r:.80}")
+    raise BadRow(f"column {column!r}: expected {expected}, found {found}")
 
 
 # ============================================================ strings, and a column `system`

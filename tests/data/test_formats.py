@@ -393,7 +393,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": "[]"}]}, ["column 'messages'", "a list of messages"]),
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
     ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
-    ({"instruction": "a", "output": 5}, ["found [{'role': 'assistant', 'content': 5}]"]),
+    ({"instruction": "a", "output": 5}, ["found {'role': 'assistant', 'content': 5} as message 1"]),
+    ({"messages": [QUESTION, YES, {"role": "user"}]}, ["column 'messages'", "found {'role': 'user'} as message 3"]),
+    ({"prompt": [QUESTION, {}], "completion": "b"}, ["column 'prompt'", "found {} as message 2"]),
 ])  # fmt: skip
 def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
