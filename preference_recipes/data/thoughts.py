@@ -69,7 +69,8 @@ def written(message: dict, template: str) -> str:
         opener, closer = next(pair for pair in MARKERS if thought.endswith(pair[1]))
         is_opened = opener in thought.partition(closer)[0]
         return ("" if is_opened else opener) + thought + rest.removesuffix(rest.lstrip())
-    opener, closer = next((pair for pair in MARKERS if pair[1] in template), MARKERS[0])
+    known = [pair for pair in MARKERS if pair[0] in template or pair[1] in template]
+    opener, closer = [*known, MARKERS[0]][0]
     gap = "" if closer == "<channel|>" else "\n\n"  # what Gemma's template writes itself
     return f"{opener}\n{thought}\n{closer}{gap}"
 

@@ -296,6 +296,7 @@ WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|
     # A thought that the prompt opens is opened once.
     (EMPTY + NO_THOUGHT, "<think>\n", WHY + "yes", "", "<think>\n", "why\n</think>\n\nyes"),
     (CONTENT, "<think>\n", "why\n</think>\n\nyes", "", "<think>\n", "why\n</think>\n\nyes"),
+    (CONTENT, "◁think▷", "yes", "why", "◁think▷", "\nwhy\n◁/think▷\n\nyes"),  # Kimi's writes no closing one
     # What a template drops from a marker on is noticed.
     ("{{ m.content.split('<think>')[0] }}", "", "six <think>one", "", "", ""),
 ])  # fmt: skip
