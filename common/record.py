@@ -1,5 +1,6 @@
 """What a run records about itself: arguments, surroundings, and a card for its model."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -50,13 +51,13 @@ def write(accelerator, args) -> None:
 
 def date_of_run(args) -> str:
     """Returns the date that chat templates print, as in 2026-01-31: in UTC, of the first start."""
-    if args.resume != "never":
-        folder = Path(args.output_dir or "")
-        if args.resume != "auto":
-            folder = Path(args.resume).resolve().parent.parent  # of the checkpoint's run
-        file = folder / "environment.json"
-        if file.is_file():
-            return folders.read_json(file)[0]["time"][:10]
+    checkpoints = [] if args.resume == "never" else [Path(args.resume)]
+    if args.resume == "auto":
+        checkpoints = folders.by_step(Path(args.output_dir or "", "checkpoints"))[::-1]
+    for path in checkpoints:
+        with contextlib.suppress(OSError, ValueError, LookupError):  # `Checkpoint.find` names it
+            if date := folders.read_json(path / "state.json")["arguments"]["date"]:
+                return date
     return f"{datetime.now(timezone.utc):%Y-%m-%d}"
 
 

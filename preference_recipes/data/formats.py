@@ -294,13 +294,9 @@ def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
     """Raises `BadRow` with the value that was found, or its first bad message, unless it fits."""
     if fits:
         return
-    parts = enumerate(as_list(row[column]), 1)
-    bad = (
-        f"{part!r:.80} as message {number}"
-        for number, part in parts
-        if isinstance(part, dict) and not is_message(part)
-    )
-    found = next(bad, f"{row[column]!r:.80}")
+    parts = as_list(row[column])
+    bad = [n for n, part in enumerate(parts) if isinstance(part, dict) and not is_message(part)]
+    found = f"{parts[bad[0]]!r:.80} as message {bad[0] + 1}" if bad else f"{row[column]!r:.80}"
     raise BadRow(f"column {column!r}: expected {expected}, found {found}")
 
 

@@ -107,7 +107,9 @@ def merge(adapter: str, out: Path) -> None:
     model = auto_class.from_pretrained(folder, trust_remote_code=False, **settings).eval()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(
-        folder if has_tokenizer else config.base_model_name_or_path, trust_remote_code=False
+        folder if has_tokenizer else config.base_model_name_or_path,
+        trust_remote_code=False,
+        mistral_format=False,
     )
     ids = torch.linspace(0, len(tokenizer) - 1, 32).long()[None]
     with torch.no_grad():
