@@ -78,51 +78,6 @@ def decode(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
-    """Returns the texts of answers without special tokens, but with the markers of thoughts.
-
-    Of some tokenizers these are special, too, and a thought would run into what follows it. Where
-    an answer has a header (gpt-oss), its text is what follows the last one.
-    """
-    header = header_of(tokenizer)
-    if header:
-        answers = [ids[after_last(header, ids) :] for ids in answers]
-    markers = " ".join(map(" ".join, thoughts.MARKERS))
-    special = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special and token.content not in markers
-    }
-    kept = [[token for token in ids if token not in special] for ids in answers]
-    return tokenizer.batch_decode(kept, skip_special_tokens=False)
-
-
-@functools.lru_cache(maxsize=16)
-def header_of(tokenizer) -> list[int]:
-    """Returns what a model writes between the generation prompt and an answer without thinking.
-
-    It is `<|channel|>final<|message|>`, or nothing if it has no special token, as with most
-    templates, or a thought's marker, as in an empty thought.
-    """
-    answer = {"role": "assistant", "content": QUESTION["content"]}
-    try:
-        prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
-        whole = render(tokenizer, [QUESTION, answer])
-    except Exception:  # a template raises what it likes
-        return []
-    before = whole.rpartition(QUESTION["content"])[0]
-    header = before.removeprefix(prompt) if before.startswith(prompt) else ""
-    has_thought = re.search(f"{thoughts.OPENERS}|{thoughts.CLOSERS}", header)
-    is_header = added_tokens(tokenizer).search(header) and not has_thought
-    return encode(tokenizer, header) if is_header else []
-
-
-def after_last(part: list[int], ids: list[int]) -> int:
-    """Returns where the last occurrence of some ids ends, or 0."""
-    ends = range(len(ids), len(part) - 1, -1)
-    return next((end for end in ends if ids[end - len(part) : end] == part), 0)
-
-
 @functools.lru_cache(maxsize=16)
 def bos_of(tokenizer) -> list[int]:
     """Returns the BOS that the tokenizer puts before a text, or nothing."""

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import batches, stopping
 from common.checkpoint import carried
-from preference_recipes.data.rendering import decode_answers
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.answers import decode_answers
 from preference_recipes.rollouts.sampler import Sampler
 
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted.

@@ -10,8 +10,8 @@ import architectures
 import templates
 from bare_runs import bare_sampler
 from preference_recipes.data import chat, dataset
-from preference_recipes.data.rendering import decode_answers
 from preference_recipes.rollouts import answers, rewards
+from preference_recipes.rollouts.answers import decode_answers
 
 # What a response says, the column `answer`, and whether the response is right.
 TABLE = [
