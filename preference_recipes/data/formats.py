@@ -310,12 +310,13 @@ def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ..
     if strings_as_messages and isinstance(texts[0], str):
         texts = as_turns(*texts)
     prompt, *answers = texts
-    if not row.get("system") or prompt == "":  # nothing is asked
+    is_whole_text = prompt == "" and leading_column(row) == "text"
+    if not row.get("system") or is_whole_text:
         return texts
     if isinstance(prompt, str):
         raise BadRow(
-            "column 'system' is next to strings, and plain text has no system message: "
-            "--strings_as_messages makes them turns of a chat that begins with it"
+            "column 'system' is next to strings, and plain text has no system message: where the "
+            "prompt is not empty, --strings_as_messages makes them turns that begin with it"
         )
     first: Any = next((messages[0] for messages in texts if messages), {})
     if first.get("role") != "system":

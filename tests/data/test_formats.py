@@ -241,12 +241,11 @@ def test_a_column_system_beside_other_columns():
     assert chat(begun) == ([], [SYSTEM, QUESTION, YES])
     assert chat({"prompt": "", "completion": [YES], "system": "Be brief."}) == ([SYSTEM], [YES])
     assert chat({"text": "Because.", "system": "Be brief."}, True) == ("", "Because.")
-    nothing_asked = {"prompt": "", "completion": "Because.", "system": "Be brief."}
-    assert chat(nothing_asked, True) == ("", "Because.")
     strings = {"prompt": "Why?", "completion": "Because.", "system": "Be brief."}
     assert chat(strings, True) == ([SYSTEM, QUESTION], [YES])
-    with pytest.raises(BadRow, match=r"column 'system' is next to strings.*strings_as_messages"):
-        chat(strings)
+    for row, as_messages in [(strings, False), (strings | {"prompt": ""}, True)]:
+        with pytest.raises(BadRow, match=r"column 'system' is next to strings.*not empty"):
+            chat(row, as_messages)
 
 
 @pytest.mark.parametrize("function", [preference_row, formats.labelled_row, prompt_row])
