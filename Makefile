@@ -14,7 +14,7 @@ ARGS ?=
 TEST_EXTRAS = [test,peers]
 MINIMUM_VENV ?= $(VENV)-minimum
 VLLM_VENV ?= $(VENV)-vllm
-MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward rewards fp16 saved_actors grpo_values
+MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward rewards fp16 saved_actors grpo_values generation decoding
 
 # On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost
 # several times the work. For a larger model without a GPU use, for example, `make dpo OMP_NUM_THREADS=8`.
