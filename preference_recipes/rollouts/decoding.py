@@ -15,10 +15,13 @@ from collections.abc import Callable
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import in_one_line, print_once
 from preference_recipes.rollouts.sampler import Sampler
 
+# What models and `generate` call the cache that they take: transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 # A recorded step reads so many places of the cache, or a multiple: each multiple is a recording.
 PLACES = 128
 RECORDED_ON = {"cuda"}
@@ -136,9 +139,9 @@ class Step:
             input_ids=token,
             position_ids=self.position[rows],
             attention_mask=mask[..., : self.visible] if self.is_masked else None,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{CACHE: self.cache},
         )
         scores = output.logits[:, -1].float()
         scores[:, self.vocabulary :] = -torch.inf  # see `LogProbModel.vocabulary`

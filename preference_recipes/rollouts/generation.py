@@ -9,7 +9,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine
 from preference_recipes.models import checks
@@ -21,8 +20,6 @@ from preference_recipes.rollouts.sampler import Response, Sampler
 CACHE_BYTES = 16 * 2**30
 # With transformers 5.23 these generate other tokens in a batch than alone.
 ALONE = ("recurrent_gemma", "minimax", "rwkv")
-# What `generate` calls the cache that it takes and returns: transformers 5.24 renamed it.
-CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
 def generate(
@@ -163,7 +160,7 @@ class Batch:
             generation_config=config,
             logits_processor=[] if self.draw is None else [self.draw],
             synced_gpus=False,
-            **{CACHE: self.cache},
+            **{decoding.CACHE: self.cache},
         )
         return self.ids[:, self.length :].tolist()
 

@@ -82,7 +82,7 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, monkeypatch):
         there = pretended_device.DEVICE
         model.to(there)
         ids = torch.tensor([prompt[:2] for prompt in PROMPTS]).to(there)
-        model(ids[:, :-1], past_key_values=cache, use_cache=True)
+        model(ids[:, :-1], use_cache=True, **{decoding.CACHE: cache})
         uniforms = torch.rand(len(PROMPTS), 8, dtype=torch.float64).to(there)
         draw = generation.SampleByUniform(uniforms, temperature=1.0)
         padding = np.zeros(len(PROMPTS), dtype=int)
