@@ -176,6 +176,8 @@ def encode_turn(
     """
     whole = render(tokenizer, [*history, answer], tools)
     context = prompt.text if history else before_first(tokenizer, tools, whole)
+    if context is None:
+        return [], [], [DROPS_ANSWER]
     text = whole.removeprefix(context)
     notes: list[str] = []
     is_plain = not answer.get("tool_calls") and not thoughts.of_message(answer)
@@ -188,18 +190,20 @@ def encode_turn(
     return encode(tokenizer, context), encode_after(tokenizer, context, text), notes
 
 
-def before_first(tokenizer, tools, whole: str) -> str:
+def before_first(tokenizer, tools, whole: str) -> str | None:
     """Returns what a model reads before an answer that begins a conversation, `whole`.
 
     That is what the template itself writes first, such as a system message, and the generation
-    prompt.
+    prompt. None: it takes the answer for the user's.
     """
     asked = render(tokenizer, [QUESTION], tools)
     prompt = render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
     opening = prompt[n_common(asked, prompt) :]
     written = thoughts.AT_END.sub("", opening)  # a later answer may have another thought there
-    start = whole.find(written)
-    return whole[:start] + opening if written and start >= 0 else ""
+    if not written:
+        return ""
+    before, found, _ = whole.partition(written)
+    return before + opening if found else None
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
@@ -251,10 +255,14 @@ def find_answer(
         return prompt, "", [DROPS_CALLS]
     thought = ""  # that the template drops
     bare = thoughts.removed(answer)
-    if thoughts.of_message(answer) and render(tokenizer, [*history, bare], tools) == whole:
-        thought = thoughts.written(answer, str(tokenizer.chat_template))
-        bare["content"] = bare["content"].lstrip()  # that whitespace comes back with the thinking
-        whole = render(tokenizer, [*history, bare], tools)
+    if thoughts.of_message(answer):
+        # Some templates drop the whitespace after it, too. It comes back with the thinking.
+        stripped = {**bare, "content": bare["content"].lstrip()}
+        rendered = [render(tokenizer, [*history, other], tools) for other in (bare, stripped)]
+        if whole in rendered:
+            thought = thoughts.written(answer, str(tokenizer.chat_template))
+            bare = stripped
+            whole = rendered[1]
     whole = as_read(tokenizer, prompt, history, tools, whole)
     context, text = split_answer(prompt, whole, thinks=bool(thought))
     longer = answer["content"] + MARK  # a template may drop all from an open marker on

@@ -94,10 +94,14 @@ def header_of(tokenizer) -> list[int]:
     return encode(tokenizer, header) if is_header else []
 
 
-def after_last(part: list[int], ids: list[int]) -> int:
-    """Returns where the last occurrence of some ids ends, or 0."""
-    ends = range(len(ids), len(part) - 1, -1)
-    return next((end for end in ends if ids[end - len(part) : end] == part), 0)
+def after_last(header: list[int], ids: list[int]) -> int:
+    """Returns where an answer begins: after its last header, or nowhere if it has other headers.
+
+    These are of its thinking, in which it was cut. Without any it is all answer.
+    """
+    ends = range(len(ids), len(header) - 1, -1)
+    without = len(ids) if header[-1] in ids else 0
+    return next((end for end in ends if ids[end - len(header) : end] == header), without)
 
 
 def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:

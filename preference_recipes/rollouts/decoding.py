@@ -74,8 +74,9 @@ class FixedLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs):
         rows = slice(self.step.rows)
-        self.keys[rows].index_copy_(2, self.step.place, key_states)
-        self.values[rows].index_copy_(2, self.step.place, value_states)
+        # Under autocast rotary keys are fp32, and so the values that were read; new ones are not.
+        self.keys[rows].index_copy_(2, self.step.place, key_states.to(self.keys.dtype))
+        self.values[rows].index_copy_(2, self.step.place, value_states.to(self.values.dtype))
         visible = slice(self.step.visible)
         return self.keys[rows, :, visible], self.values[rows, :, visible]
 
@@ -124,7 +125,8 @@ class Step:
         self.drawn = ids.new_zeros(self.rows, max_new_tokens)
         self.drawn[:, :1] = self.token
         self.cache = batch.cache
-        self.cache.layers = [FixedLayer(layer, self) for layer in self.cache.layers]
+        for number, layer in enumerate(self.cache.layers):  # one by one: both would not fit
+            self.cache.layers[number] = FixedLayer(layer, self)
 
     def places(self, tokens: int) -> int:
         """Returns how many places a step reads where the cache has so many tokens."""

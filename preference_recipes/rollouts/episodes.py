@@ -116,7 +116,7 @@ class Stage:
             sampler_logps=[episode.logps if temperature else [] for episode in episodes],
             is_sampled=[episode.is_sampled for episode in episodes],
             # A checkpoint takes plain values, and no other class of string.
-            messages=[json.loads(json.dumps(episode.messages)) for episode in episodes],
+            messages=json.loads(json.dumps([e.messages for e in episodes], default=str)),
             of_episodes=statistics(episodes),
         )
 

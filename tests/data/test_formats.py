@@ -16,10 +16,20 @@ from runs import recipe, refuses, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
+taught_row = runpy.run_path(str(recipe("distill")))["taught_row"]
+
+
+def completed_row(row, tokenizer, max_length, max_new_tokens, **settings):
+    """A row of a distillation that learns from completions, too."""
+    row = {**row, "label": None}
+    return taught_row(row, tokenizer, max_length, max_new_tokens, [], None, True, **settings)
+
+
 SETTINGS = {
     sft_row: {"loss_on": "assistant"},
     preference_row: {},
     prompt_row: {"max_new_tokens": 8},
+    completed_row: {"max_new_tokens": 8},
 }
 
 
@@ -248,7 +258,9 @@ def test_a_column_system_beside_other_columns():
             chat(row, as_messages)
 
 
-@pytest.mark.parametrize("function", [preference_row, formats.labelled_row, prompt_row])
+@pytest.mark.parametrize(
+    "function", [preference_row, formats.labelled_row, prompt_row, completed_row]
+)
 @pytest.mark.parametrize(
     "prompt, answers", [("", ["a", "b"]), ("", [[YES], [NO]]), ([], [[YES], [NO]])]
 )

@@ -156,6 +156,23 @@ def test_of_an_answer_that_begins_a_conversation_only_the_answer_is_learned(name
     assert whole.startswith(before.rstrip().removesuffix("<think>")) and "zz" not in before
 
 
+def test_a_first_answer_that_a_template_changes_is_left_out_or_made_whole():
+    """Llama's takes it for the user's where there are tools; Qwen's drops its thought, and the lines after it."""
+    tokenizer = templates.tokenizer("llama3_1")
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "description": "adds", "parameters": {}},
+    }
+    turns = [message("assistant", "Welcome"), *CHAT[2:]]
+    row = sft_row({"messages": turns, "tools": [tool]}, tokenizer, 10_000, "assistant")
+    assert not any("Welcome" in text for text in answers_of(tokenizer, row))
+    assert [note for note in row["notes"] if note.startswith(chat.DROPS_ANSWER)]
+    tokenizer = templates.tokenizer("qwen3")
+    turns[0] = message("assistant", "<think>\nWhy\n</think>\n\nWelcome")
+    row = sft_row({"messages": turns}, tokenizer, 10_000, "assistant")
+    assert answers_of(tokenizer, row)[0] == turns[0]["content"] + "<|im_end|>"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_preferences_and_prompts(name):
     """DPO and reward read the prompt of inference and learn the answers as SFT does; PPO generates from that prompt."""

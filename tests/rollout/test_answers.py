@@ -139,6 +139,9 @@ def test_what_is_learned_of_a_right_answer_is_right(name, thought):
     [text] = decode_answers(tokenizer, [learned.ids])
     assert answers.is_right(text, "It is 7", tokenizer.decode(prompt))
     assert text == "It is 7" or name == "glm4moe"  # that has a thought, and maybe an empty one
+    if thought and name != "glm4moe":
+        cut = learned.ids[: learned.ids.index(tokenizer("I").input_ids[-1]) + 5]
+        assert decode_answers(tokenizer, [cut, tokenizer("4").input_ids[-1:]]) == ["", "4"]
 
 
 def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
