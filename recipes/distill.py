@@ -187,9 +187,7 @@ def taught_row(
     completion: Text | None = None
     if with_completion and row.get("completion") is not None:
         pair = {name: row.get(name) for name in ("prompt", "completion", "label")}
-        prompt, completion = formats.conversation(pair)
-        if has_text(prompt):  # else the row is left out, whatever column `system` says
-            prompt, completion = formats.as_chat(row, strings_as_messages, prompt, completion)
+        prompt, completion = formats.as_asked(row, strings_as_messages, *formats.conversation(pair))
         row = {**row, "prompt": prompt, "completion": completion}
     how = (tokenizer, max_length, max_new_tokens, strings_as_messages)
     values = prompts.prompt_row(row, *how)

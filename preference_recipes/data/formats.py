@@ -46,10 +46,7 @@ def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
     """Returns the token ids of one pair, see `row_of_answers`."""
-    texts: tuple = preference(row)
-    if has_text(texts[0]):  # else the row is left out, whatever column `system` says
-        texts = as_chat(row, strings_as_messages, *texts)
-    prompt, chosen, rejected = texts
+    prompt, chosen, rejected = as_asked(row, strings_as_messages, *preference(row))
     answers = {"chosen": chosen, "rejected": rejected}
     return row_of_answers(row, prompt, answers, tokenizer, max_length)
 
@@ -207,8 +204,7 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     if is_pair(row):
         return {**preference_row(row, tokenizer, max_length, strings_as_messages), "n_answers": 2}
     prompt, answer, is_good = labelled(row)
-    if has_text(prompt):  # else the row is left out, whatever column `system` says
-        prompt, answer = as_chat(row, strings_as_messages, prompt, answer)
+    prompt, answer = as_asked(row, strings_as_messages, prompt, answer)
     answers = {"chosen" if is_good else "rejected": answer}
     return {**row_of_answers(row, prompt, answers, tokenizer, max_length), "n_answers": 1}
 
@@ -322,6 +318,11 @@ def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ..
     if first.get("role") != "system":
         prompt = [{"role": "system", "content": row["system"]}, *prompt]
     return prompt, *answers
+
+
+def as_asked(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ...]:
+    """Returns what `as_chat` does, but texts as they are if nothing is asked: they are left out."""
+    return as_chat(row, strings_as_messages, *texts) if has_text(texts[0]) else texts
 
 
 def as_turns(prompt, *answers) -> tuple[Text, ...]:

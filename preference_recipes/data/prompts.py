@@ -26,8 +26,7 @@ def prompt_row(
     prompt = row["prompt"]
     if not isinstance(prompt, str):
         prompt = formats.question_of(prompt)
-    if has_text(prompt):  # else the row is left out, whatever column `system` says
-        [prompt] = formats.as_chat(row, strings_as_messages, prompt)
+    [prompt] = formats.as_asked(row, strings_as_messages, prompt)
     if row.get("system"):
         row = {**row, "prompt": prompt}
     notes: list[str] = []

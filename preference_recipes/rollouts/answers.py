@@ -63,7 +63,7 @@ def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
     """
     header = header_of(tokenizer)
     if header:
-        answers = [ids[after_last(header, ids) :] for ids in answers]
+        answers = [ids[answer_start(header, ids) :] for ids in answers]
     markers = " ".join(map(" ".join, thoughts.MARKERS))
     special = {
         number
@@ -94,10 +94,10 @@ def header_of(tokenizer) -> list[int]:
     return encode(tokenizer, header) if is_header else []
 
 
-def after_last(header: list[int], ids: list[int]) -> int:
-    """Returns where an answer begins: after its last header, or nowhere if it has other headers.
+def answer_start(header: list[int], ids: list[int]) -> int:
+    """Returns where the answer in a response begins: after the last header.
 
-    These are of its thinking, in which it was cut. Without any it is all answer.
+    Without any header that is 0; with headers of thinking alone, in which it was cut, its end.
     """
     ends = range(len(ids), len(header) - 1, -1)
     without = len(ids) if header[-1] in ids else 0

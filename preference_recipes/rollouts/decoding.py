@@ -22,7 +22,7 @@ from preference_recipes.rollouts.sampler import Sampler
 
 # What models and `generate` call the cache that they take: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
-# A recorded step reads so many places of the cache, or a multiple: each multiple is a recording.
+# A recorded step reads a multiple of so many places of the cache; each has its own recording.
 PLACES = 128
 RECORDED_ON = {"cuda"}
 # With transformers 5.23 these copy a number of the host to the GPU in each step.
@@ -125,11 +125,11 @@ class Step:
         self.drawn = ids.new_zeros(self.rows, max_new_tokens)
         self.drawn[:, :1] = self.token
         self.cache = batch.cache
-        for number, layer in enumerate(self.cache.layers):  # one by one: both would not fit
+        for number, layer in enumerate(self.cache.layers):  # one by one: both caches may not fit
             self.cache.layers[number] = FixedLayer(layer, self)
 
     def places(self, tokens: int) -> int:
-        """Returns how many places a step reads where the cache has so many tokens."""
+        """Returns how many places a step reads when the cache holds this many tokens."""
         return math.ceil(tokens / PLACES) * PLACES if self.is_recorded else tokens
 
     def __call__(self) -> None:

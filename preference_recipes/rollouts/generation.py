@@ -93,7 +93,7 @@ def generate_some(
 def begin(
     sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw: "SampleByUniform | None"
 ) -> "Batch | decoding.Decoder":
-    """Returns a batch of these prompts, of which the first new tokens may be drawn."""
+    """Returns a batch of these prompts. Its first new tokens may already be drawn."""
     model = sampler.unwrapped.model
     device = sampler.accelerator.device
     ids = batches.pad(prompts, sampler.tokenizer.pad_token_id, device, left=True)
@@ -137,11 +137,11 @@ class Batch:
 
     def __post_init__(self):
         self.length = self.ids.shape[1]  # new tokens begin there
-        # Then rows that are finished are dropped. A cache of the model's own cannot drop any.
+        # After so many tokens finished rows are dropped; a cache of the model's own drops none.
         self.tokens_at_once = 10**9 if self.cache is None else 16
 
     def advance(self, n_tokens: int) -> list[list[int]]:
-        """Goes on until each row has so many new tokens, and returns them.
+        """Generates until each row has `n_tokens` new tokens, and returns them.
 
         What follows a stop token means nothing. If all rows have one, they may get fewer tokens.
         """
