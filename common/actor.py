@@ -52,7 +52,7 @@ class Actor:
     def save(
         self, directory: Path | None = None, weights: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """Saves the actor, or with adapters these alone. All processes must call it.
+        """Saves the actor, or its adapters alone if it has any. All processes must call it.
 
         The weights are those that the forward pass used, bit for bit, or in `--save_dtype`.
 

@@ -131,7 +131,7 @@ class Checkpoint:
             "best": vars(self.actor.best),
             "scheduler": self.scheduler.state_dict(),
             "last_update": self.means.last_update,
-            # Of each process apart: summing them now would change the rounding, and so the log.
+            # One for each process: summing them now would change the rounding, and so the log.
             "open_sums": gather_object([self.means.open.state()]),
         }
         if accelerator.is_main_process:
@@ -266,10 +266,10 @@ class Checkpoint:
 
         The logs are copied out of the checkpoint. What the folder holds beyond that point, such as
         the lines and checkpoints of a killed run, stays under names that end in `.before_resume`.
-        The logs come last: killed before that, the run resumes from the same point again.
+        Without a checkpoint that is all that a killed run has left. The logs come last: if killed
+        before that, the run resumes from the same point again.
 
-        Without a checkpoint that is what a run killed before its first one has left. Returns
-        whether the folder holds the actor of the best evaluation so far.
+        Returns whether the folder holds the actor of the best evaluation so far.
         """
         output_dir = self.run.output_dir
         beyond = [

@@ -44,7 +44,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
 
         cpu.make_exact(accelerator)
     set_seed(args.seed)
-    if not getattr(args, "preview", 0):  # which writes nothing
+    if not getattr(args, "preview", 0):  # a preview writes nothing
         args.output_dir = distributed.on_main_process(accelerator, decide_folder, args, recipe)
         if not all(gather_object([Path(args.output_dir).is_dir()])):
             sys.exit(

@@ -158,8 +158,8 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all processes and forgets them. All processes must call it.
 
-        Where an update was applied, so where there is a `loss`, the values of the last one are
-        among them.
+        If an update was applied, so that there is a `loss`, they include the values of the last
+        one, such as its `grad_norm`.
         """
         self.open.take(self.pending)  # of an evaluation; in training `close_update` emptied it
         means = self.open.reduce()

@@ -93,9 +93,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def warmup_updates(args, total_updates: int) -> int:
-    """The updates of warm-up: `--warmup_steps`, or, below 1, that share of all, rounded up.
+    """Returns the updates of warm-up: `--warmup_steps`, or below 1 that share of all, rounded up.
 
-    The first has a learning rate of 0, so a run of a single update has none, or learned nothing.
+    The first has a learning rate of 0. A run of a single update has none: it would learn nothing.
     """
     if total_updates <= 1 or args.lr_scheduler_type == "constant":
         return 0

@@ -16,7 +16,7 @@ class Progress:
     updates_per_epoch: int = 0
     global_step: int = 0  # updates applied; the one x-axis
     skipped_steps: int = 0  # updates skipped by the engine: their gradients are not finite
-    # Trained on so far, in applied updates. `tokens` are those of `length`, padding excluded; in
+    # Trained on so far, in applied updates. `tokens` adds up each `length`, without padding; in
     # DPO and reward a pair's prompt counts twice.
     samples: int = 0
     tokens: int = 0

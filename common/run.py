@@ -37,11 +37,11 @@ class Update:
 
 
 class Run(Progress):
-    """A run: its counters, those of `Progress`, with a clock and a log. It holds no model, no data.
+    """A run: the counters of `Progress`, a clock and a log. It holds no model and no data.
 
     Args:
         args: `SharedArgs`.
-        n_rows: of the training data; with the arguments it decides when the run ends.
+        n_rows: rows of the training data; with the arguments they decide when the run ends.
         flop: operations for each token and each target, for `perf/mfu`.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
@@ -141,7 +141,7 @@ class Run(Progress):
     ) -> None:
         """Ends the run if a loss of the update is not finite; see `stopping.check_finite`.
 
-        It looks once, at its last micro-batch. Call it before `backward`, where DeepSpeed steps.
+        It looks at the last micro-batch. Call it before `backward`, where DeepSpeed steps.
         """
         update.losses.append((data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:

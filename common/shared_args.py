@@ -44,13 +44,13 @@ class DataArgs:
     dataset_split: str = arg("train", "split of --dataset_name")
     eval_dataset_name: list[str] | None = arg(None, "held-out sets; a column `answer`: exact match")
     eval_dataset_split: str = arg("train", "split of --eval_dataset_name")
-    columns: list[str] | None = arg(None, "FORMAT=YOURS, such as prompt=question")
+    columns: list[str] | None = arg(None, "your columns: FORMAT=YOURS, such as prompt=question")
     chat_template: str | None = arg(None, "a Jinja file instead of the model's own template")
     chat_template_kwargs: str | None = arg(None, "variables of the template, a JSON object")
-    strings_as_messages: bool = arg(False, "make strings turns of user and assistant")
-    output_dir: str | None = arg(None, "default: runs/<recipe>/<date-time>")
+    strings_as_messages: bool = arg(False, "turn strings into messages of user and assistant")
+    output_dir: str | None = arg(None, "where the run writes; default: runs/<recipe>/<date-time>")
     max_length: int = arg(1024, "tokens of prompt and answer; the rest is cut off", at_least=2)
-    preview: int = arg(0, "show how the first N rows of each set are read, and end", at_least=0)
+    preview: int = arg(0, "show how the first N rows of each set are read, and exit", at_least=0)
 
 
 @dataclass
@@ -61,14 +61,14 @@ class UpdateArgs:
     micro_train_batch_size: int | None = arg(
         None, "samples that run at once on a process; default: 4, on a GPU 16384 tokens", at_least=1
     )
-    micro_train_tokens: int = arg(0, "padded tokens that run at once; 0: by samples", at_least=0)
+    micro_train_tokens: int = arg(0, "tokens, with padding, run at once; 0: by samples", at_least=0)
     max_epochs: int = arg(1, "passes over the data", at_least=0)
-    max_steps: int = arg(0, "updates; 0: as many as the epochs hold", at_least=0)
+    max_steps: int = arg(0, "updates, however many epochs; 0: those of --max_epochs", at_least=0)
     learning_rate: float = arg(1e-5, "peak learning rate", with_lora=1e-4, at_least=0)
-    lr_scheduler_type: SchedulerType = arg("linear", "as transformers names them")
+    lr_scheduler_type: SchedulerType = arg("linear", "a schedule of transformers")
     warmup_steps: float = arg(0.03, "updates of warm-up; below 1: a share of all", at_least=0)
     weight_decay: float = arg(0.0, "on matrices only, not on biases and norms", at_least=0)
-    optimizer: Literal["adamw", "muon"] = arg("adamw", "muon: on hidden matrices, else AdamW")
+    optimizer: Literal["adamw", "muon"] = arg("adamw", "muon: Muon on hidden matrices, else AdamW")
     adam_epsilon: float = arg(1e-8, "Adam's epsilon", at_least=0)
     max_grad_norm: float = arg(1.0, "gradient clipping; 0: none", at_least=0)
     gradient_checkpointing: bool = arg(False, "saves memory, costs time")
@@ -81,10 +81,10 @@ class AdapterArgs:
     """Low-rank adapters."""
 
     lora_r: int = arg(0, "rank of adapters; 0: none", at_least=0)
-    lora_alpha: float | None = arg(None, "scales by alpha / r; default: 2 * lora_r", above=0)
+    lora_alpha: float | None = arg(None, "scales adapters by alpha / r; default: 2 lora_r", above=0)
     lora_dropout: float = arg(0.0, "dropout before the adapters", at_least=0, below=1)
     lora_target_modules: list[str] = arg(["all-linear"], "layers, such as q_proj v_proj")
-    load_in_4bit: bool = arg(False, "pack the frozen weights below adapters (QLoRA)")
+    load_in_4bit: bool = arg(False, "pack the frozen weights below adapters into 4 bits (QLoRA)")
 
 
 @dataclass
@@ -92,7 +92,7 @@ class SavingArgs:
     """When a run logs, evaluates and saves."""
 
     logging_steps: float = arg(1, "updates between log lines; below 1: a share of all", at_least=0)
-    eval_steps: float = arg(0, "updates between evaluations; 0: before and after", at_least=0)
+    eval_steps: float = arg(0, "updates between evaluations; 0: only before and after", at_least=0)
     save_steps: float = arg(0, "updates between checkpoints to resume from; 0: none", at_least=0)
     save_total_limit: int = arg(2, "checkpoints to keep; 0: all", at_least=0)
     save_actor_steps: float = arg(0, "updates between saved actors; 0: only the last", at_least=0)
@@ -111,7 +111,7 @@ class SavingArgs:
 class SharedArgs(SavingArgs, AdapterArgs, UpdateArgs, DataArgs):
     """What every recipe takes. The fields of the last base class come first (dataclass order)."""
 
-    # Besides what all recipes share, a resumed run may change these.
+    # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = set()
 
 

@@ -50,7 +50,7 @@ def check_finite(
 
 
 def check_skips(accelerator: Accelerator, progress: Progress, loss_scale: float | None) -> None:
-    """Warns of an update that the engine skipped, and ends a run that only skips.
+    """Warns of an update that the engine skipped, and ends a run that does nothing but skip.
 
     In fp16 its gradients overflowed. DeepSpeed also skips updates in bf16 and fp32, where there is
     no loss scale.

@@ -26,7 +26,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start: modules are never freed. `parse` enables it again
+    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import numpy as np
 import torch
@@ -70,12 +70,12 @@ class Args(RolloutArgs):
         None, "the model to learn from: a hub name or a folder"
     )
     teacher: list[str] | None = arg(
-        None, "several, NAME=PATH each; a row's column `teacher` names its own"
+        None, "several teachers, NAME=PATH each; the column `teacher` names a row's own"
     )
     teacher_prompt: str | None = arg(None, "column with the teacher's prompt")
     on_policy_share: float = arg(
         1.0,
-        "of prompts that the student answers; others have a `completion`",
+        "share of prompts that the student answers; the others have a `completion`",
         at_least=0,
         at_most=1,
     )
@@ -91,7 +91,7 @@ class Args(RolloutArgs):
     max_new_tokens: int = arg(1024, "longest response; completions are cut to it", at_least=1)
     train_batch_size: int = arg(128, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
-    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "as transformers names them")
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "a schedule of transformers")
 
 
 # ============================================================ the algorithm
@@ -104,8 +104,8 @@ def sampled_losses(
     """Returns the policy-gradient loss of each sampled token, which estimates the reverse KL.
 
     A token gets no credit for later ones (a discount of 0). At the first update of a rollout the
-    expected gradient is that of KL(s || t) at each token. Nothing is clipped: do not let a rollout
-    make many updates. Source: Lu et al. 2025.
+    expected gradient is that of KL(s || t) at each token. Nothing is clipped, so a rollout should
+    make few updates. Source: Lu et al. 2025.
     """
     advantages = teacher_logps - old_logps
     ratios = torch.exp(logps - old_logps)
@@ -483,9 +483,9 @@ def main():
     sampler = Sampler(accelerator, args, tokenizer, model, data, run, means)
     vllm.connect(sampler)  # does nothing without --vllm_url
     all_teachers = Teachers(accelerator, args, tokenizer, model)
-    readers = [model, *all_teachers.models]
+    models = [model, *all_teachers.models]
     packer = checks.make_packer(
-        accelerator, readers, max_length=args.max_length, share=args.share_prompts
+        accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer)
     of_bases = load.base_fingerprints(accelerator, policy)
@@ -505,11 +505,11 @@ def main():
             state.rollout = make_rollout(run, sampler, state, packer)
         rollout = state.rollout
         # All processes agree on the samples of this update. Each takes its share of them.
-        rows = rollout.rows_of_update(state.position, args)
+        chosen = rollout.rows_of_update(state.position, args)
         # Sorting by these lengths keeps a group together where its prompt can be shared.
         lengths = rollout.as_read(rollout.samples.lengths_for_split(packer))
-        update = run.update_of(rows, lengths, rollout.n_tokens(rows))
-        response_tokens = int(rollout.tokens["mask"][rows].sum())  # the loss is their mean
+        update = run.update_of(chosen, lengths, rollout.n_tokens(chosen))
+        response_tokens = int(rollout.tokens["mask"][chosen].sum())  # the loss is their mean
         has_moved = run.global_step > rollout.started_at  # since it made the rollout
         for rows, weights in update.micro_batches:
             with run.timed("data"):
@@ -521,13 +521,13 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, lessons, stored, args, has_moved)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
-                # Its part of the mean over response tokens. The engine divides by the
+                # This micro-batch's part of the mean over tokens. The engine divides by the
                 # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * token_weights).sum() * update.divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(values, weights)
@@ -547,7 +547,7 @@ def main():
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # a line that is still open
+    run.log(means.reduce())  # what is in no line yet
     actor.save()
     console.end(actor)
 

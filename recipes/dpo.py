@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start: modules are never freed. `parse` enables it again
+    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ from preference_recipes.tools import show_preview
 # ============================================================ arguments
 @dataclass
 class Args(SharedArgs):
-    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy as it starts")
+    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy before training")
     beta: float = arg(0.1, "strength of the pull towards the reference", above=0)
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
         "sigmoid", "sigmoid is DPO's own; for the others see docs/dpo.md"
@@ -54,11 +54,11 @@ class Args(SharedArgs):
     gamma: float = arg(1.0, "simpo: the margin of the chosen answer", at_least=0)
     label_smoothing: float = arg(0.0, "how likely a label is wrong", at_least=0, below=0.5)
     share_prompts: bool = arg(True, "compute a prompt once for both answers")
-    precompute_ref_log_probs: bool = arg(False, "compute the reference's log-probs once")
+    precompute_ref_log_probs: bool = arg(False, "compute the reference's log-probs before training")
     learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
-    warmup_steps: float = arg(0.1, "updates; below 1: a share of all", at_least=0)
+    warmup_steps: float = arg(0.1, "updates of warm-up; below 1: a share of all", at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
-    exact_match_rows: int | None = arg(None, "most rows of exact match; 0: none", at_least=0)
+    exact_match_rows: int | None = arg(None, "rows asked for exact match; 0: none", at_least=0)
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"share_prompts", "precompute_ref_log_probs"}
@@ -102,7 +102,7 @@ def preference_loss(
     return (chosen_average - rejected_average - 1 / (2 * beta)) ** 2
 
 
-# These losses know no reference: none is loaded.
+# These losses have no reference, so none is loaded.
 REFERENCE_FREE = ("simpo", "orpo")
 
 
@@ -123,7 +123,7 @@ def reference_free_loss(
     if loss_type == "simpo":
         return -F.logsigmoid(beta * difference - gamma)
     assert loss_type == "orpo", loss_type
-    # A certain answer's average is 0 in fp32: there log(1 - p) is infinite, and its gradient NaN.
+    # At p = 1 the average is 0: log(1 - p) would be infinite, and its gradient NaN.
     chosen_rest = torch.log(-torch.expm1(chosen_averages.clamp(max=-1e-7)))  # log(1 - p)
     rejected_rest = torch.log(-torch.expm1(rejected_averages.clamp(max=-1e-7)))
     log_odds_ratio = difference - (chosen_rest - rejected_rest)
@@ -149,13 +149,13 @@ def pair_losses(
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of pairs `[pairs]`, and values to log about them.
 
-    A value is `[pairs]`, or with a mask of what counts `[pairs, tokens]`.
+    Each value is `[pairs]`, or `[pairs, tokens]` with a mask of the tokens that count.
 
     Args:
         model: a `LogProbModel`, which returns the log-prob of each token of the answers.
     """
     output = model(batch, extras=("mean_logits",))
-    logps = output["logps"].sum(1)  # zero past an answer's end
+    logps = output["logps"].sum(1)  # zero after an answer's end
     mask = batch["mask"]
     tokens = mask.sum(1)
     chosen_logps, rejected_logps = logps.chunk(2)
@@ -169,8 +169,8 @@ def pair_losses(
     else:
         ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
         chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
-        of_both = (chosen_log_ratios, rejected_log_ratios, *tokens.chunk(2))
-        losses = preference_loss(*of_both, args.beta, args.loss_type, args.label_smoothing)
+        of_answers = (chosen_log_ratios, rejected_log_ratios, *tokens.chunk(2))
+        losses = preference_loss(*of_answers, args.beta, args.loss_type, args.label_smoothing)
         chosen_rewards = args.beta * chosen_log_ratios
         rejected_rewards = args.beta * rejected_log_ratios
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)  # means over the vocabulary
@@ -222,16 +222,16 @@ def main():
     reference = None
     if args.loss_type not in REFERENCE_FREE:
         reference = Reference(accelerator, args, tokenizer, model)
-    readers = [model, reference.model if reference else None]
+    models = [model, reference.model if reference else None]
     packer = checks.make_packer(
-        accelerator, readers, max_length=args.max_length, share=args.share_prompts
+        accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
         precompute(accelerator, args, reference, [train, *held_out.values()], collate, packer)
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     identity |= reference.fingerprints if reference else {}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
@@ -246,7 +246,7 @@ def main():
     if run.updates_seen == 0:
         evaluate(run, actor, reference, packer, held_out)
     while not run.finished:
-        update = run.next_update(train)  # the same samples on all processes, each has its share
+        update = run.next_update(train)  # all processes agree on its samples; each takes its share
         for rows, weights in update.micro_batches:
             with run.timed("data"):
                 columns = train[rows]
@@ -254,13 +254,13 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, reference, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
-                # Its part of the mean over the update's pairs. The engine divides by the
+                # This micro-batch's part of the mean over pairs. The engine divides by the
                 # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(values, weights)
@@ -279,7 +279,7 @@ def main():
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # a line that is still open
+    run.log(means.reduce())  # what is in no line yet
     actor.save()
     console.end(actor)
 

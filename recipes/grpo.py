@@ -26,7 +26,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start: modules are never freed. `parse` enables it again
+    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import torch
 
@@ -57,7 +57,7 @@ from preference_recipes.tools import show_preview
 # ============================================================ arguments
 @dataclass
 class Args(RewardArgs):
-    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy as it starts")
+    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy before training")
     n_samples_per_prompt: int = arg(8, "responses to a prompt, its group", at_least=1)
     max_new_tokens: int = arg(1024, "longest response", at_least=1)
     baseline: Literal["group", "rloo", "none"] = arg(
@@ -80,25 +80,25 @@ class Args(RewardArgs):
     clip_range_high: float = arg(
         0.28, "clipping of the ratio above 1; dppo: of the distance", at_least=0
     )
-    off_policy_limit: float = arg(0.0, "leaves out bad responses too far off; 0: none", at_least=0)
+    off_policy_limit: float = arg(0.0, "drops bad responses too off-policy; 0: none", at_least=0)
     kl_coef: float = arg(0.0, "weight of the KL to the reference", at_least=0)
     kl_estimator: Literal["k3", "k2"] = arg("k3", "estimate of the KL")
     drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
-    refill_rounds: int = arg(0, "how often others replace groups left out", at_least=0)
+    refill_rounds: int = arg(0, "rounds that sample others for groups left out", at_least=0)
     overlong_buffer: int = arg(0, "penalised last tokens of a response; 0: none", at_least=0)
     overlong_penalty: float = arg(1.0, "the largest of these penalties", at_least=0)
     mask_truncated: bool = arg(False, "do not train on responses truncated at --max_new_tokens")
     train_batch_size: int = arg(256, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
     learning_rate: float = arg(1e-6, "peak learning rate", with_lora=1e-5, at_least=0)
-    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "as transformers names them")
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "a schedule of transformers")
 
 
 # ============================================================ the algorithm
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
 SAPO_TEMPERATURES = (1.0, 1.05)  # of its gate, at advantages above 0 and at others
 LARGEST_RATIO = 20  # DPPO uses ratios up to this one
-LARGEST_LOG_RATIO = 20  # it first clamps log-ratios to this: nothing overflows
+LARGEST_LOG_RATIO = 20  # it first clamps log-ratios to this, so that nothing overflows
 
 
 def length_penalties(response_lengths: torch.Tensor, args: Args) -> torch.Tensor:
@@ -360,8 +360,8 @@ def is_off_policy(
 ) -> torch.Tensor:
     """Returns which responses are too far from the sampler's policy to be unlearned.
 
-    These are the ones with a negative advantage whose tokens have lost more than `limit` of
-    log-prob on average since they were sampled, bool `[samples, 1]`. Source: DeepSeek-V3.2,
+    These have a negative advantage, and their tokens have lost more than `limit` of log-prob on
+    average since they were sampled; bool `[samples, 1]`. Source: DeepSeek-V3.2,
     arXiv:2512.02556 eq. 9.
     """
     lost = ((sampler_logps - logps.detach()) * mask).sum(1, keepdim=True)
@@ -397,7 +397,7 @@ def total_weight(mask: torch.Tensor, average: str) -> int:
 def sample_losses(
     model: torch.nn.Module, batch: dict, stored: dict, args: Args, has_moved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Returns the losses of samples, the share of each in the mean, and values to log.
+    """Returns the losses of samples, the weight of each in their mean, and values to log.
 
     Args:
         stored: `Rollout.tokens` of the same samples.
@@ -489,7 +489,7 @@ def make_rollout(
     }
     made = Rollout(samples, is_trained, tokens, started_at=run.global_step)
     with run.timed("score"):
-        # Later updates compare with the policy before the first, which takes its own pass's.
+        # The first update takes the log-probs of its own pass as the old ones, later ones these.
         names = ("logps",) if made.n_updates(args) > 1 else ()
         computed = rollout.compute_logps(sampler, samples, packer, names, reference)
         samples.check_finite(sampler, **computed)
@@ -566,7 +566,7 @@ def log_rollout(
 ) -> None:
     """Adds the metrics of sampled groups to the next log line, and records the samples.
 
-    A metric has any shape, is that of the whole rollout on all processes; NaN counts nowhere.
+    Each metric, of any shape, is that of the whole rollout on every process; NaN counts nowhere.
     """
     response_lengths = samples.mask.sum(1)
     logged = {
@@ -611,7 +611,7 @@ def main():
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     state = State(Position())
     flop = cost.flop(policy)
-    # As if no group were dropped: how much of the data is used up, the position tells.
+    # Updates as if no group were dropped; the position tells how much of the data is used up.
     epochs = dict(updates_per_epoch=rollout.n_updates(args, n_prompts), position=state.position)
     run = Run(accelerator, args, n_prompts, flop=flop, bar_metric="reward", charts=CHARTS, **epochs)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
@@ -631,7 +631,7 @@ def main():
     )
 
     actor = Actor(run, model, tokenizer)
-    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
@@ -650,7 +650,7 @@ def main():
         if state.rollout is None:
             state.rollout = make_rollout(run, sampler, state, judge, reference, packer)
         if state.rollout is None:  # nothing to train on: take the next prompts
-            skip_rollout(run, state, means)  # the run may end with it
+            skip_rollout(run, state, means)  # this may end the run
         else:
             samples = state.rollout.samples
             tokens = state.rollout.tokens
@@ -666,13 +666,13 @@ def main():
                     losses, shares, values = sample_losses(model, batch, stored, args, has_moved)
                     sample_weights = shares * weights
                     run.check_finite(update, data_rows, losses, sample_weights)
-                    # Its part of the update's weighted mean. The engine divides by the
+                    # This micro-batch's part of the weighted mean. The engine divides by the
                     # micro-batches of a process and averages over processes: `divisor` undoes both.
                     loss = (losses * sample_weights).sum() * update.divisor / sum_of_weights
                     accelerator.backward(loss)  # DeepSpeed clips and steps in here
                     if accelerator.sync_gradients:  # true once, in the last micro-batch
                         grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                    # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                    # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                     optimizer.step()
                     optimizer.zero_grad()
                 means.add(values, weights)
@@ -692,7 +692,7 @@ def main():
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # a line that is still open
+    run.log(means.reduce())  # what is in no line yet
     actor.save()
     console.end(actor)
 

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start: modules are never freed. `parse` enables it again
+    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import numpy as np
 import torch
@@ -48,15 +48,15 @@ from preference_recipes.tools import show_preview
 # ============================================================ arguments
 @dataclass
 class Args(SharedArgs):
-    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy as it starts")
+    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy before training")
     beta: float = arg(0.1, "strength of the pull towards the reference", above=0)
-    desirable_weight: float = arg(1.0, "of the losses of good answers", at_least=0)
-    undesirable_weight: float = arg(1.0, "of the losses of bad answers", at_least=0)
+    desirable_weight: float = arg(1.0, "weight of the losses of good answers", at_least=0)
+    undesirable_weight: float = arg(1.0, "weight of the losses of bad answers", at_least=0)
     share_prompts: bool = arg(True, "compute a prompt once for both answers")
     learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
-    warmup_steps: float = arg(0.1, "updates; below 1: a share of all", at_least=0)
+    warmup_steps: float = arg(0.1, "updates of warm-up; below 1: a share of all", at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
-    exact_match_rows: int | None = arg(None, "most rows of exact match; 0: none", at_least=0)
+    exact_match_rows: int | None = arg(None, "rows asked for exact match; 0: none", at_least=0)
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"share_prompts"}
@@ -79,7 +79,7 @@ def kto_loss(
 
 
 def collate(columns: dict, packer: Packer) -> dict:
-    """Returns answers as a model reads them, the good ones first, and the row that each is of."""
+    """Returns answers as a model reads them, the good ones first, and which row each belongs to."""
     good = [place for place, ids in enumerate(columns["chosen_ids"]) if ids]
     bad = [place for place, ids in enumerate(columns["rejected_ids"]) if ids]
     places = good + bad
@@ -111,11 +111,11 @@ def estimate_kl(
     Each prompt is read with the answers of the next row. All processes must call it, alike.
     """
     means = Means(run.accelerator)
-    others = np.roll(rows, -1)  # the last row's next one is the first
-    lengths = data.lengths[rows] + data.lengths[others]  # what is read is of both rows
+    next_rows = np.roll(rows, -1)  # after the last row comes the first
+    lengths = data.lengths[rows] + data.lengths[next_rows]  # prompt and answers are of two rows
     with checks.evaluation_mode(actor.model):
         for places, weights in run.split(range(len(rows)), lengths):
-            columns = data[others[places]]
+            columns = data[next_rows[places]]
             prompts = data[rows[places]]["prompt_ids"]
             batch = collate(with_prompts(columns, prompts, run.args.max_length), packer)
             log_ratios = actor.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
@@ -126,8 +126,8 @@ def estimate_kl(
 def answer_losses(
     model: torch.nn.Module, reference: Reference, batch: dict, kl: float, args: Args
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of answers `[answers]`, and values to log, some with what counts."""
-    logps = model(batch)["logps"].sum(1)  # zero past an answer's end
+    """Returns the losses of answers `[answers]`, and values to log, some with a mask."""
+    logps = model(batch)["logps"].sum(1)  # zero after an answer's end
     log_ratios = logps - reference.logps(batch).sum(1)
     is_good = batch["is_good"]
     losses = kto_loss(log_ratios, is_good, kl, args)
@@ -179,7 +179,7 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     identity |= reference.fingerprints
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
@@ -194,7 +194,7 @@ def main():
     if run.updates_seen == 0:
         evaluate(run, actor, reference, packer, held_out)
     while not run.finished:
-        update = run.next_update(train)  # the same samples on all processes, each has its share
+        update = run.next_update(train)  # all processes agree on its samples; each takes its share
         n_answers = int(answer_counts[update.rows].sum())
         kl = estimate_kl(run, actor, reference, packer, train, update.rows)
         for rows, weights in update.micro_batches:
@@ -204,13 +204,13 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["rows"], losses, answer_weights)
-                # Its part of the mean over the update's answers. The engine divides by the
+                # This micro-batch's part of the mean over answers. The engine divides by the
                 # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * answer_weights).sum() * update.divisor / n_answers
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(values, answer_weights)
@@ -229,7 +229,7 @@ def main():
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # a line that is still open
+    run.log(means.reduce())  # what is in no line yet
     actor.save()
     console.end(actor)
 
@@ -249,7 +249,7 @@ def evaluate(
     with run.timed("paused"), checks.evaluation_mode(actor.model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator)
-            # Shuffled, since in a file the next row may answer the same prompt.
+            # Shuffled, because in a file the next row may answer the same prompt.
             order = batches.epoch_order(len(eval_rows), run.args.seed, epoch=0)
             kl = estimate_kl(run, actor, reference, packer, eval_rows, order)
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):

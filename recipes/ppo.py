@@ -29,7 +29,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start: modules are never freed. `parse` enables it again
+    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ from preference_recipes.tools import show_preview
 # ============================================================ arguments
 @dataclass
 class Args(RewardArgs):
-    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy as it starts")
+    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy before training")
     critic_model_name_or_path: str | None = arg(
         None, "what the critic starts from; default: reward model, or else policy"
     )
@@ -73,10 +73,10 @@ class Args(RewardArgs):
     kl_coef: float = arg(0.05, "weight of the KL to the reference; 0: no reference", at_least=0)
     kl_estimator: Literal["k1", "k2", "k3"] = arg("k1", "estimate of the KL")
     kl_in: Literal["reward", "loss"] = arg("reward", "what the KL is subtracted from or added to")
-    kl_target: float = arg(0.0, "the KL that --kl_coef adapts to; 0: it is fixed", at_least=0)
+    kl_target: float = arg(0.0, "the KL that --kl_coef adapts to; 0: it stays fixed", at_least=0)
     kl_horizon: float = arg(10000, "in samples: the larger, the more slowly --kl_coef adapts")
     reward_clip: float = arg(0.0, "scores are clipped to plus and minus this; 0: not", at_least=0)
-    missing_eos_penalty: float = arg(0.0, "of the score of a response without an end", at_least=0)
+    missing_eos_penalty: float = arg(0.0, "off the score of a response without an end", at_least=0)
     gamma: float = arg(1.0, "discount", at_least=0, at_most=1)
     gae_lambda: float = arg(1.0, "lambda of GAE", at_least=0, at_most=1)
     clip_range: float = arg(0.2, "clipping of the ratio, below and above 1", at_least=0)
@@ -473,12 +473,12 @@ def main():
     vllm.connect(sampler)  # does nothing without --vllm_url
     episodes.start(sampler)  # does nothing without --environment
     reference = None
-    if args.kl_coef:  # with LoRA the reference is the model without adapters: spare its critic
+    if args.kl_coef:  # with LoRA it is the model without adapters, whose critic need not run
         reference = Reference(accelerator, args, tokenizer, model, with_values=False)
     judge = Judge(sampler)
-    readers = [model, judge.model, reference.model if reference else None]
+    models = [model, judge.model, reference.model if reference else None]
     packer = checks.make_packer(
-        accelerator, readers, max_length=args.max_length, share=args.share_prompts
+        accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
@@ -498,9 +498,9 @@ def main():
             state.rollout = make_rollout(run, sampler, state, judge, reference, packer)
         rollout = state.rollout
         # All processes agree on the samples of this update. Each takes its share of them.
-        rows = rollout.rows_of_update(state.position, args)
-        update = run.update_of(rows, rollout.samples.lengths, rollout.n_tokens(rows))
-        response_tokens = int(rollout.tokens["mask"][rows].sum())  # the loss is their mean
+        chosen = rollout.rows_of_update(state.position, args)
+        update = run.update_of(chosen, rollout.samples.lengths, rollout.n_tokens(chosen))
+        response_tokens = int(rollout.tokens["mask"][chosen].sum())  # the loss is their mean
         policy_has_moved = run.global_step > rollout.started_at  # since it made the rollout
         for rows, weights in update.micro_batches:
             with run.timed("data"):
@@ -510,13 +510,13 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, stored, rollout, args, policy_has_moved)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
-                # Its part of the mean over the update's tokens. The engine divides by the
+                # This micro-batch's part of the mean over tokens. The engine divides by the
                 # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * token_weights).sum() * update.divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(values, weights)
@@ -537,7 +537,7 @@ def main():
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # a line that is still open
+    run.log(means.reduce())  # what is in no line yet
     actor.save()
     console.end(actor)
 
@@ -552,9 +552,9 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sample_held_out(sampler, eval_set)
             scores = score(sampler, judge, samples, packer)
-            values, answered = held_out_results(sampler, samples, scores, eval_set, prefix)
+            values, shown = held_out_results(sampler, samples, scores, eval_set, prefix)
             line |= values
-            examples += answered
+            examples += shown
     run.log_evaluation(line, examples)
     actor.keep_best(line)  # may end the run, see --stop_after
 

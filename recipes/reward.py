@@ -24,7 +24,7 @@ from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start: modules are never freed. `parse` enables it again
+    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +38,9 @@ from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, formats
 from preference_recipes.data.messages import LOSS_KEYS, is_messages
-from preference_recipes.models import checks, cost, load, prepare, scores
+from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
-from preference_recipes.models.scores import ScoreModel
+from preference_recipes.models.scores import ScoreModel, score_model, separate_pad
 from preference_recipes.tools import show_preview
 
 
@@ -72,7 +72,7 @@ def pairwise_loss(
 
 
 def without_loss_keys(value):
-    """Returns messages without `LOSS_KEYS`, any other value as it is."""
+    """Returns messages without their `LOSS_KEYS`, and any other value as it is."""
     if not is_messages(value):
         return value
     return [{key: part[key] for key in part if key not in LOSS_KEYS} for part in value]
@@ -87,7 +87,7 @@ def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool 
     except ValueError:
         number = math.nan
     formats.refuse_unless(math.isfinite(number), row, "margin", "a finite number")
-    # A score is of a whole answer, whatever of it a policy would learn.
+    # A score is for the whole answer, whichever parts of it a policy would learn.
     whole = {name: without_loss_keys(value) for name, value in row.items()}
     values = formats.preference_row(whole, tokenizer, max_length, strings_as_messages)
     return {**values, "margin": number}
@@ -104,7 +104,7 @@ def collate(columns: dict, packer: Packer) -> dict:
 def pair_losses(model: torch.nn.Module, batch: dict, args: Args) -> tuple[torch.Tensor, dict]:
     """Returns the losses of pairs `[pairs]`, and values to log about them.
 
-    A value is `[pairs]`, or of both answers `[pairs, 2]` with ones, as each counts.
+    Each value is `[pairs]`, or `[pairs, 2]` with ones, where both answers count.
     """
     scores = model(batch)
     chosen_scores, rejected_scores = scores.chunk(2)
@@ -135,7 +135,7 @@ class Moments:
 
     def state(self) -> list[float | None]:
         """Returns what a checkpoint holds."""
-        # Before its first update and without an evaluation, a config lacks them.
+        # The config lacks them until an evaluation or the first update.
         return [getattr(self.config, name, None) for name in ("reward_mean", "reward_std")]
 
     def load_state(self, state: list[float | None]) -> None:
@@ -157,13 +157,13 @@ def main():
     args = arguments.parse(Args, demo="reward.yaml")
     accelerator = launch.make_accelerator(args, "reward")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    scores.separate_pad(tokenizer, args.pad_token)
+    separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
-    classifier = scores.score_model(args.model_name_or_path, tokenizer, args, new_head=True)
+    classifier = score_model(args.model_name_or_path, tokenizer, args, new_head=True)
     scorer = ScoreModel(classifier)
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
     prepare.choose_parameters(accelerator, scorer, args)  # what is trained: all, or adapters
@@ -179,7 +179,7 @@ def main():
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
-    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, scorer)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
@@ -193,7 +193,7 @@ def main():
     if run.updates_seen == 0:
         evaluate(run, actor, moments, packer, held_out)
     while not run.finished:
-        update = run.next_update(train)  # the same samples on all processes, each has its share
+        update = run.next_update(train)  # all processes agree on its samples; each takes its share
         for rows, weights in update.micro_batches:
             with run.timed("data"):
                 columns = train[rows]
@@ -201,13 +201,13 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
-                # Its part of the mean over the update's pairs. The engine divides by the
+                # This micro-batch's part of the mean over pairs. The engine divides by the
                 # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * weights).sum() * update.divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(values, weights)
@@ -218,7 +218,7 @@ def main():
         means.close_update(applied, grad_norm=grad_norm, **of_update)
         if applied:
             scheduler.step()
-            moments.set(None, None)  # those of the last evaluation are of other weights
+            moments.set(None, None)  # those of the last evaluation belong to other weights
 
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce())
@@ -227,7 +227,7 @@ def main():
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # a line that is still open
+    run.log(means.reduce())  # what is in no line yet
     actor.save()
     console.end(actor)
 

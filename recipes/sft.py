@@ -23,7 +23,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start: modules are never freed. `parse` enables it again
+    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import torch
 
@@ -51,7 +51,7 @@ class Args(SharedArgs):
     max_length: int = arg(1024, "tokens of a row; the rest is cut off", at_least=2)
     learning_rate: float = arg(2e-5, "peak learning rate", with_lora=2e-4, at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
-    exact_match_rows: int | None = arg(None, "most rows of exact match; 0: none", at_least=0)
+    exact_match_rows: int | None = arg(None, "rows asked for exact match; 0: none", at_least=0)
 
 
 # ============================================================ the algorithm
@@ -64,7 +64,7 @@ def encode_conversation(
 ) -> tuple[list[chat.Sequence], list[int], list[str]]:
     """Returns a row's sequences, the ids before its last answer, and notes.
 
-    There is no sequence where there is no answer, and one for a string; of messages see
+    Without an answer there is no sequence. A string has one; for messages see
     `chat.encode_conversation`.
     """
     learn_contexts = loss_on == "all"
@@ -129,12 +129,12 @@ def collate(columns: dict, packer: Packer) -> dict:
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:
     """Returns the losses of tokens `[rows, length]`, and values to log about them.
 
-    nll: `-log p`. dft: `-p log p`, the first p a constant: a token that the model finds unlikely
-    has no huge gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9. eaft: `-H / 3 log p`, with H
-    the entropy among the 20 most probable tokens, a constant, and 3 about its maximum: a model that
-    is sure of another token learns little; Entropy-Adaptive Fine-Tuning, arXiv:2601.02151.
+    nll: `-log p`. dft: `-p log p`, the first p a constant, so that unlikely tokens have no huge
+    gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9. eaft: `-H / 3 log p`. H is the entropy
+    among the 20 most probable tokens, a constant of at most about 3, so that a model learns little
+    where it is sure of another token; Entropy-Adaptive Fine-Tuning, arXiv:2601.02151.
 
-    A value is `[rows, length]` with the mask of the targets.
+    Each value is `[rows, length]`, with the mask of the targets.
     """
     extras = ("correct", "top_entropy") if loss_type == "eaft" else ("correct",)
     output = model(batch, extras=extras)
@@ -187,7 +187,7 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What a run and the checkpoint that it resumes from must have alike, besides the arguments.
+    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
     identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
@@ -200,7 +200,7 @@ def main():
     if run.updates_seen == 0:
         evaluate(run, actor, packer, held_out)
     while not run.finished:
-        update = run.next_update(train)  # the same samples on all processes, each has its share
+        update = run.next_update(train)  # all processes agree on its samples; each takes its share
         n_targets = int(target_counts[update.rows].sum())
         for rows, weights in update.micro_batches:
             with run.timed("data"):
@@ -210,13 +210,13 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
-                # Its part of the mean over the update's targets. The engine divides by the
+                # This micro-batch's part of the mean over targets. The engine divides by the
                 # micro-batches of a process and averages over processes: `divisor` undoes both.
                 loss = (losses * token_weights).sum() * update.divisor / n_targets
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
+                # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(values, weights)
@@ -235,7 +235,7 @@ def main():
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # a line that is still open
+    run.log(means.reduce())  # what is in no line yet
     actor.save()
     console.end(actor)
 

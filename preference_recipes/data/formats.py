@@ -131,7 +131,7 @@ def missing_text(prompt: Text, answer: Text) -> str:
             return "transcripts that differ before the last answer, without --strings_as_messages"
         return "" if answer else "empty answer"
     if answer and answer[-1]["role"] != "assistant":
-        return "answer that does not end with a message of the assistant"
+        return "answer that does not end with an assistant message"
     return "" if learned_turns(answer, 0) else missing_answer(answer)
 
 
@@ -264,7 +264,7 @@ def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) ->
     messages = as_messages(prompt, "user") if prompt else []
     next_role = answer[0]["role"] if answer else "assistant"
     if messages and messages[-1]["role"] == next_role == "assistant":
-        raise BadRow("the prompt ends with a message of the assistant, which cannot be continued")
+        raise BadRow("the prompt ends with an assistant message, which cannot be continued")
     return messages
 
 

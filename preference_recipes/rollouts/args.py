@@ -23,8 +23,8 @@ class RolloutArgs(SharedArgs):
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_mask", "none"] = arg(
         "sequence_mask", "how losses are weighted where a server sampled, see docs/vllm.md"
     )
-    sampler_correction_max: float = arg(3.0, "the largest ratio that counts there", at_least=1)
-    max_sampler_difference: float | None = arg(None, "largest mean log-prob difference", at_least=0)
+    sampler_correction_max: float = arg(3.0, "bound of --sampler_correction's ratio", at_least=1)
+    max_sampler_difference: float | None = arg(None, "largest log-prob gap to a server", at_least=0)
     rollouts_ahead: int = arg(0, "1: servers sample a rollout ahead", at_least=0, at_most=1)
 
     may_change: ClassVar[set[str]] = {
@@ -42,11 +42,11 @@ class RewardArgs(RolloutArgs):
 
     reward_model_name_or_path: str | None = arg(None, "a reward model with one label")
     reward_function: list[str] | None = arg(None, "one or several MODULE:NAME, see docs/ppo.md")
-    reward_weights: list[float] | None = arg(None, "the model's, then each function's")
-    environment: str | None = arg(None, "MODULE:CLASS that answers, see docs/environments.md")
+    reward_weights: list[float] | None = arg(None, "of model, each function, environment, in order")
+    environment: str | None = arg(None, "MODULE:CLASS that replies, see docs/environments.md")
     max_turns: int = arg(8, "answers of the model in one response, with --environment", at_least=1)
     environment_timeout: float = arg(60.0, "seconds a call may take; 0: no limit", at_least=0)
-    normalize_reward: bool = arg(False, "normalise the reward model's scores by its config")
+    normalize_reward: bool = arg(False, "normalise the reward model's scores, see docs/ppo.md")
 
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"environment_timeout"}
 

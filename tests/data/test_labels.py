@@ -45,7 +45,7 @@ def test_a_pair_is_a_good_answer_and_a_bad_one(tokenizer):
     ([SAY], "empty prompt"),
     ([ASK, {**SAY, "content": ""}], "empty answer"),
     ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
-    ([ASK, SAY, ASK], "answer that does not end with a message of the assistant"),
+    ([ASK, SAY, ASK], "answer that does not end with an assistant message"),
 ])  # fmt: skip
 def test_rows_that_are_left_out(tokenizer, messages, reason):
     assert read(tokenizer, {"messages": messages, "label": False})["reason"] == reason

@@ -184,7 +184,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
         lambda: formats.labelled_row(labelled, tokenizer, LONG),
         lambda: sft_row(labelled | {"label": None}, tokenizer, LONG, "assistant"),
     ):
-        with pytest.raises(BadRow, match="the prompt ends with a message of the assistant"):
+        with pytest.raises(BadRow, match="the prompt ends with an assistant message"):
             call()
 
 
@@ -213,7 +213,7 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
     assert "transcripts that differ before the last answer" in plain["reason"]
     row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
     ends = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
-    assert ends["reason"] == "answer that does not end with a message of the assistant"
+    assert ends["reason"] == "answer that does not end with an assistant message"
 
 
 def test_many_spelled_ends_are_taken_off_at_once():
