@@ -176,9 +176,10 @@ def estimate_advantages(
 
 
 def standardise(advantages: torch.Tensor, is_trained: torch.Tensor, centre: bool) -> torch.Tensor:
-    """Returns advantages divided by their standard deviation over the trained samples.
+    """Returns advantages divided by their standard deviation, that from 0, over trained samples.
 
-    A single trained sample has no standard deviation: then they stay as they are.
+    From their own mean it would be almost 0 if they are alike, such as the one response of each
+    group that was not cut. A single trained sample has none: then they stay as they are.
 
     Args:
         advantages: `[groups, group size]`.
@@ -187,9 +188,9 @@ def standardise(advantages: torch.Tensor, is_trained: torch.Tensor, centre: bool
     trained = advantages.flatten()[is_trained]
     if len(trained) < 2:
         return advantages
-    if centre:
-        advantages = advantages - trained.mean()
-    return advantages / (trained.std() + EPSILON)
+    mean = trained.mean() if centre else 0.0
+    deviation = (trained - mean).norm() / math.sqrt(len(trained) - 1)
+    return (advantages - mean) / (deviation + EPSILON)
 
 
 def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torch.Tensor:

@@ -129,7 +129,8 @@ class Reference(PlainRun):
             others = groups if s.advantage_std == "batch" else [group]
             flat = itertools.chain(*others)
             over = [x.advantage for x in flat if x.ended or not s.mask_truncated]
-            deviation = np.std(over, ddof=1) + 1e-4 if len(over) > 1 else 1.0
+            squares = sum(each**2 for each in over)
+            deviation = (squares / (len(over) - 1)) ** 0.5 + 1e-4 if len(over) > 1 else 1.0
             for sample in group:
                 sample.scaled = float(sample.advantage / deviation)
 
