@@ -126,6 +126,7 @@ def render(
     """Returns messages as the chat template writes them, which raises what it likes about them."""
     if not messages:
         return ""
+    tools = tools or None  # Llama 3 would announce an empty list of them
     return template_of(tokenizer, has_tools=tools is not None)(
         messages=[to_write(tokenizer, message) for message in messages],
         tools=tools,

@@ -108,12 +108,9 @@ def compare(
         "logps": student.gather(1, targets[:, None]).squeeze(1),
         "teacher_logps": teacher.gather(1, targets[:, None]).squeeze(1),
     }
-    if beta is None:
-        return values["logps"], values
-    if beta == 0:
-        return values["forward_kl"], values
-    if beta == 1:
-        return values["reverse_kl"], values
+    known: dict[float | None, str] = {None: "logps", 0: "forward_kl", 1: "reverse_kl"}
+    if beta in known:
+        return values[known[beta]], values
     student_gap, teacher_gap = gaps_to_mixture(gap, beta)
     divergence = beta * (p_teacher * teacher_gap).sum(-1)
     divergence += (1 - beta) * (p_student * student_gap).sum(-1)

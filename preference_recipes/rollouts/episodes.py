@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common import distributed
-from preference_recipes.data import chat, rendering
+from preference_recipes.data import chat, formats, rendering
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments, generation, vllm
 from preference_recipes.rollouts.environments import UserClass
@@ -141,9 +141,12 @@ class Stage:
         args = self.sampler.args
         option = f"--environment {self.user_class.name}, data row {prompts['row'][place]}"
         row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
-        if isinstance(row["prompt"], str) and not args.strings_as_messages:
+        prompt = row["prompt"]
+        if isinstance(prompt, str) and not args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string, no messages: give --strings_as_messages")
-        messages = as_messages(row["prompt"], "user")
+        if isinstance(prompt, str):
+            [prompt] = formats.as_turns(prompt)
+        messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
         if added is None:
             return episode
@@ -152,8 +155,8 @@ class Stage:
             episode.messages = [*earlier, {**last, "content": last["content"] + added}]
         else:
             episode.messages = [*messages, *as_messages(added, "user")]
-        tokenizer = self.sampler.tokenizer
-        episode.prompt = chat.encode_prompt(tokenizer, episode.messages, self.user_class.tools).ids
+        tools = self.user_class.tools or row.get("tools")
+        episode.prompt = chat.encode_prompt(self.sampler.tokenizer, episode.messages, tools).ids
         if episode.places_left(args) <= 0:
             sys.exit(f"{option}: with what `reset` added, --max_length leaves no room")
         return episode
@@ -235,9 +238,8 @@ class Stage:
             episode.ended = True
             return
         args = self.sampler.args
-        tokenizer = self.sampler.tokenizer
         messages = as_messages(messages, "user")
-        ids = chat.ids_after_answer(tokenizer, messages, self.user_class.tools)
+        ids = chat.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply

@@ -102,9 +102,8 @@ class PlainRun:
         return AdamW(model, self.set.adam_epsilon, self.set.weight_decay)
 
     def encode(self, messages: list[dict]) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        how = dict(add_generation_prompt=True, return_dict=False)
+        return self.tokenizer.apply_chat_template(messages, **how)
 
     def uniforms(self, prompts: int, *seeds: int) -> np.ndarray:
         shape = (prompts, self.set.n_samples_per_prompt, self.set.max_new_tokens)
@@ -134,9 +133,8 @@ class PlainRun:
         """
         s, n = self.set, self.set.n_samples_per_prompt
         for passed in range(s.num_epochs_per_rollout):
-            groups = np.random.default_rng([s.seed, number, 2, passed]).permutation(
-                len(samples) // n
-            )
+            draw = np.random.default_rng([s.seed, number, 2, passed])
+            groups = draw.permutation(len(samples) // n)
             ordered = [samples[group * n + place] for group in groups for place in range(n)]
             if getattr(s, "mask_truncated", False):
                 ordered = [sample for sample in ordered if sample.ended]

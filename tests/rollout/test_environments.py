@@ -90,11 +90,8 @@ def play(accelerator, tokenizer):
         user_class = environments.UserClass("E", make, False, tools)
         sampler.stage = episodes.Stage(sampler, user_class)
         rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
-        texts = [
-            rendering.render(tokenizer, row["prompt"], add_generation_prompt=True) for row in rows
-        ]
         prompts = {
-            "prompt_ids": [encode(tokenizer, text) for text in texts],
+            "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"]).ids for row in rows],
             "columns": [json.dumps(row) for row in rows],
             "row": [1, 2],
         }
@@ -235,15 +232,26 @@ def test_calls_of_tools_are_answered_or_their_faults_said_to_the_model(text, res
     assert n_failed == sum(not result.isdigit() for result in results)
 
 
-def test_what_reset_returns_is_appended_to_the_prompt(play, tokenizer):
-    class Opens(MINE.Once):
-        def reset(self, **columns):
-            return " Think."
-
-    _, prompts, _, found = play(Opens)
-    assert found.messages[0][0]["content"] == "1+2= Think."
-    assert decode(tokenizer, found.prompts[0]) == "<|user|>1+2= Think.<|end|><|assistant|>"
-    assert prompts["prompt_ids"][0] != found.prompts[0]
+def test_what_reset_returns_is_appended_to_the_prompt():
+    """That is what the row alone would be: without tools, with its own ones, a transcript."""
+    tokenizer = chat_templates.tokenizer("llama3_1")
+    settings = {**SETTINGS, "max_length": 1000, "strings_as_messages": True}
+    sampler = bare_sampler(tokenizer=tokenizer, **settings)
+    stage = episodes.Stage(sampler, environments.UserClass("E", MINE.Once, False, []))
+    add = environments.get_json_schema(MINE.Adds().add)
+    turns = say("user", "Hi.") + say("assistant", "Yes?")
+    transcript = "\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: 1+2=\n\nAssistant:"
+    for row, before, tools in [
+        ({"prompt": say("user", "1+2="), "tools": []}, [], None),
+        ({"prompt": say("user", "1+2="), "tools": [add]}, [], [add]),
+        ({"prompt": transcript}, turns, None),
+    ]:
+        prompts = {"prompt_ids": [[1]], "columns": [json.dumps(row)], "row": [1]}
+        found = stage.opening(prompts, 0, " Think.")
+        assert found.messages == before + say("user", "1+2= Think.")
+        text = rendering.render(tokenizer, found.messages, tools, add_generation_prompt=True)
+        assert decode(tokenizer, found.prompt) == text
+        assert ("ipython" in text) == (tools is not None)
 
 
 # ============================================================ environments that misbehave

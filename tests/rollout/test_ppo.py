@@ -328,9 +328,8 @@ def test_evaluation(inputs):
     prompts = [plain_rollouts.say("user", "ab" * (1 + row)) for row in range(3)]
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        response, _ = plain_rollouts.alone(
-            model, ids, None, 0.0, plain_rollouts.STOPS, SETTINGS["max_new_tokens"]
-        )
+        how = (0.0, plain_rollouts.STOPS, SETTINGS["max_new_tokens"])
+        response, _ = plain_rollouts.alone(model, ids, None, *how)
         texts.append(tokenizer.decode(response, skip_special_tokens=True))
         is_cut.append(response[-1] not in plain_rollouts.STOPS)
     answers = [texts[0], "never said", ""]
