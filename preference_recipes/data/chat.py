@@ -24,8 +24,9 @@ from preference_recipes.data.rendering import (
     render,
 )
 
-# For trials, as `QUESTION`: what an answer says, and a tool that it calls.
-MARK = "zqzplace"
+# For trials, as `QUESTION`: what an answer says, and a tool that it calls. The first character, of
+# private use, begins no other answer.
+MARK = "\ue000zqzplace"
 MARKED = {"role": "assistant", "content": MARK}
 CALLED = "zqf"
 
@@ -214,6 +215,9 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
     whole, end, _ = ending_of(tokenizer)
     if text.endswith(whole):
         return text.removesuffix(whole) + end, bool(end)
+    answer, eos, header = text.rpartition(tokenizer.eos_token)
+    if eos and not added_tokens(tokenizer).sub("", header).strip():  # the next turn's (Command A)
+        return answer + eos, True
     ends = [found.end() for found in added_tokens(tokenizer).finditer(text)]
     if end and ends and not text[ends[-1] :].strip():
         return text[: ends[-1]], True
@@ -314,16 +318,16 @@ def as_read(tokenizer, prompt: str, history: list[dict], tools, whole: str) -> s
 
     gpt-oss drops the thinking of a tool call as soon as an answer follows; Mistral writes a system
     message into the last message of the user, and not at all once that is answered. The answer
-    begins after the last generation prompt before its content, or what ends the prompt.
+    begins after the last generation prompt before its content. Without one it begins with its
+    content: after a tool's result Gemma 4 writes an answer into the turn of the call.
     """
     before = render(tokenizer, history, tools)
     if whole.startswith((prompt, before)) or not prompt.startswith(before):
         return whole
-    markers = [found.start() for found in thoughts.ANY_MARKER.finditer(prompt)]
-    last_marker = markers[-1] if markers else len(prompt)
-    generation_prompt = prompt.removeprefix(before) or prompt[last_marker:]
-    generation_prompt = re.sub(rf"\s*({thoughts.OPENERS})\s*$", "", generation_prompt)
     content_at = n_common(whole, render(tokenizer, [*history, MARKED], tools))
+    if prompt == before:
+        return prompt + whole[len(whole[:content_at].rstrip()) :]
+    generation_prompt = re.sub(rf"\s*({thoughts.OPENERS})\s*$", "", prompt.removeprefix(before))
     start = whole.rfind(generation_prompt, 0, content_at)
     last = history[-1]["content"] if history[-1]["role"] == "assistant" else ""
     is_merged = bool(last) and last in whole[start:content_at]  # two messages in one turn (Gemma 4)

@@ -51,7 +51,8 @@ def is_message(value) -> bool:
         return False
     role, content = ("from", "value") if value.get("role") is None else ("role", "content")
     text = value.get(content)
-    has_content = isinstance(text, (str, list)) or (text is None and calls_of(value))
+    calls = from_json(value.get("tool_calls"))
+    has_content = isinstance(text, (str, list)) or (text is None and calls)
     return isinstance(value.get(role), str) and bool(has_content)
 
 
@@ -94,9 +95,8 @@ def as_message(message: dict, where: str) -> dict:
         key = "tool_calls" if sender == "function_call" else "content"
         others = {name: message[name] for name in message if name not in ("from", "value")}
         message = {**others, "role": SENDERS[sender], key: message.get("value", "")}
-    calls = as_list(calls_of(message) or [])
     message = {"content": "", **message}
-    message.pop("tool_calls", None)
+    calls = as_list(from_json(message.pop("tool_calls", None)) or [])  # "[]" and the like are none
     if isinstance(message["content"], list):
         message, calls_in_content = from_parts(message, where)
         calls += calls_in_content
@@ -133,11 +133,6 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
         else:
             raise BadRow(f"{where}: expected text, reasoning or a call, found {part!r:.80}")
     return {**message, **texts}, calls
-
-
-def calls_of(message: dict) -> Any:
-    """Returns a message's call or calls, which may be JSON; "[]" and the like are none."""
-    return from_json(message.get("tool_calls"))
 
 
 def nested(call: Any, where: str) -> dict:

@@ -258,24 +258,15 @@ def test_a_column_system_beside_other_columns():
             chat(row, as_messages)
 
 
-@pytest.mark.parametrize(
-    "function", [preference_row, formats.labelled_row, prompt_row, completed_row]
-)
-@pytest.mark.parametrize(
-    "prompt, answers", [("", ["a", "b"]), ("", [[YES], [NO]]), ([], [[YES], [NO]])]
-)
+@pytest.mark.parametrize("function", [preference_row, formats.labelled_row, prompt_row, completed_row])  # fmt: skip
+@pytest.mark.parametrize("prompt, answers", [("", ["a", "b"]), ("", [[YES], [NO]]), ([], [[YES], [NO]])])  # fmt: skip
 def test_a_row_that_asks_nothing_is_left_out_whatever_its_system_message(
     tokenizer, function, prompt, answers
 ):
     """Of messages it was trained on after the system message alone; a string stopped the run."""
     row = {"prompt": prompt, "system": "Be brief.", "completion": answers[0], "label": True}
     if function is preference_row:
-        row = {
-            "prompt": prompt,
-            "system": "Be brief.",
-            "chosen": answers[0],
-            "rejected": answers[1],
-        }
+        row |= {"chosen": answers[0], "rejected": answers[1]}
     found = function(row, tokenizer, 100, **SETTINGS.get(function, {}), strings_as_messages=True)
     assert found["reason"] == "empty prompt"
 
@@ -314,10 +305,8 @@ def read(row: dict, tmp_path, name="rows.parquet") -> dict:
 
 
 ALPACA = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
-ASKED, ANSWERED = (
-    message("user", "识别并解释\n细胞理论和日心说。"),
-    message("assistant", "细胞理论是"),
-)
+ASKED = message("user", "识别并解释\n细胞理论和日心说。")
+ANSWERED = message("assistant", "细胞理论是")
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 
 

@@ -369,9 +369,7 @@ def test_a_tool_call_is_learned_up_to_its_end_with_its_thinking(name, content):
     assert "one two" in texts[1] and (content or texts[0] == CALLS[name])
 
 
-@pytest.mark.parametrize(
-    "name, reason", [("gptoss", chat.DROPS_CALLS), ("qwen2_5", ""), ("gemma4", "")]
-)
+@pytest.mark.parametrize("name, reason", [("gptoss", chat.DROPS_CALLS), ("qwen2_5", ""), ("gemma4", "")])  # fmt: skip
 def test_a_template_that_writes_one_of_several_calls(name, reason):
     """gpt-oss drops all but the first."""
     other = {"type": "function", "function": {"name": "sub", "arguments": {"x": 1}}}
@@ -381,6 +379,27 @@ def test_a_template_that_writes_one_of_several_calls(name, reason):
     assert row["reason"] == reason
     texts = answers_of(tokenizer, row)
     assert not texts if reason else "add" in texts[0] and "sub" in texts[0]
+
+
+def test_a_header_of_the_next_turn_is_not_learned_after_a_call():
+    """Command A writes one after each message, and calls end otherwise than answers."""
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}!{% endif %}<|im_end|>{% endfor %}<|im_start|>"
+    )
+    row = sft_row({"messages": [*FIVE, CALL, *CHAT[:2]]}, tokenizer, 1000, "assistant")
+    assert answers_of(tokenizer, row) == ["add<|im_end|>", "three four.!<|im_end|>"]
+
+
+def test_an_answer_that_goes_on_with_the_turn_of_its_call_is_learned_alone():
+    """Gemma 4 writes it after what the call says: the call and its result were learned again."""
+    tokenizer = templates.tokenizer("gemma4_v5")
+    turns = [*FIVE, {**CALL, "content": "one"}, message("tool", "six", name="add")]
+    row = {"messages": [*turns, message("assistant", "zq seven")]}
+    before, ids = learned(sft_row(row, tokenizer, 10_000, "assistant"))[1]
+    assert before == inference_ids("gemma4_v5", turns)
+    assert tokenizer.decode(ids) == "zq seven<turn|>"
 
 
 @pytest.mark.parametrize("name", ["gemma3", "own_alpaca"])
@@ -645,19 +664,12 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
     assert none["reason"] == "no answer that is to be learned"
 
 
-@pytest.mark.parametrize(
-    "key, value", [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1)]
-)
+@pytest.mark.parametrize("key, value", [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1)])  # fmt: skip
 def test_a_turn_that_is_unclear_about_its_loss_is_refused(key, value):
-    with pytest.raises(
-        BadRow, match=f"message 2, {key} {value!r}: every learned turn counts alike"
-    ):
-        sft_row(
-            {"messages": [CHAT[0], {**CHAT[1], key: value}]},
-            templates.tokenizer("qwen2_5"),
-            1000,
-            "assistant",
-        )
+    row = {"messages": [CHAT[0], {**CHAT[1], key: value}]}
+    said = f"message 2, {key} {value!r}: every learned turn counts alike"
+    with pytest.raises(BadRow, match=said):
+        sft_row(row, templates.tokenizer("qwen2_5"), 1000, "assistant")
 
 
 def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
@@ -673,10 +685,8 @@ def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(m
 def test_one_answer_of_a_pair_thinks():
     """The prompt is what both answers continue; the one that thinks begins with what opens its thinking."""
     tokenizer = templates.tokenizer("deepseekv3")
-    thinks = [message("assistant", THOUGHT)]
-    row = preference_row(
-        {"prompt": CHAT[:1], "chosen": thinks, "rejected": CHAT[1:2]}, tokenizer, 1000
-    )
+    pair = {"chosen": [message("assistant", THOUGHT)], "rejected": CHAT[1:2]}
+    row = preference_row({"prompt": CHAT[:1], **pair}, tokenizer, 1000)
     assert row["prompt_ids"] == context_ids("deepseekv3", CHAT[:1])
     end = templates.end_of("deepseekv3")
     texts = [tokenizer.decode(row[key]) for key in ("chosen_ids", "rejected_ids")]
