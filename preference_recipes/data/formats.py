@@ -132,7 +132,7 @@ def missing_text(prompt: Text, answer: Text) -> str:
         return "" if answer else "empty answer"
     if answer and answer[-1]["role"] != "assistant":
         return "answer that does not end with an assistant message"
-    return "" if learned_turns(answer, 0) else missing_answer(answer)
+    return "" if has_text(answer[-1:]) and learned_turns(answer, 0) else missing_answer(answer)
 
 
 def missing_answer(answer: Text) -> str:

@@ -409,10 +409,12 @@ def test_columns_of_other_data_are_no_format():
     assert formats.preference(pair) == ("a", "b", "c")
 
 
-def test_a_pair_that_ends_with_the_users_turn_is_left_out(tokenizer):
-    """The turn was learned as the end of the answer."""
+def test_a_pair_that_ends_with_the_users_turn_or_without_an_answer_is_left_out(tokenizer):
+    """The turn was learned as the end of the answer; that and an empty answer to it were dropped."""
     row = {"prompt": [QUESTION], "chosen": [YES, message("user", "And?")], "rejected": [NO]}
     assert preference_row(row, tokenizer, 100)["reason"].startswith("answer that does not end with")
+    row["chosen"].append(message("assistant", ""))
+    assert preference_row(row, tokenizer, 100)["reason"] == "empty answer"
 
 
 # ---------------------------------------------------------------------------------------------- calls

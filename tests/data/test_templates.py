@@ -420,10 +420,7 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     assert preference_row(row, tokenizer, 10_000)["reason"] == reason
 
 
-@pytest.mark.parametrize(
-    "name, role",
-    [("phi3", "tool"), ("own_alpaca", "system"), ("own_alpaca", "critic"), ("qwen2_5", "tool")],
-)
+@pytest.mark.parametrize("name, role", [("phi3", "tool"), ("own_alpaca", "system"), ("own_alpaca", "critic"), ("qwen2_5", "tool")])  # fmt: skip
 def test_a_message_that_the_template_does_not_write_is_said(name, role):
     tokenizer = templates.tokenizer(name)
     chat = [*FIVE, message(role, "a secret"), message("assistant", "six")]
