@@ -117,6 +117,11 @@ class Actor:
             self.save(run.output_dir / BEST_FOLDER)
         self.count_patience()
 
+    def has_best(self) -> bool:
+        """Whether the run's folder holds the actor of the best evaluation so far."""
+        file = self.run.output_dir / BEST_FILE
+        return file.is_file() and folders.read_json(file)["global_step"] == self.best.global_step
+
     def count_patience(self) -> None:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
         if 0 < self.run.args.stop_after <= self.best.since:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import transformers
 import yaml
+from accelerate.tracking import get_available_trackers
 from transformers import HfArgumentParser
 from transformers.utils import import_utils
 
@@ -98,6 +99,9 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
             parser.error(
                 f"--{field.name} {value}: expected a whole number of updates, or a share below 1"
             )
+    trackers = [str(tracker) for tracker in get_available_trackers()]
+    for name in set(args.report_to).difference(trackers, ["none"]):
+        parser.error(f"--report_to {name}: expected one of {', '.join(trackers)}, or none")
     if args.stop_after and not (args.keep_best and args.eval_steps):
         parser.error(f"--stop_after {args.stop_after} needs --keep_best and --eval_steps")
     return args
@@ -111,14 +115,11 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
     values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
-
     flags = []
     for name, value in values.items():
-        if value is None:
-            continue
-        words = value if isinstance(value, list) else [value]
-        flags.append(f"--{name}")
-        flags += [str(word).replace("{assets}", str(ASSETS)) for word in words]
+        if value is not None:
+            words = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(str(word).replace("{assets}", str(ASSETS)) for word in words)]
     return flags
 
 

@@ -181,11 +181,12 @@ class Checkpoint:
         path = distributed.on_main_process(accelerator, self.find)
         if path:
             self.load(path)
-        has_best = distributed.on_main_process(accelerator, self.restore_folder, path)
+        has_best = distributed.on_main_process(accelerator, self.actor.has_best)
         if self.actor.best.global_step is not None and not has_best:
             accelerator.print(f"NOTE: {BEST_FOLDER} is of another update: --keep_best begins anew")
             self.actor.best = Best()
         self.actor.count_patience()  # a run that had stopped early stops again
+        distributed.on_main_process(accelerator, self.restore_folder, path)
         distributed.on_main_process(accelerator, record.write, accelerator, run.args)
         run.start()
         if path and path.parent.resolve() == self.folder.resolve():
@@ -198,7 +199,7 @@ class Checkpoint:
 
         Prints which ones are passed over, and why. None: the run begins at 0. For the main process.
         """
-        for leftover in self.folder.glob(".global_step_*.writing"):
+        for leftover in self.run.output_dir.glob("*/.global_step_*"):
             shutil.rmtree(leftover)  # of a killed run
         resume = self.run.args.resume
         if resume == "never":
@@ -261,15 +262,13 @@ class Checkpoint:
         if differences:
             sys.exit(f"--resume: {path} belongs to another run: {'; '.join(differences)}")
 
-    def restore_folder(self, path: Path | None) -> bool:
+    def restore_folder(self, path: Path | None) -> None:
         """Makes the run's folder what it was at the checkpoint; for the main process.
 
         The logs are copied out of the checkpoint. What the folder holds beyond that point, such as
         the lines and checkpoints of a killed run, stays under names that end in `.before_resume`.
         Without a checkpoint that is all that a killed run has left. The logs come last: if killed
         before that, the run resumes from the same point again.
-
-        Returns whether the folder holds the actor of the best evaluation so far.
         """
         output_dir = self.run.output_dir
         beyond = [
@@ -282,15 +281,12 @@ class Checkpoint:
         same, _, _ = filecmp.cmpfiles(output_dir, copies, LOGS, shallow=False)
         changed = [output_dir / name for name in LOGS if name not in same]
         replaced = [file for file in changed if file.exists() or (copies / file.name).exists()]
-        # The final actor has no step in its name. If nothing else lies beyond this point, the run
-        # had ended here, and the actor stays.
-        if beyond or replaced:
+        # The final actor has no step in its name. If the run had ended here, and does not go on
+        # (`--max_steps` may be higher now), it is saved again as it is.
+        if beyond or replaced or not self.run.finished:
             beyond.append(output_dir / "actor")
-        best_file = output_dir / BEST_FILE
-        best = folders.read_json(best_file) if best_file.is_file() else {}
-        has_best = bool(best) and best["global_step"] == self.actor.best.global_step
-        if not has_best:
-            beyond += [output_dir / BEST_FOLDER, best_file]
+        if self.actor.best.global_step is None:
+            beyond += [output_dir / BEST_FOLDER, output_dir / BEST_FILE]
         if path is None:  # a run that continues adds to it, and hides later values
             beyond.append(output_dir / "tensorboard")
         aside = [folders.set_aside(each) for each in [*beyond, *replaced] if each.exists()]
@@ -301,4 +297,3 @@ class Checkpoint:
         folders.flush(output_dir)
         if aside:
             self.accelerator.print(f"set aside in {output_dir}: {', '.join(aside)}")
-        return has_best

@@ -28,8 +28,9 @@ def replace(temporary: Path, directory: Path) -> None:
 def rotate(parent: Path, keep: int) -> None:
     """Deletes `global_step_*` folders of a folder but the newest ones; 0 keeps all."""
     for path in by_step(parent)[:-keep] if keep else []:
-        # On NFS a folder cannot be deleted while someone reads it. It goes the next time.
-        shutil.rmtree(path, ignore_errors=True)
+        # Renamed first: a kill leaves no part of it. On NFS it stays as long as someone reads it.
+        old = path.rename(path.with_name(f".{path.name}.old"))
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def replace_file(path: Path, text: str) -> None:

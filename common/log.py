@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
@@ -20,17 +21,16 @@ def open_trackers(
         accelerator.log_with = trackers
         accelerator.project_configuration.set_directories(args.output_dir)
         config = dict(vars(args))  # a copy: that of MLflow deletes long values
-        accelerator.init_trackers(Path(sys.argv[0]).stem, config=config)
+        gpus = [] if accelerator.device.type == "cpu" else [accelerator.device]
+        with torch.random.fork_rng(gpus):  # that of ClearML sets a seed of its own
+            accelerator.init_trackers(Path(sys.argv[0]).stem, config=config)
     if "tensorboard" in args.report_to:
         # It hides what a killed run wrote after this update.
         board = TensorBoardTracker("tensorboard", args.output_dir, purge_step=global_step + 1)
         board.start()
         accelerator.trackers.append(board)
-        multiline = {title: ["Multiline", [pattern(tags)]] for title, tags in charts.items()}
+        multiline = {}
+        for title, tags in charts.items():  # in training, and in each held-out set's evaluation
+            names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
+            multiline[title] = ["Multiline", [f"(eval/([^/]+/)?)?({names})$"]]
         board.writer.add_custom_scalars({"key metrics": multiline})
-
-
-def pattern(tags: list[str]) -> str:
-    """Returns the regular expression of tags, in training and in each held-out set's evaluation."""
-    names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
-    return f"(eval/([^/]+/)?)?({names})$"

@@ -14,7 +14,6 @@ from common.progress import Progress
 
 Reduce = Literal["mean", "min", "max"]
 
-
 # How two sums of values, two minima or two maxima become one, and the neutral element of each.
 JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
 NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
@@ -236,9 +235,8 @@ class Speed:
             "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
             "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
         }
-        for name, seconds in self.seconds.items():
-            if name != "paused":
-                values[f"perf/{name}_seconds"] = seconds
+        timed = {name: seconds for name, seconds in self.seconds.items() if name != "paused"}
+        values |= {f"perf/{name}_seconds": seconds for name, seconds in timed.items()}
         if self.accelerator.device.type == "cuda":
             values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if self.peak is not None:

@@ -129,10 +129,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
 
 
 def test_a_run_that_had_ended_at_its_checkpoint_keeps_its_actor(tmp_path):
+    """If it goes on, that actor is set aside: at its end the run saves another one."""
     wrote(tmp_path, updates=4)
     before = files(tmp_path)
-    resume(tmp_path)
+    resume(tmp_path, max_steps=4)
     assert files(tmp_path) == before
+    resume(tmp_path, max_steps=5)
+    expect_nothing_lost(tmp_path, before)
+    assert (tmp_path / "actor.before_resume/what").read_text() == "the end"
 
 
 def test_killed_at_any_instant_it_resumes_from_the_same_point(tmp_path, monkeypatch):

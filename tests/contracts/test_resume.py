@@ -23,16 +23,7 @@ from common.checkpoint import LOGS
 from contracts.proof.bench import Bench
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD, TIES
-from runs import (
-    LAUNCHERS,
-    launch,
-    refuses,
-    samples,
-    timeless,
-    training_lines,
-    weights,
-    workers,
-)
+from runs import LAUNCHERS, launch, refuses, samples, timeless, training_lines, weights, workers
 from small_run import small_run
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.

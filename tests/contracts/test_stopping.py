@@ -1,11 +1,13 @@
 """Signals of what a run forks; where a resumed run goes, and what it cannot read or leaves behind."""
 
+import shutil
 import types
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from common import folders
 from common.checkpoint import Checkpoint
 from common.launch import decide_folder
 from runs import LAUNCHERS, launch, refuses
@@ -63,10 +65,19 @@ def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):
+    (tmp_path / "actors/.global_step_000001.old").mkdir(parents=True)
     for name in (".global_step_000004.writing", "global_step_000002"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     small_run(tmp_path, resume="never").find()
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_000002"]
+    assert [path.name for path in tmp_path.glob("*/*")] == ["global_step_000002"]
+
+
+def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_part_of_it(tmp_path, monkeypatch):
+    for step in (2, 4):
+        (tmp_path / f"global_step_{step:06d}").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **_: None)
+    folders.rotate(tmp_path, keep=1)
+    assert [path.name for path in folders.by_step(tmp_path)] == ["global_step_000004"]
 
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):

@@ -19,12 +19,7 @@ from preference_recipes.models import load, prepare, reference, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import precompute
-from runs import (
-    launch,
-    recipe,
-    tiny_inputs,
-    training_lines,
-)
+from runs import launch, recipe, tiny_inputs, training_lines
 
 
 @pytest.fixture(scope="module")

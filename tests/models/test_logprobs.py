@@ -8,11 +8,7 @@ import types
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointError, checkpoint
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from architectures import TEXT, build

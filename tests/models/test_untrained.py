@@ -10,15 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from architectures import config_of
 from preference_recipes.models import prepare
-from runs import (
-    ASSETS,
-    LAUNCHERS,
-    launch,
-    recipe,
-    training_lines,
-    weights,
-    write_jsonl,
-)
+from runs import ASSETS, LAUNCHERS, launch, recipe, training_lines, weights, write_jsonl
 
 SAYS = "such as model.multi_modal_projector.mm_input_projection_weight (text never reaches them)"
 RATE, DECAY, UPDATES = 0.01, 0.5, 3

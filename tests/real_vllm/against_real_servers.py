@@ -19,15 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from preference_recipes.rollouts.vllm import Server
-from runs import (
-    ASSETS,
-    REPOSITORY,
-    evaluation_lines,
-    flags_of,
-    launch,
-    recipe,
-    training_lines,
-)
+from runs import ASSETS, REPOSITORY, evaluation_lines, flags_of, launch, recipe, training_lines
 
 VLLM = Path(os.environ.get("VLLM", REPOSITORY / ".venv-vllm/bin/vllm")).absolute()
 SEEDS = (0, 1, 2)

@@ -5,6 +5,8 @@ import sqlite3
 import statistics
 
 import pytest
+import torch
+from accelerate import Accelerator
 
 from recipes import RECIPES
 from runs import (
@@ -16,6 +18,7 @@ from runs import (
     training_lines,
     write_jsonl,
 )
+from small_run import small_run
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +71,13 @@ def test_another_tracker_gets_every_line(inputs, tmp_path):
     losses = [line["loss"] for line in training_lines(output)]
     assert [json.loads(values)["loss"] for _, values in found] == pytest.approx(losses)
     assert not (output / "tensorboard").exists()
+
+
+def test_a_tracker_that_sets_a_seed_does_not_change_the_run(tmp_path, monkeypatch):
+    """As ClearML's does: the run goes on with the random state of its seed, or of its checkpoint."""
+    seed = lambda *_, **__: torch.manual_seed(1337)
+    monkeypatch.setattr(Accelerator, "init_trackers", seed)
+    run = small_run(tmp_path, report_to=["trackio"]).run
+    before = torch.get_rng_state()
+    run.start()
+    assert torch.equal(torch.get_rng_state(), before)

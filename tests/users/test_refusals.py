@@ -18,6 +18,7 @@ TABLE = [
     ("dpo", ["unknown.yaml"], ["unrecognized arguments: --betta 0.2"]),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
     ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
+    ("dpo", ["--report_to", "all"], ["--report_to all: expected one of tensorboard,"]),  # not after the models are loaded
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
     ("sft", ["--seed", 2**32 - 1], ["--seed 4294967295: expected at least 0 and below 2147483648"]),  # a process adds its number
     ("dpo", [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1], ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),

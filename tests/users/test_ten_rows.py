@@ -12,11 +12,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import RECIPES
 from runs import ASSETS, launch, lines, recipe, training_lines, write_jsonl
