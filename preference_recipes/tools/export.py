@@ -166,7 +166,7 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser.add_argument("--merge", action="store_true", help="the whole model, not the adapter")
     args = parser.parse_args(words)
     model = "critic" if args.critic else "actor"
-    export(args.checkpoint, args.out, args.dtype, model, merge_adapter=args.merge)
+    export(args.checkpoint, args.out.resolve(), args.dtype, model, merge_adapter=args.merge)
     print(f"wrote {args.out}")
 
 

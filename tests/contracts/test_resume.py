@@ -249,7 +249,10 @@ def test_export_gives_the_actor_the_run_saved(bench, tmp_path, name, launcher):
     reference = unbroken(bench(name), launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
     command = [sys.executable, "-m", "preference_recipes.tools.export", checkpoint]
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
     subprocess.run([*command, tmp_path / "out"], check=True, cwd=tmp_path)
+    assert (tmp_path / "out").is_symlink()
     read = lambda folder: {path.name: path.read_bytes() for path in folder.iterdir()}
     assert read(tmp_path / "out") == read(reference / "actor")
     export.export(checkpoint, tmp_path / "half", dtype="bfloat16")
