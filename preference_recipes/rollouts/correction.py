@@ -25,14 +25,13 @@ def importance_weights(
     log_ratios = (old["logps"] - old["sampler_logps"]) * (mask > 0)
     if correction == "sequence_mask":
         log_ratios = log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
+    elif correction == "none":
+        log_ratios = torch.zeros_like(log_ratios)
     ratios = log_ratios.exp()
     is_cut = ratios > largest
     if correction == "token_mask":
         is_cut |= ratios < 1 / largest
-    if correction == "none":
-        is_cut = torch.zeros_like(is_cut)
-        ratios = torch.ones_like(ratios)
-    elif correction == "token_truncate":
+    if correction == "token_truncate":
         ratios = ratios.clamp(max=largest)
     else:
         ratios = ratios.masked_fill(is_cut, 0.0)

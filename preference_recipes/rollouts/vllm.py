@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import actor, adapters
+from common import actor, adapters, engine
 from common.distributed import on_main_process
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
@@ -52,6 +52,9 @@ def connect(sampler: Sampler) -> None:
     if sampler.args.vllm_url:
         servers = Servers(sampler)
         workers = on_main_process(sampler.accelerator, servers.workers)
+        shortest = min(worker["max_model_len"] for worker in workers)
+        if (longest := sampler.args.max_length) > shortest:  # it would cut responses, unsaid
+            sys.exit(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
         dtypes = [worker["dtype"] for worker in workers]
         servers.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
         servers.synchronise()
@@ -222,8 +225,7 @@ class Servers:
         # Every probe draws from seed 0, so that unchanged weights give the same answer.
         same_seed = np.zeros((len(prompts), 1, min(PROBE_TOKENS, args.max_new_tokens)))
         requests = make_requests(sampler, prompts, same_seed, args.temperature)
-        answered = self.on_main_process(lambda: list(map(server.complete, requests)))
-        responses = [response for (response,) in answered]
+        responses = self.on_main_process(lambda: [server.complete(r)[0] for r in requests])
         packer = Packer(sampler.accelerator.device)
         batch = packer.make_batch(prompts, [response.ids for response in responses])
         with checks.evaluation_mode(sampler.model):
@@ -231,10 +233,8 @@ class Servers:
         theirs = pad_sequence([torch.tensor(response.logps) for response in responses], True)
         difference = (theirs - ours)[batch["mask"].cpu()].abs().mean().item()
 
-        of_training = {"bf16": "bfloat16", "fp16": "float16"}.get(
-            sampler.accelerator.mixed_precision, "float32"
-        )
-        dtype = max(of_training, self.dtype, key=LARGEST_DIFFERENCE.__getitem__)
+        of_training = str(engine.half_precision(sampler.accelerator) or torch.float32)
+        dtype = max(of_training.removeprefix("torch."), self.dtype, key=LARGEST_DIFFERENCE.get)
         last_theirs, last_ours = self.probes.get(server.url, (None, None))
         if last_theirs is None or not torch.equal(theirs, last_theirs):
             self.probes[server.url] = (theirs, ours)

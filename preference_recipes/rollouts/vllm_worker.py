@@ -18,9 +18,10 @@ class Weights:
     version: str | None = None  # what `note_version` was last told since the server was started
 
     def describe(self) -> dict:
-        """Returns the dtype of the model, and the version of its weights."""
-        dtype = str(self.model_runner.model_config.dtype)
-        return {"dtype": dtype.removeprefix("torch."), "version": self.version}
+        """Returns the dtype of the model, how much it can read, the version of its weights."""
+        config = self.model_runner.model_config
+        dtype = str(config.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "max_model_len": config.max_model_len, "version": self.version}
 
     def load(self, folder: str) -> None:
         """Replaces the model's weights by those of a Hugging Face folder."""

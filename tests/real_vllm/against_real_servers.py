@@ -108,9 +108,8 @@ class RealServer:
 
 
 def started(models, tmp_path_factory, name: str, *flags: str, dtype: str = "float32"):
-    server = RealServer(
-        models / name, tmp_path_factory.mktemp("server") / "log", *flags, dtype=dtype
-    )
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = RealServer(models / name, log, *flags, dtype=dtype)
     yield server
     server.stop()
 
@@ -146,11 +145,11 @@ def report(capsys, words: str) -> None:
 # ============================================================ weights
 
 
+REQUEST = dict(max_tokens=24, stop_token_ids=[1], ignore_eos=True, logprobs=0, return_token_ids=True)  # fmt: skip
+
+
 def greedy(server: RealServer, prompts: list[list[int]]) -> list:
-    request = {
-        "n": 1, "seed": 0, "max_tokens": 24, "temperature": 0.0, "stop_token_ids": [1], "ignore_eos": True, "logprobs": 0,
-        "return_token_ids": True,
-    }  # fmt: skip
+    request = dict(REQUEST, n=1, temperature=0.0)
     return [server.client.complete({**request, "prompt": prompt})[0].ids for prompt in prompts]
 
 
@@ -175,23 +174,16 @@ def test_weights_there_and_back(models, request, name):
     prompts = [[2, 50 + n, 51, 52 + n, 3] for n in range(8)]
     seen = []
     for folder in (models / name, models / "new" / name, models / name):
-        server.client.send("/pause?mode=wait")
         server.client.call("load", folder=str(folder))
         server.client.send("/reset_prefix_cache")
-        server.client.send("/resume")
         seen.append(greedy(server, prompts))
         assert seen[-1] == greedy_of_transformers(folder, prompts)
     assert seen[0] != seen[1]
 
 
 def test_a_seed_gives_the_same_responses_alone_and_in_a_batch(tied):
-    settings = {
-        "max_tokens": 16, "temperature": 1.0, "stop_token_ids": [1], "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "top_k": 0,
-        "top_p": 1.0,
-    }  # fmt: skip
-    ask = lambda n, seed: tied.client.complete(
-        {**settings, "prompt": [2, 60, 3], "n": n, "seed": seed}
-    )
+    request = dict(REQUEST, prompt=[2, 60, 3], temperature=1.0)
+    ask = lambda n, seed: tied.client.complete(dict(request, n=n, seed=seed))
     together = ask(8, 100)
     alone = [ask(1, 100 + number)[0] for number in range(8)]
     assert [response.ids for response in together] == [response.ids for response in alone]

@@ -34,6 +34,7 @@ class Worker(Weights):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.base = self.model
         config = types.SimpleNamespace(dtype=torch.float32, hf_text_config=self.model.config)
+        config.max_model_len = self.model.config.max_position_embeddings
         self.model_runner = types.SimpleNamespace(
             model_config=config, reload_weights=self.reload, get_model=lambda: self.model
         )
@@ -135,7 +136,8 @@ class FakeServer:
         tokenizer = types.SimpleNamespace(pad_token_id=0)
         sampler = bare_sampler(tokenizer=tokenizer, model=self.worker.model)
         sampler.unwrapped.vocabulary -= len(content["logit_bias"])
-        n_tokens = content["max_tokens"]
+        longest = self.worker.model_runner.model_config.max_model_len
+        n_tokens = min(content["max_tokens"], longest - len(content["prompt"]))  # as vLLM, unsaid
         draws = np.random.default_rng(seed).random((1, n_tokens))
         # A greedy one is drawn, too, so that it has log-probs: with hardly any temperature.
         temperature = content["temperature"] or 1e-4

@@ -76,9 +76,7 @@ def said_at_the_end(done) -> str:
 # ============================================================ what is asked
 
 
-def test_a_rollout_is_asked_for_prompt_by_prompt_after_a_proven_synchronisation(
-    inputs, server, tmp_path
-):
+def test_a_rollout_is_asked_for_after_a_proven_synchronisation(inputs, server, tmp_path):
     run(inputs, tmp_path / "out", GRPO, server.url)
     sync = ["/pause?mode=wait", "load", "/reset_prefix_cache", "note_version", "/resume"]
     probe = ["/v1/completions"] * 4
@@ -273,6 +271,13 @@ def test_a_server_that_was_started_again_in_a_rollout_ends_the_run(inputs, serve
 
 
 # ============================================================ servers that fail
+
+
+def test_a_server_that_would_cut_responses_is_refused_at_once(inputs, server, tmp_path):
+    server.worker.model_runner.model_config.max_model_len = 59
+    said = said_at_the_end(run(inputs, tmp_path / "out", GRPO, server.url, check=False))
+    assert said == "--max_length 60: a vLLM server has --max-model-len 59, less"
+    assert server.paths() == ["describe"]
 
 
 REQUEST = {"prompt": [5, 6], "n": 2, "max_tokens": 3, "stop_token_ids": [1], "temperature": 1.0}
