@@ -97,7 +97,7 @@ class Checkpoint:
             run.bar.close()
             self.accelerator.print(
                 f"stopped by {signal.Signals(number).name} after update {self.last_saved}, "
-                f"saved in {self.folder}: go on with --resume auto"
+                f"saved in {self.folder}: continue with --resume auto"
             )
             sys.exit(128 + number)
 
@@ -183,7 +183,7 @@ class Checkpoint:
             self.load(path)
         has_best = distributed.on_main_process(accelerator, self.actor.has_best)
         if self.actor.best.global_step is not None and not has_best:
-            accelerator.print(f"NOTE: {BEST_FOLDER} is of another update: --keep_best begins anew")
+            accelerator.print(f"NOTE: {BEST_FOLDER} holds another update: --keep_best begins anew")
             self.actor.best = Best()
         self.actor.count_patience()  # a run that had stopped early stops again
         distributed.on_main_process(accelerator, self.restore_folder, path)

@@ -38,7 +38,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     accelerator = build(args, on_cpu, accumulation)
     if accelerator.num_processes != processes:
-        sys.exit(f"the launcher started {processes} processes, got {accelerator.num_processes}")
+        sys.exit(f"the launcher started {processes} processes, not {accelerator.num_processes}")
     if accelerator.device.type == "cpu":
         from common import cpu
 
@@ -88,7 +88,7 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
     if use_fsdp and not accelerator.is_fsdp2:
         sys.exit("FSDP without fsdp_version: 2, see accelerate_configs/fsdp2.yaml")
     if on_cpu and accelerator.mixed_precision == "fp16" and not use_deepspeed:
-        sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 in silence")
+        sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would silently run fp32")
     if use_fsdp and accelerator.mixed_precision != "no":
         # accelerate would let FSDP2 round the sums of gradients, and outputs such as log-probs.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -129,7 +129,7 @@ def decide_folder(args, recipe: str) -> str:
     elif args.resume != "never" and checkpoint.parent.name == "checkpoints":
         own = checkpoint.parents[1]
     if args.resume != "never" and not (args.output_dir or own):
-        sys.exit(f"--resume {args.resume} does not say where the run goes on: give --output_dir")
+        sys.exit(f"--resume {args.resume} does not say where to continue: give --output_dir")
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     path = args.output_dir or own or folders.unused(Path("runs", recipe, now), separator="-")
     path = Path(path).absolute()  # a user's code may change the working directory

@@ -155,7 +155,7 @@ class Run(Progress):
             stopping.check_skips(self.accelerator, self, update.loss_scale)
         elif not math.isfinite(float(grad_norm)):
             raise FloatingPointError(
-                f"the gradient of update {self.global_step} is not finite though its loss is: "
+                f"the gradient of update {self.global_step} is not finite although its loss is: "
                 "the weights are lost. Lower --learning_rate, or resume from a checkpoint."
             )
         else:

@@ -42,7 +42,7 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
             sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
         config[key] = value
     if "scheduler" in config:
-        sys.exit('the DeepSpeed config has a "scheduler", which --lr_scheduler_type decides')
+        sys.exit('the DeepSpeed config has a "scheduler": remove it and use --lr_scheduler_type')
     # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):

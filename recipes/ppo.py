@@ -40,9 +40,10 @@ from common.checkpoint import Checkpoint, carried
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import arg, refuse_changed
-from preference_recipes.models import checks, cost, load, prepare, scores
+from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
+from preference_recipes.models.scores import ActorCritic, score_model
 from preference_recipes.rollouts import correction, episodes, rewards, vllm
 from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Judge, Scores
@@ -411,20 +412,20 @@ def log_rollout(
 
 
 # ============================================================ actor and critic
-def make_actor_critic(accelerator, args: Args, tokenizer) -> scores.ActorCritic:
+def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
     """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`."""
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
     actor_model = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    critic_model = scores.score_model(critic_name, tokenizer, args, new_head=True)
-    policy = scores.ActorCritic(actor_model, critic_model)
+    critic_model = score_model(critic_name, tokenizer, args, new_head=True)
+    policy = ActorCritic(actor_model, critic_model)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy
 
 
-def parameter_groups(policy: scores.ActorCritic, args: Args) -> list[dict]:
+def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
     """Returns the optimizer's groups: actor and critic have learning rates of their own."""
     of_actor = optim.parameter_groups(policy.model, args, lr=args.learning_rate)
     of_critic = optim.parameter_groups(policy.critic, args, lr=args.critic_learning_rate)

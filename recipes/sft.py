@@ -80,7 +80,7 @@ def encode_conversation(
     if loss_on == "completion":
         turns = turns[-1:]
     if learn_contexts and not all(map(is_learned, messages)):
-        raise formats.BadRow("--loss_on all learns every message, and one of them says no to it")
+        raise formats.BadRow("--loss_on all learns every message, but one of them opts out")
     return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
 
 

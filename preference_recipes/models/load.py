@@ -78,7 +78,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:
             sys.exit(
-                f"{name!r} is a {kind}, such as a reward model, and no language model: "
+                f"{name!r} is a {kind}, such as a reward model, not a language model: "
                 "give a causal language model as the policy, such as recipes/sft.py saves"
             )
     if unused:
@@ -119,8 +119,8 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
     )
     if not in_4bit and getattr(model, "hf_quantizer", None) is not None:
         sys.exit(
-            f"{name!r} holds quantized weights, which are not loaded as they are: give the model "
-            "that they were made of, with --lora_r and --load_in_4bit to pack it"
+            f"{name!r} holds quantized weights, which are not trained as they are: give the model "
+            "that they were made from, with --lora_r and --load_in_4bit to pack it"
         )
     if getattr(model, "_weight_conversions", None):
         # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers

@@ -143,7 +143,7 @@ def packed_in_4bit() -> dict:
     state = AcceleratorState()
     if engine.is_sharded(state):
         sys.exit(
-            "--load_in_4bit does not work under DeepSpeed and FSDP2, which cannot cut packed "
+            "--load_in_4bit does not work under DeepSpeed and FSDP2, which cannot shard packed "
             "weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
         )
     settings = BitsAndBytesConfig(

@@ -137,8 +137,8 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
         sys.exit(
             f"the tokenizer of {tokenizer.name_or_path!r}: none of {tried} is a pad token other "
             f"than its EOS, {eos!r}: transformers would read a saved reward model's score before "
-            "the EOS. Give --pad_token TOKEN: one of its vocabulary that ends no answer"
+            "the EOS. Give --pad_token TOKEN: one of its vocabulary that never ends an answer"
         )
     if found[0] != tokenizer.pad_token:
-        print_once(f"NOTE: pads with {found[0]!r}, and not with {tokenizer.pad_token!r}")
+        print_once(f"NOTE: padding with {found[0]!r} instead of {tokenizer.pad_token!r}")
     tokenizer.pad_token = found[0]

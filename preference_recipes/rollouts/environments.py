@@ -40,7 +40,7 @@ def load(name: str) -> UserClass:
     if not hasattr(instance, "step"):
         tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
         if not tools:
-            sys.exit(f"--environment {name} has neither a method `step` nor a public one as a tool")
+            sys.exit(f"--environment {name} has no `step`, nor a public method as a tool")
     if hasattr(instance, "close"):
         awaited_result(instance.close())
     return UserClass(name, make, hasattr(instance, "get_reward"), tools)

@@ -143,7 +143,7 @@ class Stage:
         row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
         prompt = row["prompt"]
         if isinstance(prompt, str) and not args.strings_as_messages:
-            sys.exit(f"{option}: the prompt is a string, no messages: give --strings_as_messages")
+            sys.exit(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
             [prompt] = formats.as_turns(prompt)
         messages = as_messages(prompt, "user")
@@ -158,7 +158,7 @@ class Stage:
         tools = self.user_class.tools or row.get("tools")
         episode.prompt = chat.encode_prompt(self.sampler.tokenizer, episode.messages, tools).ids
         if episode.places_left(args) <= 0:
-            sys.exit(f"{option}: with what `reset` added, --max_length leaves no room")
+            sys.exit(f"{option}: with what `reset` added, --max_length leaves no room to answer")
         return episode
 
     def take_turn(self, live: dict[int, Episode], draws: np.ndarray, temperature: float) -> None:

@@ -301,7 +301,7 @@ class Server:
             said = f"gave no answer: {error}"
         else:
             return json.loads(text) if text.strip().startswith(b"{") else {}
-        sys.exit(f"the vLLM server {self.url}{path} {said}; docs/vllm.md says how it is started")
+        sys.exit(f"the vLLM server {self.url}{path} {said}; docs/vllm.md says how to start it")
 
 
 def make_requests(
