@@ -185,8 +185,7 @@ def main():
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    layout = packer.describe("both answers", each="answer")
-    what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {layout}"
+    what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}"
     console.begin(checkpoint, data=what)
 
     # ============================================================ the loop

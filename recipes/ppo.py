@@ -487,7 +487,7 @@ def main():
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(data.train)} rows; {packer.describe('their responses', each='response')}"
+    what = f"{len(data.train)} rows; {packer.describe()}"
     console.begin(checkpoint, data=what, updates=describe_updates(args, n_prompts, run.total_steps))
 
     # ============================================================ the loop

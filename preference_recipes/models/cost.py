@@ -22,8 +22,7 @@ def flop(wrapper: nn.Module) -> tuple[float, float]:
         if of_expert is None:
             return 0.0, 0.0
         of_frozen = 4 if has_adapter(model) else 0
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        looked_up = {id(table.weight) for table in tables}
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         for weight in model.get_decoder().parameters():
             if id(weight) not in looked_up:
                 shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 empties the parameter

@@ -6,6 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common import replaced
+
 
 def use_onednn() -> None:
     """Takes fp32 products on a CPU from oneDNN instead of MKL: on AMD's, half the time.
@@ -25,8 +27,12 @@ def use_onednn() -> None:
 def sdpa_of_short_rows(module: nn.Module, query: torch.Tensor, *args, **kwargs):
     """Computes transformers' attention, without the flash kernel where rows are short.
 
-    Its products are too small for oneDNN there. `query`: `[batch, heads, length, head dimension]`.
+    Its products are too small for oneDNN there. Those of a single new token are left to MKL: the
+    other kernel would copy keys and values that heads share. `query`: `[rows, heads, length, size]`
     """
+    if query.shape[2] == 1:
+        with replaced((torch.backends.mkldnn.matmul, "fp32_precision", "ieee")):
+            return sdpa_attention_forward(module, query, *args, **kwargs)
     backends = [SDPBackend.MATH]
     if query.shape[2] >= 256:
         backends.append(SDPBackend.FLASH_ATTENTION)

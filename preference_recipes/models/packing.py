@@ -133,11 +133,9 @@ class Packer:
             return shared, length
         return padded, longest
 
-    def describe(self, answers: str, each: str) -> str:
-        """Says whether prompts are shared, such as `prompts are computed once for both answers`."""
-        if self.share:
-            return f"prompts are computed once for {answers}"
-        return f"prompts are computed for each {each}"
+    def describe(self) -> str:
+        """Says whether prompts are shared."""
+        return "prompts are computed once" if self.share else "prompts are computed for each answer"
 
 
 def place_tokens(rows: list[Row], length: int, prompts: Sequence, answers: Sequence) -> tuple:

@@ -113,8 +113,7 @@ class Judge:
                     f"the reward of data row {data_row} is {reward}: nothing scored it (nan), or "
                     f"fp32 does not hold it (inf); weights: {self.weights}"
                 )
-        parts = torch.tensor(values, dtype=torch.float32)
-        return Scores(total, dict(zip(self.weights, parts)))
+        return Scores(total, dict(zip(self.weights, torch.tensor(values, dtype=torch.float32))))
 
     def scores_of_model(self, sampler: Sampler, samples: Samples, packer: Packer) -> list[float]:
         """Returns the reward model's normalised score of each sample, on every process."""

@@ -88,8 +88,7 @@ def compute_logps(
                 end = int(is_token.nonzero()[-1]) + 1
                 of_sample[row] = torch.where(is_token[:end, None], values[:end], 0.0)
     padded = pad_sequence(distributed.gather_rows(of_sample), batch_first=True)
-    all_names = names if reference is None else (*names, "ref_logps")
-    return dict(zip(all_names, padded.unbind(2)))
+    return dict(zip((*names, "ref_logps"), padded.unbind(2)))  # the last one with a reference only
 
 
 # ============================================================ what a run carries

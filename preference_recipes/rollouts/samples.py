@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import compress, takewhile
 from typing import Any
 
 import numpy as np
@@ -146,10 +146,9 @@ class Samples:
         """Returns the text of each response, of an episode that of its last answer."""
         answers = []
         for response, is_sampled in zip(self.responses, self.is_sampled):
-            start = len(response)  # of the tokens at the end that the model drew
-            while start > 0 and is_sampled[start - 1]:
-                start -= 1
-            answers.append(response[start:])
+            # The tokens at the end that the model drew.
+            n_drawn = len(list(takewhile(bool, reversed(is_sampled))))
+            answers.append(response[len(response) - n_drawn :])
         return decode_answers(tokenizer, answers)
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:

@@ -351,6 +351,29 @@ def test_attention_of_short_rows_is_attention(length):
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_attention_of_one_token_is_attention(products, is_masked):
+    """Of the keys that several heads share no copies are made, and the products are MKL's."""
+    setting, _ = products
+    setting.fp32_precision = "bf16"
+    torch.manual_seed(0)
+    query = torch.randn(3, 6, 1, 16)
+    key, value = torch.randn(2, 3, 2, 40, 16)
+    sees = torch.ones(3, 1, 1, 40, dtype=torch.bool)
+    sees[0, ..., :7] = not is_masked
+    module = types.SimpleNamespace(is_causal=True, training=False, num_key_value_groups=3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found, _ = onednn.sdpa_of_short_rows(module, query, key, value, sees if is_masked else None)
+    assert setting.fp32_precision == "bf16"
+    called = {event.name for event in profile.events()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in called
+    assert not called & {"aten::repeat_interleave", "aten::expand_as"}
+    keys, values = (each.double().repeat_interleave(3, 1) for each in (key, value))
+    scores = (query.double() @ keys.mT / 4).masked_fill(~sees, -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_half_products_on_a_cpu_are_recomputed_as_they_were():
     """torch leaves its function modes in a backward pass: `--gradient_checkpointing` ended with an error of torch."""
     query = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16)
