@@ -39,13 +39,7 @@ from common.shared_args import SchedulerType, arg, refuse_changed
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts import (
-    correction,
-    episodes,
-    rewards,
-    rollout,
-    vllm,
-)
+from preference_recipes.rollouts import correction, episodes, rewards, rollout, vllm
 from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Judge, Scores
 from preference_recipes.rollouts.rollout import Position, Rollout
@@ -459,6 +453,10 @@ class State(rollout.State):
 
     prompts_seen_when_trainable: int = 0  # when a rollout last had something to train on
 
+    @property
+    def prompts_without_update(self) -> int:
+        return self.position.prompts_seen - self.prompts_seen_when_trainable
+
 
 def make_rollout(
     run: Run,
@@ -645,6 +643,9 @@ def main():
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
+    if state.prompts_without_update >= n_prompts:  # a run that had ended ends again
+        run.stopped_early = True
+        distributed.warn(accelerator, "a whole epoch of prompts had led to no update: the run ends")
     if state.position.prompts_seen == 0:  # at the start; `updates_seen` may be 0 later, too
         evaluate(run, actor, sampler, judge, packer)
     while not run.finished:
@@ -720,11 +721,10 @@ def skip_rollout(run: Run, state: State, means: Means) -> None:
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
         "of all groups are zero, or all responses are truncated)"
     )
-    prompts_without_update = position.prompts_seen - state.prompts_seen_when_trainable
-    if prompts_without_update >= run.n_rows:
+    if state.prompts_without_update >= run.n_rows:
         message += (
-            f". The last {prompts_without_update} prompts, a whole epoch, led to no update, so the "
-            "run ends here"
+            f". The last {state.prompts_without_update} prompts, a whole epoch, led to no update, "
+            "so the run ends here"
         )
         run.stopped_early = True
     if run.finished and run.global_step == 0:

@@ -220,7 +220,7 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
-    """The reward is constant from the first update on: the end comes without an update.
+    """The reward is constant from the first update on: the end comes without an update, and again if resumed.
 
     The held-out set has a column of answers that are all null, so no response is right or wrong.
     """
@@ -232,8 +232,12 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     )
     output = inputs / "early"
     settings = dict(SHARED, train_batch_size=12, micro_train_batch_size=3)
-    more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--report_to", "none"]
-    run(inputs, output, settings, *more, "--eval_dataset_name", held_out)
+    more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--max_epochs", 3]
+    more += ["--eval_dataset_name", held_out, "--report_to", "none", "--resume", "auto"]
+    run(inputs, output, settings, *more)
+    ended = runs.timeless(output)
+    assert "had led to no update: the run ends" in run(inputs, output, settings, *more).stdout
+    assert runs.timeless(output) == ended
     assert [line["global_step"] for line in runs.lines(output)] == [0, 1, 1, 1]
     # The rewards of every rollout are in a line.
     rewarded = [line for line in runs.lines(output) if "reward" in line]
@@ -242,7 +246,7 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     for step, line in enumerate(rewarded):
         scores = [sample["score"] for sample in of_rollouts if sample["global_step"] == step]
         assert line["reward"] == pytest.approx(sum(scores) / len(scores)) and len(scores) > 8
-    assert rewarded[-1]["epoch"] == 1
+    assert rewarded[-1]["epoch"] == 11 / 7
     evaluations = runs.evaluation_lines(output)
     assert [line["global_step"] for line in evaluations] == [0, 1]
     tags = {"scores", "length", "eos_rate", "rewards/once/mean"}

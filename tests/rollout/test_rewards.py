@@ -77,9 +77,7 @@ def test_a_function_is_called_once_with_what_its_signature_names(accelerator, to
     assert found.parts["named"].tolist() == [7, 7, 14, 14, 21, 21]
 
 
-def test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function(
-    accelerator, tokenizer
-):
+def test_what_a_function_changes_reaches_neither_samples_nor_the_next_one(accelerator, tokenizer):
     seen = []
 
     def meddles(prompts, responses, **columns):
@@ -128,9 +126,7 @@ def test_the_total_is_the_weighted_sum_of_the_parts_that_are_there(accelerator, 
     assert found.parts["some"].nan_to_num(-1).tolist() == [-1, 10, -1, -1, 10, 10]
 
 
-def test_a_sample_without_a_reward_is_refused_and_a_sum_that_fp32_does_not_hold(
-    accelerator, tokenizer
-):
+def test_a_sample_without_a_reward_is_refused_and_a_sum_beyond_fp32(accelerator, tokenizer):
     """A part of weight 0 only measures. So a response that no other part scores has no reward."""
     none = lambda prompts, responses: [None] * 6
     some = lambda prompts, responses: [1.0] * 6
