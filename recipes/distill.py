@@ -95,7 +95,7 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-SHARE_STREAM = 4  # a stream of random numbers that no other draw has, see `schedule`
+SHARE_STREAM = 4  # a stream of random numbers that no other draw has, see rollouts/rollout.py
 
 
 def sampled_losses(
