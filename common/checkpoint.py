@@ -193,6 +193,8 @@ class Checkpoint:
             self.last_saved = run.global_step
         elif path and run.args.save_steps:
             self.save()  # so that the next `--resume auto` finds it here
+        if accelerator.is_fsdp2 and run.global_step == 0:
+            self.optimizer.state.clear()  # to save a fresh one, torch lets it make a step
 
     def find(self) -> Path | None:
         """Returns the checkpoint that `--resume` names; with `auto` the newest whole one.

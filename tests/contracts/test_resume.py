@@ -128,6 +128,20 @@ def test_killed_and_resumed_is_the_run_never_killed(request, bench, name, launch
     assert [event.step for event in board.Scalars("loss")] == [1, 3, 6, 9, 12]
 
 
+@pytest.mark.slow
+def test_fsdp2_saved_before_its_first_update(bench, tmp_path):
+    """torch steps a fresh optimizer when it saves it: Adam's next update would have been its second."""
+    copy = tmp_path / "saves_at_once.py"
+    loads = "    checkpoint.resume()"
+    copy.write_text(
+        bench("dpo").recipe.read_text().replace(loads, f"{loads}; checkpoint.save(); sys.exit()")
+    )
+    output = bench("dpo").folder / "saved-at-0"
+    launch(LAUNCHERS["fsdp2"], copy, *flags(bench("dpo"), output))
+    assert "global_step_000000" in resume(bench("dpo"), output, "fsdp2").stdout
+    expect_same(output, unbroken(bench("dpo"), "fsdp2"))
+
+
 def test_killed_where_an_epoch_ends(bench):
     """The rows that come next are those of the second epoch."""
     output = stopped(bench("dpo"), "killed-at-epoch", saved(6))
