@@ -201,8 +201,10 @@ class Checkpoint:
 
         Prints which ones are passed over, and why. None: the run begins at 0. For the main process.
         """
-        for leftover in self.run.output_dir.glob("*/.global_step_*"):
+        for leftover in self.folder.glob(".global_step_*.writing"):
             shutil.rmtree(leftover)  # of a killed run
+        for leftover in self.run.output_dir.glob("*/.global_step_*.deleting*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         resume = self.run.args.resume
         if resume == "never":
             return None

@@ -645,7 +645,8 @@ def main():
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if state.prompts_without_update >= n_prompts:  # a run that had ended ends again
         run.stopped_early = True
-        distributed.warn(accelerator, "a whole epoch of prompts had led to no update: the run ends")
+        why = "a whole epoch of prompts led to no update: to go on, resume an earlier checkpoint"
+        distributed.warn(accelerator, why)
     if state.position.prompts_seen == 0:  # at the start; `updates_seen` may be 0 later, too
         evaluate(run, actor, sampler, judge, packer)
     while not run.finished:

@@ -324,8 +324,9 @@ def as_read(tokenizer, prompt: str, history: list[dict], tools, whole: str) -> s
     before = render(tokenizer, history, tools)
     if whole.startswith((prompt, before)) or not prompt.startswith(before):
         return whole
-    content_at = n_common(whole, render(tokenizer, [*history, MARKED], tools))
-    if prompt == before:
+    marked = render(tokenizer, [*history, MARKED], tools)
+    content_at = n_common(whole, marked)
+    if prompt == before and not marked[content_at:].partition(MARK)[0].strip():
         return prompt + whole[len(whole[:content_at].rstrip()) :]
     generation_prompt = re.sub(rf"\s*({thoughts.OPENERS})\s*$", "", prompt.removeprefix(before))
     start = whole.rfind(generation_prompt, 0, content_at)

@@ -53,7 +53,7 @@ def connect(sampler: Sampler) -> None:
         servers = Servers(sampler)
         workers = on_main_process(sampler.accelerator, servers.workers)
         shortest = min(worker["max_model_len"] for worker in workers)
-        if (longest := sampler.args.max_length) > shortest:  # it would cut responses, unsaid
+        if (longest := sampler.args.max_length) > shortest:  # it might cut responses, unsaid
             sys.exit(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
         dtypes = [worker["dtype"] for worker in workers]
         servers.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)

@@ -65,11 +65,23 @@ def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):
-    (tmp_path / "actors/.global_step_000001.old").mkdir(parents=True)
+    (tmp_path / "actors/.global_step_000001.deleting").mkdir(parents=True)
     for name in (".global_step_000004.writing", "global_step_000002"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     small_run(tmp_path, resume="never").find()
     assert [path.name for path in tmp_path.glob("*/*")] == ["global_step_000002"]
+
+
+def test_a_checkpoint_on_another_disk_ends_no_run_when_it_is_rotated(tmp_path):
+    """Only the link goes: to delete what is left of it would be an error."""
+    for name in ("elsewhere", "checkpoints/global_step_000004"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "checkpoints/global_step_000002").symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):
+        folders.rotate(tmp_path / "checkpoints", keep=1)
+        small_run(tmp_path, resume="never").find()
+    kept = [path.name for path in folders.by_step(tmp_path / "checkpoints")]
+    assert (tmp_path / "elsewhere").is_dir() and kept == ["global_step_000004"]
 
 
 def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_part_of_it(tmp_path, monkeypatch):

@@ -402,6 +402,14 @@ def test_an_answer_that_goes_on_with_the_turn_of_its_call_is_learned_alone():
     assert tokenizer.decode(ids) == "zq seven<turn|>"
 
 
+def test_a_second_call_in_the_block_of_the_first_is_refused():
+    """DeepSeek-V3 opens the block once: the second call would be learned without what opens it."""
+    turns = [*FIVE, *[CALL, message("tool", "six", name="add")] * 2]
+    row = {"messages": [*turns, message("assistant", "seven")]}
+    with pytest.raises(BadRow, match="writes the history differently"):
+        sft_row(row, templates.tokenizer("deepseekv3"), 10_000, "assistant")
+
+
 @pytest.mark.parametrize("name", ["gemma3", "own_alpaca"])
 def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     name, accelerator, tmp_path, capsys

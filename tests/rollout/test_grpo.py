@@ -236,7 +236,7 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     more += ["--eval_dataset_name", held_out, "--report_to", "none", "--resume", "auto"]
     run(inputs, output, settings, *more)
     ended = runs.timeless(output)
-    assert "had led to no update: the run ends" in run(inputs, output, settings, *more).stdout
+    assert "led to no update: to go on, resume" in run(inputs, output, settings, *more).stdout
     assert runs.timeless(output) == ended
     assert [line["global_step"] for line in runs.lines(output)] == [0, 1, 1, 1]
     # The rewards of every rollout are in a line.
