@@ -194,7 +194,7 @@ class Checkpoint:
         elif path and run.args.save_steps:
             self.save()  # so that the next `--resume auto` finds it here
         if accelerator.is_fsdp2 and run.global_step == 0:
-            self.optimizer.state.clear()  # to save a fresh one, torch lets it make a step
+            self.optimizer.state.clear()  # torch steps a fresh one in order to save it
 
     def find(self) -> Path | None:
         """Returns the checkpoint that `--resume` names; with `auto` the newest whole one.
@@ -285,8 +285,8 @@ class Checkpoint:
         same, _, _ = filecmp.cmpfiles(output_dir, copies, LOGS, shallow=False)
         changed = [output_dir / name for name in LOGS if name not in same]
         replaced = [file for file in changed if file.exists() or (copies / file.name).exists()]
-        # The final actor has no step in its name. If the run had ended here, and does not go on
-        # (`--max_steps` may be higher now), it is saved again as it is.
+        # The final actor has no step in its name. It stays only where the run had ended here and
+        # does not go on (`--max_steps` may be higher now): the run then saves the same one again.
         if beyond or replaced or not self.run.finished:
             beyond.append(output_dir / "actor")
         if self.actor.best.global_step is None:

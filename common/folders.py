@@ -28,7 +28,7 @@ def replace(temporary: Path, directory: Path) -> None:
 def rotate(parent: Path, keep: int) -> None:
     """Deletes `global_step_*` folders of a folder but the newest ones; 0 keeps all."""
     for path in by_step(parent)[:-keep] if keep else []:
-        # Renamed first, so that a kill leaves no part of it: `Checkpoint.find` deletes the rest.
+        # Renamed first: a kill leaves no part under this name. `Checkpoint.find` deletes the rest.
         old = path.rename(unused(path.with_name(f".{path.name}.deleting"), separator="."))
         shutil.rmtree(old, ignore_errors=True)
 

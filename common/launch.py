@@ -38,7 +38,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     accelerator = build(args, on_cpu, accumulation)
     if accelerator.num_processes != processes:
-        sys.exit(f"the launcher started {processes} processes, not {accelerator.num_processes}")
+        sys.exit(f"{processes} processes were started, accelerate uses {accelerator.num_processes}")
     if accelerator.device.type == "cpu":
         from common import cpu
 

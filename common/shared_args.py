@@ -61,7 +61,7 @@ class UpdateArgs:
     micro_train_batch_size: int | None = arg(
         None, "samples that run at once on a process; default: 4, on a GPU 16384 tokens", at_least=1
     )
-    micro_train_tokens: int = arg(0, "tokens, with padding, run at once; 0: by samples", at_least=0)
+    micro_train_tokens: int = arg(0, "tokens run at once, with padding; 0: by samples", at_least=0)
     max_epochs: int = arg(1, "passes over the data", at_least=0)
     max_steps: int = arg(0, "updates, however many epochs; 0: those of --max_epochs", at_least=0)
     learning_rate: float = arg(1e-5, "peak learning rate", with_lora=1e-4, at_least=0)

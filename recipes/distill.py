@@ -505,11 +505,11 @@ def main():
             state.rollout = make_rollout(run, sampler, state, packer)
         rollout = state.rollout
         # All processes agree on the samples of this update. Each takes its share of them.
-        chosen = rollout.rows_of_update(state.position, args)
+        all_rows = rollout.rows_of_update(state.position, args)
         # Sorting by these lengths keeps a group together where its prompt can be shared.
         lengths = rollout.as_read(rollout.samples.lengths_for_split(packer))
-        update = run.update_of(chosen, lengths, rollout.n_tokens(chosen))
-        response_tokens = int(rollout.tokens["mask"][chosen].sum())  # the loss is their mean
+        update = run.update_of(all_rows, lengths, rollout.n_tokens(all_rows))
+        response_tokens = int(rollout.tokens["mask"][all_rows].sum())  # the loss is their mean
         has_moved = run.global_step > rollout.started_at  # since it made the rollout
         for rows, weights in update.micro_batches:
             with run.timed("data"):

@@ -170,14 +170,14 @@ def estimate_advantages(
 
 
 def standardise(advantages: torch.Tensor, is_trained: torch.Tensor, centre: bool) -> torch.Tensor:
-    """Returns advantages divided by their standard deviation, that from 0, over trained samples.
+    """Returns advantages divided by the standard deviation of the trained ones, taken from zero.
 
-    From their own mean it would be almost 0 if they are alike, such as the one response of each
-    group that was not cut. A single trained sample has none: then they stay as they are.
+    Taken from their mean, it would vanish where all are alike, such as those of the only response
+    of each group that was not cut. With fewer than two trained samples nothing is divided.
 
     Args:
         advantages: `[groups, group size]`.
-        centre: subtract the mean over the trained samples first.
+        centre: subtract the mean of the trained samples first.
     """
     trained = advantages.flatten()[is_trained]
     if len(trained) < 2:
@@ -643,7 +643,7 @@ def main():
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if state.prompts_without_update >= n_prompts:  # a run that had ended ends again
+    if state.prompts_without_update >= run.n_rows:  # as in `skip_rollout`: the run had ended
         run.stopped_early = True
         why = "a whole epoch of prompts led to no update: to go on, resume an earlier checkpoint"
         distributed.warn(accelerator, why)

@@ -499,9 +499,9 @@ def main():
             state.rollout = make_rollout(run, sampler, state, judge, reference, packer)
         rollout = state.rollout
         # All processes agree on the samples of this update. Each takes its share of them.
-        chosen = rollout.rows_of_update(state.position, args)
-        update = run.update_of(chosen, rollout.samples.lengths, rollout.n_tokens(chosen))
-        response_tokens = int(rollout.tokens["mask"][chosen].sum())  # the loss is their mean
+        all_rows = rollout.rows_of_update(state.position, args)
+        update = run.update_of(all_rows, rollout.samples.lengths, rollout.n_tokens(all_rows))
+        response_tokens = int(rollout.tokens["mask"][all_rows].sum())  # the loss is their mean
         policy_has_moved = run.global_step > rollout.started_at  # since it made the rollout
         for rows, weights in update.micro_batches:
             with run.timed("data"):

@@ -327,7 +327,7 @@ def as_read(tokenizer, prompt: str, history: list[dict], tools, whole: str) -> s
     marked = render(tokenizer, [*history, MARKED], tools)
     content_at = n_common(whole, marked)
     if prompt == before and not marked[content_at:].partition(MARK)[0].strip():
-        return prompt + whole[len(whole[:content_at].rstrip()) :]
+        return prompt + whole.removeprefix(whole[:content_at].rstrip())
     generation_prompt = re.sub(rf"\s*({thoughts.OPENERS})\s*$", "", prompt.removeprefix(before))
     start = whole.rfind(generation_prompt, 0, content_at)
     last = history[-1]["content"] if history[-1]["role"] == "assistant" else ""

@@ -27,8 +27,8 @@ def use_onednn() -> None:
 def sdpa_of_short_rows(module: nn.Module, query: torch.Tensor, *args, **kwargs):
     """Computes transformers' attention, without the flash kernel where rows are short.
 
-    Its products are too small for oneDNN there. Those of a single new token are left to MKL: the
-    other kernel would copy keys and values that heads share. `query`: `[rows, heads, length, size]`
+    Its products are too small for oneDNN there. For a single new token MKL computes them, because
+    the math kernel would copy shared keys and values. `query`: `[rows, heads, length, head size]`.
     """
     if query.shape[2] == 1:
         with replaced((torch.backends.mkldnn.matmul, "fp32_precision", "ieee")):

@@ -42,7 +42,7 @@ class RewardArgs(RolloutArgs):
 
     reward_model_name_or_path: str | None = arg(None, "a reward model with one label")
     reward_function: list[str] | None = arg(None, "one or several MODULE:NAME, see docs/ppo.md")
-    reward_weights: list[float] | None = arg(None, "of model, each function, environment, in order")
+    reward_weights: list[float] | None = arg(None, "in order: model, each function, environment")
     environment: str | None = arg(None, "MODULE:CLASS that replies, see docs/environments.md")
     max_turns: int = arg(8, "answers of the model in one response, with --environment", at_least=1)
     environment_timeout: float = arg(60.0, "seconds a call may take; 0: no limit", at_least=0)

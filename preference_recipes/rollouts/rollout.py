@@ -88,7 +88,7 @@ def compute_logps(
                 end = int(is_token.nonzero()[-1]) + 1
                 of_sample[row] = torch.where(is_token[:end, None], values[:end], 0.0)
     padded = pad_sequence(distributed.gather_rows(of_sample), batch_first=True)
-    return dict(zip((*names, "ref_logps"), padded.unbind(2)))  # the last one with a reference only
+    return dict(zip((*names, "ref_logps"), padded.unbind(2)))  # without a reference zip ends early
 
 
 # ============================================================ what a run carries
