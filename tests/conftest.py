@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import launch
-from runs import ABORTED, ASSETS
+from runs import ABORTED, ASSETS, tiny_inputs
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,6 +49,18 @@ def accelerator():
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "model")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with a tiny model and 44 rows for each recipe, unless a file has `inputs` of its own."""
+    return tiny_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache of tokenised data in which no other test has written."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 # A file is one worker's. Begun last, a long one would leave the others without work.

@@ -1,6 +1,8 @@
 """Launching recipes as a user does, and reading what they wrote."""
 
 import contextlib
+import gzip
+import itertools
 import json
 import os
 import shutil
@@ -9,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -23,6 +27,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PYTHON = ["-m", "accelerate.commands.launch"]
+IN_FP32 = ["--mixed_precision", "no"]
+COMPILED = ["--dynamo_backend", "aot_eager"]
+COMPILED += ["--dynamo_use_dynamic", "--dynamo_use_regional_compilation"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", **warm.ENVIRONMENT}
 os.environ.update(OFFLINE)  # before the first launch: warm.py's process inherits it
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
@@ -30,10 +37,17 @@ TIMEOUT = 240  # seconds a launch may take: a hang is a failure
 ABORTED: list[str] = []
 
 
+def config_launcher(name: str, processes: int = 1) -> list[str]:
+    """The launcher of one of the project's own YAMLs."""
+    file = str(REPOSITORY / f"accelerate_configs/{name}.yaml")
+    return [*PYTHON, "--config_file", file, "--num_processes", str(processes)]
+
+
 def deepspeed_launcher(path: Path, processes: int) -> list[str]:
     """The launcher of a DeepSpeed JSON without a YAML."""
-    return [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(path), "--num_processes", str(processes), "--num_machines", "1",
-            "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    engine = ["--use_deepspeed", "--deepspeed_config_file", str(path)]
+    world = ["--num_processes", str(processes), "--num_machines", "1"]
+    return [*PYTHON, *engine, *world, *IN_FP32, "--dynamo_backend", "no"]
 
 
 def fp16_launcher(path: Path, stage: int, processes: int, **scale) -> list[str]:
@@ -48,20 +62,22 @@ def fp16_launcher(path: Path, stage: int, processes: int, **scale) -> list[str]:
 
 LAUNCHERS = {
     "plain": [],
-    "compiled": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/cpu.yaml"), "--dynamo_backend", "aot_eager", "--dynamo_use_dynamic",
-                 "--dynamo_use_regional_compilation"],
-    "ddp": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
-    "fsdp2": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/fsdp2.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
-    **{
-        name: deepspeed_launcher(CONFIGS / f"{name}.json", 2) for name in ("zero1", "zero2", "zero3", "offload", "growing")
-    },
-}  # fmt: skip
+    "compiled": [*config_launcher("cpu"), *COMPILED],
+    "ddp": [*config_launcher("ddp", 2), *IN_FP32],
+    "fsdp2": [*config_launcher("fsdp2", 2), *IN_FP32],
+}
+for name in ("zero1", "zero2", "zero3", "offload", "growing"):
+    LAUNCHERS[name] = deepspeed_launcher(CONFIGS / f"{name}.json", 2)
 
 
-def config_launcher(name: str, processes: int = 1) -> list[str]:
-    """The launcher of one of the project's own YAMLs."""
-    file = str(REPOSITORY / f"accelerate_configs/{name}.yaml")
-    return [*PYTHON, "--config_file", file, "--num_processes", str(processes)]
+def slow(*values):
+    """A case that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_but(fast: Iterable, cases: Iterable) -> list:
+    """Cases, of which `make test` has these alone."""
+    return [case if case in fast else slow(case) for case in cases]
 
 
 def flags_of(settings: dict) -> list[str]:
@@ -70,6 +86,17 @@ def flags_of(settings: dict) -> list[str]:
     for name, value in settings.items():
         flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return flags
+
+
+# What a small run that samples needs besides a reward.
+ROLLOUTS = dict(rollout_batch_size=8, generate_batch_size=8, score_batch_size=8, max_new_tokens=4)
+
+
+def short_run(inputs: Path, name: str, output: Path, **settings) -> list[str]:
+    """The flags of a run on the model and the rows of `tiny_inputs`, or of `letters`."""
+    given = {"model_name_or_path": inputs / "model", "dataset_name": inputs / f"{name}.jsonl"}
+    given |= {"output_dir": output, "train_batch_size": 8, "report_to": "none"}
+    return flags_of(given | settings)
 
 
 def command_of(launcher: list[str], script: Path, *flags) -> list[str]:
@@ -230,11 +257,11 @@ def weights(output_dir: Path, folder: str = "actor") -> torch.Tensor:
 def tiny_llama(folder: Path, **changes) -> Path:
     """A random fp32 Llama of 30 thousand parameters with untied head, and the embedded tokenizer."""
     torch.manual_seed(0)
-    settings = dict(
-        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=128, initializer_range=0.1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)
+    sizes = dict(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128)
+    special = dict(pad_token_id=0, bos_token_id=None, eos_token_id=1)
+    config = LlamaConfig(**sizes | special | {"initializer_range": 0.1} | changes)
+    LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder)
     return folder
 
@@ -245,13 +272,26 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def first_rows(path: Path, source: Path, rows: int) -> Path:
-    """The first rows of a file of JSON lines, as a file of their own."""
-    path.write_text("".join(source.read_text().splitlines(keepends=True)[:rows]))
+    """The first rows of a file of JSON lines, maybe a packed one, as a file of their own."""
+    with (gzip.open if source.suffix == ".gz" else open)(source, "rt") as file:
+        path.write_text("".join(itertools.islice(file, rows)))
     return path
 
 
+def message(role: str, content: str, **more) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+def say(role: str, content: str) -> list[dict]:
+    """A conversation of one message."""
+    return [message(role, content)]
+
+
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
-    """Rows of tokens and which of them are scored, `[rows, length]`, as `lay_out` gives them: entry t of what comes back is of token t."""
+    """The batch of these rows of tokens, of which some are scored; both are `[rows, length]`.
+
+    Entry t of what a model makes of it is of token t.
+    """
     predictors = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
     return {
         "inputs": {"input_ids": ids},
@@ -265,34 +305,26 @@ def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
 def letters(folder: Path, rows: int) -> Path:
     """A tiny model, and rows for SFT whose answers are of 1 to 5 letters."""
     tiny_llama(folder / "model")
-    say = lambda role, text: [{"role": role, "content": text}]
-    write_jsonl(
-        folder / "sft.jsonl",
-        [
-            {"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))}
-            for n in range(rows)
-        ],
-    )
+    texts = ["ab"[n % 2] * (n % 5 + 1) for n in range(rows)]
+    chats = [say("user", str(n)) + say("assistant", text) for n, text in enumerate(texts)]
+    write_jsonl(folder / "sft.jsonl", [{"messages": chat} for chat in chats])
     return folder
+
+
+def pair_of(prompt: str, chosen: str, rejected: str) -> dict:
+    answers = {"chosen": say("assistant", chosen), "rejected": say("assistant", rejected)}
+    return {"prompt": say("user", prompt), **answers}
 
 
 def tiny_inputs(folder: Path) -> Path:
     """A tiny model with dropout, so that random states count, and 44 rows of data for each recipe."""
     tiny_llama(folder / "model", attention_dropout=0.2)
-    say = lambda role, text: [{"role": role, "content": text}]
     words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
-    pairs = [
-        {
-            "prompt": say("user", w),
-            "chosen": say("assistant", w[::-1]),
-            "rejected": say("assistant", w + "!"),
-        }
-        for w in words
-    ]
+    pairs = [pair_of(word, word[::-1], word + "!") for word in words]
     rows: dict[str, list[dict]] = {
         "sft": [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs],
         "preferences": pairs,
-        "prompts": [{"prompt": say("user", w), "answer": w} for w in words],
+        "prompts": [{"prompt": say("user", word), "answer": word} for word in words],
     }
     for name, of_recipe in RECIPES.items():
         write_jsonl(folder / f"{name}.jsonl", rows[of_recipe.data])

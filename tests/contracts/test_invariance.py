@@ -1,7 +1,7 @@
 """The same samples give the same update and the same logged numbers, however they are split.
 
 test_recipe.py shows it of processes, micro-batches and engines. Here prompts are shared, activations are computed
-again, log-probs of the reference are known before, and adapters are trained.
+again, log-probs of the reference are known before, and adapters are trained, whose base is the reference.
 """
 
 import pytest
@@ -39,7 +39,7 @@ SLOW = [
     ("offload", TWOS, ["ppo"]),
     ("zero2", BY_TOKENS | LORA, ["ppo"]),
     ("zero3", BY_TOKENS | SHARED | AGAIN | LORA, ["dpo"]),
-    ("fsdp2", FOURS | SHARED | LORA, ["dpo"]),
+    ("fsdp2", FOURS | SHARED | LORA, ["dpo", "grpo"]),
 ]
 CASES = [
     pytest.param(name, launcher, changes, id=f"{name}-{launcher}-{'-'.join(changes)}", marks=marks)
@@ -47,35 +47,28 @@ CASES = [
     for launcher, changes, names in rows
     for name in names
 ]
-# How the runs of a recipe differ from the proof's; and how many updates they make.
+# How the runs of a recipe differ from the proof's. Those of the others make 6 updates.
 SETTINGS = {
     # Rollouts of 16 and 4 prompts. The KL of the third is so near the target
     # that the step to the next coefficient is not clipped. The last update reads that one.
-    "ppo": (
-        dict(
-            reward_function="rewarding:vowels", reward_model_name_or_path="scorer", normalize_reward=True, n_rows=20,
-            n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11,
-            critic_learning_rate=0.003, learning_rate=0.003, kl_target=0.2, kl_horizon=50,
-        ),
-        11,
+    "ppo": dict(
+        **dict(reward_function="rewarding:vowels", reward_model_name_or_path="scorer"),
+        **dict(normalize_reward=True, kl_target=0.2, kl_horizon=50),
+        **dict(n_rows=20, n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11),
+        **dict(critic_learning_rate=0.003, learning_rate=0.003),
     ),
     # Without the responses that are cut, so that updates differ in size.
-    "grpo": (
-        dict(
-            reward_function=["rewarding:ties", "rewarding:brief"], reward_weights=[1, 0.5], n_rows=20, rollout_batch_size=8,
-            n_samples_per_prompt=4, learning_rate=0.003, max_steps=7, kl_coef=0.1, mask_truncated=True,
-        ),
-        7,
+    "grpo": dict(
+        **dict(reward_function=["rewarding:ties", "rewarding:brief"], reward_weights=[1, 0.5]),
+        **dict(n_rows=20, rollout_batch_size=8, n_samples_per_prompt=4, max_steps=7),
+        **dict(learning_rate=0.003, kl_coef=0.1, mask_truncated=True),
     ),
     # Rollouts of 8, 8 and 4 prompts, two updates each.
-    "distill": (
-        dict(
-            n_rows=20, rollout_batch_size=8, n_samples_per_prompt=2, num_epochs_per_rollout=2, loss_type="sampled",
-            learning_rate=0.003, max_steps=7,
-        ),
-        7,
+    "distill": dict(
+        **dict(n_rows=20, rollout_batch_size=8, n_samples_per_prompt=2, num_epochs_per_rollout=2),
+        **dict(learning_rate=0.003, loss_type="sampled", max_steps=7),
     ),
-}  # fmt: skip
+}
 REWARDING = """
 def vowels(prompts, responses, **columns):
     return [len(set(text) & set("aeiou0123456789ABCDEFGHIJ")) - len(text) / 5 for text in responses]
@@ -83,7 +76,8 @@ def vowels(prompts, responses, **columns):
 
 def brief(prompts, responses, response_ids, **columns):
     # None for prompts of odd length: not its own.
-    return [None if len(prompt[0]["content"]) % 2 else float(len(ids) < 3) for prompt, ids in zip(prompts, response_ids)]
+    is_own = [len(prompt[0]["content"]) % 2 == 0 for prompt in prompts]
+    return [float(len(ids) < 3) if own else None for own, ids in zip(is_own, response_ids)]
 
 
 def ties(prompts, responses, **columns):
@@ -106,20 +100,20 @@ def current_directory(tmp_path_factory):
 
 def run(bench_of, name: str, launcher: str, changes: dict):
     bench = bench_of(name, *OF_RECIPE.get(name, []))
-    settings, _ = SETTINGS.get(name, ({"learning_rate": 0.01}, 6))
+    settings = SETTINGS.get(name, {"learning_rate": 0.01})
     given = {"save_steps": 1000, "max_grad_norm": 0.5, "max_new_tokens": 6, **settings, **changes}
     return bench.run("-".join([launcher, *changes]), launcher, **given)
 
 
 @pytest.mark.parametrize("name, launcher, changes", CASES)
 def test_every_split_is_the_same_run(bench_of, request, name, launcher, changes):
-    """With adapters, too. The reference of DPO and PPO is then the base below them."""
+    """With adapters, too. Their base is the reference, as if it were named: a model of its own."""
     if launcher == "offload":
         request.getfixturevalue("cpu_adam")
-    whole = {tag: changes[tag] for tag in changes.keys() & LORA.keys()}
+    base = bench_of(name, *OF_RECIPE.get(name, [])).model_folder()
+    whole = LORA | {"ref_model_name_or_path": base} if "lora_r" in changes else {}
     expected = run(bench_of, name, "plain", whole)
-    _, updates = SETTINGS.get(name, ({}, 6))
-    assert len(expected.training) == updates
+    assert len(expected.training) == SETTINGS.get(name, {}).get("max_steps", 6)
     sizes = {"generate_batch_size": 3, "score_batch_size": 5}
     found = run(bench_of, name, launcher, changes | sizes)
     is_shared = "prompts are computed once" in found.console

@@ -4,24 +4,18 @@ import json
 import sys
 import types
 
-import pytest
 import torch
 import transformers
 import yaml
 
 from common import record
-from runs import LAUNCHERS, launch, recipe, timeless, tiny_inputs, weights
+from runs import LAUNCHERS, launch, recipe, short_run, timeless, weights
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return tiny_inputs(tmp_path_factory.mktemp("record"))
-
-
-def flags(inputs, output, *more):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl", "--eval_dataset_name", inputs / "dpo.jsonl",
-            "--output_dir", output, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_steps", 3, "--learning_rate", 0.01,
-            "--warmup_steps", 0.25, "--report_to", "none", "--seed", 7, *more]  # fmt: skip
+def flags(inputs, output, **more):
+    held_out = {"eval_dataset_name": inputs / "dpo.jsonl", "seed": 7}
+    updates = dict(micro_train_batch_size=2, max_steps=3, learning_rate=0.01, warmup_steps=0.25)
+    return short_run(inputs, "dpo", output, **updates | held_out | more)
 
 
 def header_of(card: str) -> dict:
@@ -30,7 +24,7 @@ def header_of(card: str) -> dict:
 
 def test_run_yaml_repeats_the_run(inputs, tmp_path):
     first, again = tmp_path / "first", tmp_path / "again"
-    launch([], recipe("dpo"), *flags(inputs, first, "--loss_type", "ipo", "--lora_r", 2))
+    launch([], recipe("dpo"), *flags(inputs, first, loss_type="ipo", lora_r=2))
     launch([], recipe("dpo"), first / "run.yaml", "--output_dir", again)
     assert timeless(first) == timeless(again)
     assert torch.equal(weights(first), weights(again))
@@ -43,9 +37,9 @@ def test_run_yaml_repeats_the_run(inputs, tmp_path):
 def test_each_start_is_recorded(inputs, tmp_path):
     output, own = tmp_path / "out", tmp_path / "mine.py"
     own.write_text(recipe("dpo").read_text())
-    launch(LAUNCHERS["zero2"], own, *flags(inputs, output, "--save_steps", 2))
-    more = ["--save_steps", 2, "--resume", "auto", "--max_steps", 4]
-    launch(LAUNCHERS["zero2"], own, *flags(inputs, output, *more))
+    launch(LAUNCHERS["zero2"], own, *flags(inputs, output, save_steps=2))
+    resumed = flags(inputs, output, save_steps=2, resume="auto", max_steps=4)
+    launch(LAUNCHERS["zero2"], own, *resumed)
     first, second = json.loads((output / "environment.json").read_text())
     assert first["command"].endswith("--save_steps 2") and "--resume auto" in second["command"]
     assert first["engine"] == "DeepSpeed ZeRO-2 fp32 on cpu"

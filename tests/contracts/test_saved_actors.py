@@ -15,40 +15,33 @@ from preference_recipes.data import dataset
 from preference_recipes.data.dataset import Converter, Data
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.tools import export
+from recipes import ANSWER_REWARD
 from runs import (
     ASSETS,
     LAUNCHERS,
+    ROLLOUTS,
     evaluation_lines,
     launch,
     recipe,
     refuses,
+    short_run,
+    slow,
     timeless,
-    tiny_inputs,
     weights,
     write_jsonl,
 )
 from small_run import small_run
 
-PPO = ["--rollout_batch_size", 8, "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 4,
-       "--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]  # fmt: skip
+
+def flags(inputs, name, output, **more):
+    sampling = ROLLOUTS | {"reward_function": ANSWER_REWARD} if name == "ppo" else {}
+    return short_run(inputs, name, output, **{"max_steps": 2, "save_steps": 2, **sampling, **more})
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return tiny_inputs(tmp_path_factory.mktemp("saved"))
-
-
-def flags(inputs, name, output, *more):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output, "--train_batch_size", 8,
-            "--max_steps", 2, "--save_steps", 2, "--report_to", "none", *(PPO if name == "ppo" else []), *more]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name, launcher", [("ppo", "plain"), pytest.param("sft", "zero3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name, launcher", [("ppo", "plain"), slow("sft", "zero3")])
 def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, name, launcher):
     output = tmp_path / "out"
-    given = flags(inputs, name, output, "--save_dtype", "bfloat16", "--save_actor_steps", 1)
+    given = flags(inputs, name, output, save_dtype="bfloat16", save_actor_steps=1)
     launch(LAUNCHERS[launcher], recipe(name), *given)
     exact = load_file(output / "checkpoints/global_step_000002/actor/model.safetensors")
     assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
@@ -59,7 +52,7 @@ def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, na
             assert torch.equal(saved[key], tensor.bfloat16()), key
         assert AutoModelForCausalLM.from_pretrained(output / folder).dtype == torch.bfloat16
     # It decides nothing of the run: another value resumes.
-    resumed = flags(inputs, name, output, "--resume", "auto", "--max_steps", 3)
+    resumed = flags(inputs, name, output, resume="auto", max_steps=3)
     assert "resumed from" in launch(LAUNCHERS[launcher], recipe(name), *resumed).stdout
     saved = load_file(output / "actor/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
@@ -91,35 +84,44 @@ def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(
 # ============================================================ the best actor
 
 
-def test_the_direction_of_a_metric(tmp_path):
+LOWER_IS_BETTER = ["eval/loss", "eval/kl", "eval/length:min"]
+LOWER_IS_BETTER += ["eval/kl/reverse", "eval/code/kl/forward", "eval/kl/reverse/math"]
+HIGHER_IS_BETTER = ["eval/exact_match", "eval/rewards/accuracies", "eval/loss:max"]
+HIGHER_IS_BETTER += ["eval/kl/reverse:max", "eval/kl/exact_match"]
+
+
+@pytest.mark.parametrize("given", LOWER_IS_BETTER + HIGHER_IS_BETTER)
+def test_the_direction_of_a_metric(tmp_path, given):
     nan = float("nan")
-    for given, lower in [
-        ("eval/loss", True), ("eval/kl", True), ("eval/exact_match", False), ("eval/rewards/accuracies", False),
-        ("eval/loss:max", False), ("eval/length:min", True), ("eval/kl/reverse", True), ("eval/code/kl/forward", True),
-        ("eval/kl/reverse/math", True), ("eval/kl/reverse:max", False), ("eval/kl/exact_match", False),
-    ]:  # fmt: skip
-        for value, before, is_better in [
-            (1.0, None, True), (nan, None, False), (1.0, 2.0, lower), (2.0, 2.0, False), (3.0, 2.0, not lower), (nan, 2.0, False),
-        ]:  # fmt: skip
-            actor = small_run(tmp_path, keep_best=given).actor
-            actor.best = Best(value=before)
-            actor.keep_best({given.removesuffix(":max").removesuffix(":min"): value})
-            assert actor.best.since == (not is_better), (given, value, before)
-            assert actor.best.value == (value if is_better else before)
+    for value, before, is_better in [
+        (1.0, None, True),
+        (nan, None, False),
+        (1.0, 2.0, given in LOWER_IS_BETTER),
+        (2.0, 2.0, False),
+        (3.0, 2.0, given in HIGHER_IS_BETTER),
+        (nan, 2.0, False),
+    ]:
+        actor = small_run(tmp_path, keep_best=given).actor
+        actor.best = Best(value=before)
+        actor.keep_best({given.removesuffix(":max").removesuffix(":min"): value})
+        assert actor.best.since == (not is_better), (value, before)
+        assert actor.best.value == (value if is_better else before)
 
 
-def best_flags(inputs, output, *more):
+def best_flags(inputs, output, **more):
     """SFT at a learning rate that makes the loss rise soon: the best evaluation is neither first nor last."""
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--eval_dataset_name", inputs / "sft.jsonl",
-            "--output_dir", output, "--train_batch_size", 8, "--max_steps", 30, "--learning_rate", 0.3, "--warmup_steps", 4, "--eval_steps", 1,
-            "--lr_scheduler_type", "constant_with_warmup", "--save_actor_steps", 1, "--report_to", "none", "--keep_best", "eval/loss", *more]  # fmt: skip
+    rates = dict(learning_rate=0.3, warmup_steps=4, lr_scheduler_type="constant_with_warmup")
+    keeping = dict(max_steps=30, eval_steps=1, save_actor_steps=1, keep_best="eval/loss")
+    held_out = inputs / "sft.jsonl"
+    given = rates | keeping | {"eval_dataset_name": held_out} | more
+    return short_run(inputs, "sft", output, **given)
 
 
-@pytest.mark.parametrize("launcher", ["plain", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["plain", slow("zero3")])
 def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_path, launcher):
     output = tmp_path / "out"
-    way = LAUNCHERS[launcher]
-    result = launch(way, recipe("sft"), *best_flags(inputs, output, "--stop_after", 3))
+    given = best_flags(inputs, output, stop_after=3)
+    result = launch(LAUNCHERS[launcher], recipe("sft"), *given)
     losses = [line["eval/loss"] for line in evaluation_lines(output)]
     step = losses.index(min(losses))
     assert 0 < step == len(losses) - 4, losses
@@ -135,8 +137,8 @@ def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_p
 def test_an_early_end_survives_a_resume(inputs, tmp_path):
     """From any checkpoint: beyond the best evaluation, or before it."""
     whole = tmp_path / "whole"
-    saving = ["--stop_after", 3, "--save_steps", 1, "--save_total_limit", 0]
-    launch([], recipe("sft"), *best_flags(inputs, whole, *saving))
+    saving = dict(stop_after=3, save_steps=1, save_total_limit=0)
+    launch([], recipe("sft"), *best_flags(inputs, whole, **saving))
     end = evaluation_lines(whole)[-1]["global_step"]
     # As if killed after update end - 1, with two evaluations counted: what came later is removed.
     for seen_last in (end - 1, end - 4):
@@ -144,7 +146,7 @@ def test_an_early_end_survives_a_resume(inputs, tmp_path):
         shutil.rmtree(killed / "actor")
         for step in range(seen_last + 1, end + 1):
             shutil.rmtree(killed / f"checkpoints/global_step_{step:06d}")
-        resumed = best_flags(inputs, killed, *saving, "--resume", "auto")
+        resumed = best_flags(inputs, killed, **saving, resume="auto")
         said = launch([], recipe("sft"), *resumed).stdout
         assert f"global_step_{seen_last:06d}: {seen_last} updates" in said
         assert timeless(killed) == timeless(whole)

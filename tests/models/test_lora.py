@@ -1,6 +1,6 @@
-"""Adapters: which layers get one, what is trained, saved, merged and refused, and the base as the reference.
+"""Adapters: which layers get one, what is trained, saved, merged and refused.
 
-test_invariance.py, test_resume.py and test_references.py have their cases with adapters, too.
+test_invariance.py (the base as the reference, too), test_resume.py and test_references.py have cases with adapters.
 """
 
 import functools
@@ -27,49 +27,36 @@ from preference_recipes.models import cost, load, lora, prepare, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.tools import export as exporting
-from recipes import RECIPES
+from recipes import ANSWER_REWARD, RECIPES
 from recipes import load as load_recipe
 from runs import (
     LAUNCHERS,
+    ROLLOUTS,
     config_launcher,
     evaluation_lines,
     launch,
     recipe,
     refuses,
-    tiny_inputs,
-    training_lines,
+    short_run,
+    slow,
+    timeless,
     weights,
 )
 
-LORA = ["--lora_r", 4, "--lora_alpha", 16]
-PPO = ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward", "--rollout_batch_size", 8, "--generate_batch_size", 8,
-       "--score_batch_size", 8, "--max_new_tokens", 4, "--critic_learning_rate", 0.01]  # fmt: skip
+LORA = dict(lora_r=4, lora_alpha=16)
+PPO = dict(ROLLOUTS, reward_function=ANSWER_REWARD, critic_learning_rate=0.01)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return tiny_inputs(tmp_path_factory.mktemp("lora"))
-
-
-def flags(inputs, name, output, *more):
-    data = "ppo" if name == "grpo" else name
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{data}.jsonl", "--output_dir", output, "--train_batch_size", 8,
-            "--micro_train_batch_size", 4, "--max_steps", 4, "--learning_rate", 0.01, "--weight_decay", 0.1, "--warmup_steps", 0,
-            "--report_to", "none", "--logging_steps", 1, *(PPO if name == "ppo" else []), *more]  # fmt: skip
-
-
-def arguments_of(**given):
-    return SharedArgs(**{"lora_r": 4, **given})
+def flags(inputs, name, output, **more):
+    rates = dict(learning_rate=0.01, weight_decay=0.1, warmup_steps=0)
+    given = dict(rates, micro_train_batch_size=4, max_steps=4, logging_steps=1)
+    return short_run(inputs, name, output, **given | (PPO if name == "ppo" else {}) | more)
 
 
 def adapted(model, **given):
     """A wrapper around a model with adapters, as the recipes make it."""
     accelerator = Accelerator(cpu=True)
-    args = arguments_of(**given)
+    args = SharedArgs(**{"lora_r": 4, **given})
     wrapper = (scores.ScoreModel if hasattr(model, "score") else LogProbModel)(model)
     prepare.choose_parameters(accelerator, wrapper, args)
     return wrapper
@@ -97,8 +84,9 @@ def test_adapters_have_a_learning_rate_of_their_own(name):
 
 def test_a_target_that_cannot_have_an_adapter_is_refused(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    refuses("--lora_target_modules lm_head: no linear layer of LlamaForCausalLM", "There are down_proj, gate_proj, k_proj",
-            call=lambda: adapted(model, lora_target_modules=["q_proj", "lm_head"]))  # fmt: skip
+    call = lambda: adapted(model, lora_target_modules=["q_proj", "lm_head"])
+    said = "--lora_target_modules lm_head: no linear layer of LlamaForCausalLM"
+    refuses(said, "There are down_proj, gate_proj, k_proj", call=call)
 
 
 def test_a_policy_that_samples_has_no_dropout():
@@ -109,11 +97,18 @@ def test_a_policy_that_samples_has_no_dropout():
 
 
 # ============================================================ which layers
-@pytest.mark.parametrize("name, kinds, count", [
-    ("llama", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"], 14),
-    ("gpt2", ["c_attn", "c_fc", "c_proj"], 8),  # Conv1D
-    ("mixtral", ["k_proj", "o_proj", "q_proj", "v_proj"], 8),  # its experts are one tensor, and get none
-])  # fmt: skip
+OF_LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    "name, kinds, count",
+    [
+        ("llama", OF_LLAMA, 14),
+        ("gpt2", ["c_attn", "c_fc", "c_proj"], 8),  # Conv1D
+        # Its experts are one tensor, and get none.
+        ("mixtral", ["k_proj", "o_proj", "q_proj", "v_proj"], 8),
+    ],
+)
 def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, count):
     model = architectures.build(name)
     layers = lora.layers_to_adapt(model, ["all-linear"])
@@ -209,33 +204,6 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
     assert torch.equal(wrapper(batch)["logps"], moved) and moved.requires_grad
 
 
-BASE_RUNS = [slow("dpo", "zero3"), slow("ppo", "zero3"), slow("grpo", "fsdp2")]
-MORE = {"dpo": [], "ppo": ["--kl_coef", 0.5], "grpo": [
-    "--kl_coef", 0.5, "--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
-    "--score_batch_size", 8, "--max_new_tokens", 6]}  # fmt: skip
-
-
-@pytest.mark.parametrize("name, launcher", BASE_RUNS)
-def test_the_base_is_the_reference(inputs, name, launcher):
-    """The numbers of a run whose reference is a model of its own, shared prompts included."""
-    own, separate = inputs / f"base-{name}-{launcher}", inputs / f"separate-{name}-{launcher}"
-    for output, more in ((own, []), (separate, ["--ref_model_name_or_path", inputs / "model"])):
-        said = launch(
-            LAUNCHERS[launcher],
-            recipe(name),
-            *flags(inputs, name, output, *LORA, *MORE[name], *more),
-        ).stdout
-        assert "prompts are computed once" in said
-    moved = False
-    for one, other in zip(training_lines(own), training_lines(separate), strict=True):
-        for key in one.keys() - {key for key in one if key.startswith("perf/")}:
-            assert one[key] == pytest.approx(other[key], rel=1e-6, abs=2e-6), key
-        distance = one.get("rewards/margins", one.get("objective/kl", one.get("kl", 0)))
-        moved = moved or abs(distance) > 1e-4
-    assert moved  # else a policy that never left its reference would pass
-    torch.testing.assert_close(weights(own), weights(separate), rtol=1e-5, atol=1e-6)
-
-
 # ============================================================ what is trained and saved
 HELD = """
 import os, runpy, sys
@@ -249,7 +217,8 @@ def hold(accelerator, args, prepared, *rest, **settings):
     unwrapped = engine.unwrapped(accelerator, prepared)
     frozen = {name: p for name, p in unwrapped.named_parameters() if not p.requires_grad}
     with zero.gathered(list(frozen.values())):
-        held = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for name, p in frozen.items()}
+        whole = lambda p: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
+        held = {name: whole(p) for name, p in frozen.items()}
     if accelerator.is_main_process:
         torch.save(held, os.environ["HELD"])
     return save(accelerator, args, prepared, *rest, **settings)
@@ -285,15 +254,10 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
     way = config_launcher(launcher, 2) if launcher == "ds_fp16" else LAUNCHERS[launcher]
     script, output = tmp_path / "hold.py", tmp_path / "out"
     script.write_text(HELD)
-    more = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 4, *LORA]
-    said = launch(
-        way,
-        script,
-        recipe("dpo"),
-        *flags(inputs, "dpo", output, *more),
-        env={"HELD": str(tmp_path / "held.pt")},
-    ).stdout
-    assert "saved the actor: " in said
+    more = dict(LORA, eval_dataset_name=inputs / "dpo.jsonl", save_steps=4)
+    given = flags(inputs, "dpo", output, **more)
+    env = {"HELD": str(tmp_path / "held.pt")}
+    assert "saved the actor: " in launch(way, script, recipe("dpo"), *given, env=env).stdout
 
     base = load_file(inputs / "model/model.safetensors")
     held = {
@@ -345,13 +309,17 @@ def export(*arguments) -> None:
 
 @pytest.mark.slow
 def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
-    """The reward recipe's adapter, and PPO's critic: their scores by plain transformers are those of the adapter merged by hand."""
+    """The reward recipe's adapter, and PPO's critic.
+
+    Their scores by plain transformers are those of the adapter merged by hand.
+    """
     scorer, whole, output = tmp_path / "reward", tmp_path / "scorer", tmp_path / "ppo"
-    held_out = ["--eval_dataset_name", inputs / "reward.jsonl"]
-    launch([], recipe("reward"), *flags(inputs, "reward", scorer, *held_out, *LORA))
+    held_out = inputs / "reward.jsonl"
+    given = flags(inputs, "reward", scorer, eval_dataset_name=held_out, **LORA)
+    launch([], recipe("reward"), *given)
     export(scorer / "actor", whole, "--merge")
-    more = ["--reward_model_name_or_path", whole, "--normalize_reward", "--save_steps", 4, *LORA]
-    launch([], recipe("ppo"), *flags(inputs, "ppo", output, *more))
+    judged = dict(reward_model_name_or_path=whole, normalize_reward=True)
+    launch([], recipe("ppo"), *flags(inputs, "ppo", output, save_steps=4, **judged, **LORA))
 
     ids = torch.arange(3, 20)[None]
     adapter = load_file(scorer / "actor/adapter_model.safetensors")
@@ -394,20 +362,20 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
 def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
     """A resumed run takes that base as it is. One that has changed is another model."""
     sft, whole, dpo = tmp_path / "sft", tmp_path / "whole", tmp_path / "dpo"
-    launch([], recipe("sft"), *flags(inputs, "sft", sft, *LORA))
+    launch([], recipe("sft"), *flags(inputs, "sft", sft, **LORA))
     export(sft / "actor", whole, "--merge")
 
-    def run(*more, check=True):
-        every = [*LORA, "--save_steps", 2, "--model_name_or_path", whole, *more]
-        return launch([], recipe("dpo"), *flags(inputs, "dpo", dpo, *every), check=check)
+    def run(check=True, **more):
+        given = flags(inputs, "dpo", dpo, **LORA, save_steps=2, model_name_or_path=whole, **more)
+        return launch([], recipe("dpo"), *given, check=check)
 
     run()
     config = json.loads((dpo / "actor/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(whole)
-    assert "resumed from" in run("--resume", "auto", "--max_steps", 5).stdout
+    assert "resumed from" in run(resume="auto", max_steps=5).stdout
     file = whole / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    refused = run("--resume", "auto", "--max_steps", 6, check=False)
+    refused = run(check=False, resume="auto", max_steps=6)
     assert refused.returncode and "base model: 'weights " in refused.stdout
 
 
@@ -479,20 +447,15 @@ def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path):
     model.save_pretrained(tmp_path / "rounded")
     AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "rounded")
 
-    more = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 2, *LORA]
+    more = dict(LORA, eval_dataset_name=inputs / "dpo.jsonl", save_steps=2)
     packed, rounded, again = tmp_path / "packed", tmp_path / "out", tmp_path / "again"
-    launch([], recipe("dpo"), *flags(inputs, "dpo", packed, *more, "--load_in_4bit"))
-    launch(
-        [],
-        recipe("dpo"),
-        *flags(inputs, "dpo", rounded, *more, "--model_name_or_path", tmp_path / "rounded"),
-    )
-    for read in (training_lines, evaluation_lines):
-        for one, other in zip(read(packed), read(rounded), strict=True):
-            for key in one.keys() - {key for key in one if key.startswith("perf/")}:
-                assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
-    resumed = flags(inputs, "dpo", again, *more, "--load_in_4bit", "--save_dtype", "bfloat16")
-    resumed += ["--resume", packed / "checkpoints/global_step_000002"]
+    launch([], recipe("dpo"), *flags(inputs, "dpo", packed, load_in_4bit=True, **more))
+    base = {"model_name_or_path": tmp_path / "rounded"}
+    launch([], recipe("dpo"), *flags(inputs, "dpo", rounded, **base, **more))
+    for one, other in zip(timeless(packed), timeless(rounded), strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+    more |= dict(load_in_4bit=True, save_dtype="bfloat16")
+    resumed = flags(inputs, "dpo", again, resume=packed / "checkpoints/global_step_000002", **more)
     assert "resumed from" in launch([], recipe("dpo"), *resumed).stdout
     saved = load_file(again / "actor/adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
