@@ -12,7 +12,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ANSWER_REWARD = "preference_recipes.rollouts.rewards:answer_reward"
 TIES = "tests.tied_rewards:ties"
 # A teacher whose tokens are those of all tiny models.
-TAUGHT = ["--teacher_model_name_or_path", REPOSITORY / "assets/teacher"]
+TEACHER = REPOSITORY / "assets/teacher"
+TAUGHT = ["--teacher_model_name_or_path", TEACHER]
 # Those of test_ten_rows.py.
 TEN_REWARDS = ["--reward_function", "my_rewards:brief", ANSWER_REWARD]
 

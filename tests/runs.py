@@ -92,11 +92,16 @@ def flags_of(settings: dict) -> list[str]:
 ROLLOUTS = dict(rollout_batch_size=8, generate_batch_size=8, score_batch_size=8, max_new_tokens=4)
 
 
-def short_run(inputs: Path, name: str, output: Path, **settings) -> list[str]:
-    """The flags of a run on the model and the rows of `tiny_inputs`, or of `letters`."""
-    given = {"model_name_or_path": inputs / "model", "dataset_name": inputs / f"{name}.jsonl"}
-    given |= {"output_dir": output, "train_batch_size": 8, "report_to": "none"}
-    return flags_of(given | settings)
+def short_run(inputs: Path, name: str, output: Path | None, **settings) -> list[str]:
+    """The flags of a run on the model and the rows of `tiny_inputs`, or of `letters`.
+
+    Args:
+        output: None: where the recipe puts it.
+    """
+    files = {"model_name_or_path": inputs / "model", "dataset_name": inputs / f"{name}.jsonl"}
+    if output:
+        files["output_dir"] = output
+    return flags_of({**files, "train_batch_size": 8, "report_to": "none", **settings})
 
 
 def command_of(launcher: list[str], script: Path, *flags) -> list[str]:
@@ -309,6 +314,12 @@ def letters(folder: Path, rows: int) -> Path:
     chats = [say("user", str(n)) + say("assistant", text) for n, text in enumerate(texts)]
     write_jsonl(folder / "sft.jsonl", [{"messages": chat} for chat in chats])
     return folder
+
+
+def some_letters(n: int, salt: int, longest: int) -> str:
+    """1 to `longest` letters, for a row of data and one of its texts."""
+    length = 1 + (n * 13 + salt * 5) % longest
+    return "".join(chr(97 + (n * 5 + salt * 7 + place**2) % 26) for place in range(length))
 
 
 def pair_of(prompt: str, chosen: str, rejected: str) -> dict:

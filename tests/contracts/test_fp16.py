@@ -12,12 +12,14 @@ import torch
 
 from common import stopping
 from common.progress import Progress
-from recipes import ANSWER_REWARD, TAUGHT, TIES
+from recipes import ANSWER_REWARD, TEACHER, TIES
 from runs import (
     REPOSITORY,
+    ROLLOUTS,
     fp16_launcher,
     launch,
     recipe,
+    short_run,
     timeless,
     tiny_inputs,
     tiny_llama,
@@ -27,14 +29,13 @@ from runs import (
 
 TESTS = REPOSITORY / "tests"
 # One rollout of 48 samples, twice, is as many updates as two epochs of the others' rows.
-OF_PPO = ["--reward_function", ANSWER_REWARD, "--rollout_batch_size", 48, "--max_new_tokens", 6]
-OF_PPO += ["--num_epochs_per_rollout", 2, "--generate_batch_size", 8, "--score_batch_size", 8]
-OF_PPO += ["--critic_learning_rate", 0.01, "--max_epochs", 1]
-# Recipe, ZeRO stage, processes, flags.
+OF_PPO = dict(ROLLOUTS, rollout_batch_size=48, max_new_tokens=6, num_epochs_per_rollout=2)
+OF_PPO |= dict(reward_function=ANSWER_REWARD, critic_learning_rate=0.01, max_epochs=1)
+# Recipe, ZeRO stage, processes, settings.
 OVERFLOWING = [
-    ("dpo", 1, 1, ["--max_epochs", 2]),
+    ("dpo", 1, 1, {"max_epochs": 2}),
     ("ppo", 2, 1, OF_PPO),
-    ("reward", 3, 2, ["--max_epochs", 2]),
+    ("reward", 3, 2, {"max_epochs": 2}),
 ]
 # A scale that is lowered only after the hundredth overflow.
 KEPT_SCALE = {"initial_scale_power": 8, "hysteresis": 100}
@@ -48,15 +49,12 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def run(inputs, launcher, mode: str, windows: str, name: str, output, *more) -> str:
+def run(inputs, launcher, mode: str, windows: str, name: str, output, **settings) -> str:
     """Runs a recipe through overflowing_recipe.py; returns what it printed."""
-    script = [launcher, TESTS / "overflowing_recipe.py", mode, windows, recipe(name)]
-    flags = [
-        *("--model_name_or_path", inputs / "still", "--dataset_name", inputs / f"{name}.jsonl"),
-        *("--train_batch_size", 8, "--micro_train_batch_size", 2, "--warmup_steps", 0),
-        *("--output_dir", output, "--report_to", "none"),
-    ]
-    return launch(*script, *flags, *more).stdout
+    script = [TESTS / "overflowing_recipe.py", mode, windows, recipe(name)]
+    given = {"model_name_or_path": inputs / "still", "micro_train_batch_size": 2}
+    flags = short_run(inputs, name, output, **given | {"warmup_steps": 0} | settings)
+    return launch(launcher, *script, *flags).stdout
 
 
 @pytest.mark.parametrize("name, stage, processes, own", OVERFLOWING)
@@ -66,11 +64,11 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes, own):
     windows = "0,4,6,7,11"
     poisoned, lacking = inputs / f"poisoned-{name}", inputs / f"lacking-{name}"
     # A warm-up does not depend on the horizon, in which the two runs differ.
-    more = ["--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 4]
-    more += ["--learning_rate", 0.003, "--logging_steps", 3, *own]
-    said = run(inputs, launcher, "overflow", windows, name, poisoned, *more)
+    more = dict(own, lr_scheduler_type="constant_with_warmup", warmup_steps=4)
+    more |= dict(learning_rate=0.003, logging_steps=3)
+    said = run(inputs, launcher, "overflow", windows, name, poisoned, **more)
     assert "done: 7 updates, 5 skipped" in said
-    run(inputs, launcher, "lack", windows, name, lacking, *more, "--max_steps", 7)
+    run(inputs, launcher, "lack", windows, name, lacking, **more, max_steps=7)
     found, expected = timeless(poisoned), timeless(lacking)
     counted = [(line["global_step"], line["skipped_steps"]) for line in found]
     assert counted == [(1, 1), (3, 1), (6, 4), (7, 5)]
@@ -82,7 +80,10 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes, own):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
-    """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go."""
+    """DeepSpeed 0.19.8 halves it.
+
+    Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go.
+    """
     launcher = fp16_launcher(tmp_path / "ds.json", stage, 1, **GROWING)
     output = launch(launcher, TESTS / "growing_loss_scale.py", tmp_path / "out").stdout
     guarded, unguarded = map(ast.literal_eval, re.findall(r"guarded (.*)", output))
@@ -108,17 +109,17 @@ def test_skips_are_said_and_without_end_end(scale, said, capsys):
 @pytest.mark.parametrize(
     "name, own",
     [
-        ("grpo", ["--reward_function", TIES, "--drop_equal_groups", False]),
-        ("distill", [*TAUGHT, "--loss_type", "sampled"]),
+        ("grpo", dict(reward_function=TIES, drop_equal_groups=False)),
+        ("distill", dict(teacher_model_name_or_path=TEACHER, loss_type="sampled")),
     ],
 )
 def test_until_an_update_is_applied_the_policy_has_not_moved(inputs, name, own):
-    """Rollouts of four updates: the first two of one overflow and the last of another; ratios are 1 until one is applied."""
+    """Ratios are 1 until then. Of rollouts of four updates, two overflow at the start and one at an end."""
     output = inputs / f"{name}-skipped"
     launcher = fp16_launcher(inputs / "kept.json", 2, 2, **KEPT_SCALE)
-    own += ["--learning_rate", 0.01, "--max_steps", 8, "--rollout_batch_size", 8]
-    own += ["--n_samples_per_prompt", 4, "--max_new_tokens", 6, "--score_batch_size", 3]
-    said = run(inputs, launcher, "overflow", "0,1,7", name, output, *own)
+    more = dict(own, learning_rate=0.01, max_steps=8, rollout_batch_size=8)
+    more |= dict(n_samples_per_prompt=4, max_new_tokens=6, score_batch_size=3)
+    said = run(inputs, launcher, "overflow", "0,1,7", name, output, **more)
     assert "done: 8 updates, 3 skipped" in said
     found = training_lines(output)
     # Rollouts begin after 0, 4 and 8 updates seen: their first applied ones are the updates 1, 3 and 6.

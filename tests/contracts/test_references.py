@@ -18,7 +18,11 @@ from runs import (
     evaluation_lines,
     flags_of,
     launch,
+    pair_of,
     recipe,
+    say,
+    slow,
+    some_letters,
     tiny_llama,
     training_lines,
     weights,
@@ -57,30 +61,17 @@ def expect_evaluations(output: Path, expected: list[dict[str, float]], rel: floa
 # ------------------------------------------------------------------------------- data
 
 
-def say(role: str, content: str) -> list[dict]:
-    return [{"role": role, "content": content}]
-
-
-def text(n: int, salt: int) -> str:
-    """1 to 20 letters."""
-    length = 1 + (n * 13 + salt * 5) % 20
-    return "".join(chr(97 + (n * 5 + salt * 7 + place**2) % 26) for place in range(length))
-
-
 def conversation(n: int) -> list[dict]:
     """One or two questions with their answers, some after a system message."""
-    messages = say("system", text(n, 1)) if n % 4 == 0 else []
+    text = lambda salt: some_letters(n, salt, longest=20)
+    messages = say("system", text(1)) if n % 4 == 0 else []
     for turn in range(1 + n % 2):
-        messages = messages + say("user", text(n, 2 + turn)) + say("assistant", text(n, 4 + turn))
+        messages = messages + say("user", text(2 + turn)) + say("assistant", text(4 + turn))
     return messages
 
 
 def pair(n: int) -> dict:
-    return {
-        "prompt": say("user", text(n, 1)),
-        "chosen": say("assistant", text(n, 2)),
-        "rejected": say("assistant", text(n, 3)),
-    }
+    return pair_of(*(some_letters(n, salt, longest=20) for salt in (1, 2, 3)))
 
 
 CONVERSATIONS = [conversation(n) for n in range(USABLE + HELD_OUT)]
@@ -183,7 +174,7 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
     assert max(line["grad_norm"] for line in lines) > 2 * settings["max_grad_norm"]
 
 
-@pytest.mark.parametrize("launcher", ["plain", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["plain", slow("zero2")])
 def test_the_norm_of_a_large_gradient(tmp_path, launcher):
     """Added up in fp32 one after the other, as torch does it on a CPU, 3 million squares are off by 4e-5."""
     folder = tiny_llama(tmp_path / "model", intermediate_size=100_000, num_hidden_layers=1)

@@ -1,4 +1,7 @@
-"""Conversations whose history is rewritten: several sequences, one sample, the same update however they are split; and the date of a run."""
+"""Conversations whose history is rewritten, and the date of a run.
+
+One such conversation is several sequences and one sample, and its update is the same however they are split.
+"""
 
 import json
 import shutil
@@ -17,26 +20,26 @@ from runs import (
     LAUNCHERS,
     evaluation_lines,
     launch,
-    lines,
+    message,
     recipe,
+    short_run,
+    slow,
+    timeless,
     tiny_llama,
     training_lines,
     weights,
-    without_timings,
     write_jsonl,
 )
 
 # The last answer is written with a mark, which is gone when another turn follows.
 REWRITING = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' + ('.' if loop.last and m.role == 'assistant' else '') + m.content + '<|end|>' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{{ '.' if loop.last and m.role == 'assistant' else '' }}{{ m.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+BY_NUMBER, BY_TOKENS = {"micro_train_batch_size": 3}, {"micro_train_tokens": 150}
 ROWS, BATCH = 13, 6  # updates of 6, 6 and 1 conversation
-SPLITS = [
-    ("plain", 3),
-    ("ddp", "tokens"),
-    pytest.param("zero2", 3, marks=pytest.mark.slow),
-]
+SPLITS = [("plain", BY_NUMBER), ("ddp", BY_TOKENS), slow("zero2", BY_NUMBER)]
 
 
 def conversation(row: int) -> list[dict]:
@@ -45,7 +48,7 @@ def conversation(row: int) -> list[dict]:
         chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 5 + salt * 7) % 12)
     )
     return [
-        {"role": role, "content": text(2 * turn + (role == "user"))}
+        message(role, text(2 * turn + (role == "user")))
         for turn in range(1 + row % 4)
         for role in ("user", "assistant")
     ]
@@ -60,25 +63,19 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def run(inputs, launcher: str, size, output, *more):
-    micro = (
-        ["--micro_train_tokens", 150] if size == "tokens" else ["--micro_train_batch_size", size]
-    )
-    return launch(
-        LAUNCHERS[launcher], recipe("sft"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl",
-        "--eval_dataset_name", inputs / "sft.jsonl", "--chat_template", inputs / "rewriting.jinja", "--train_batch_size", BATCH,
-        "--learning_rate", 0.01, "--warmup_steps", 0, "--report_to", "none", "--output_dir", output, *micro, *more,
-    )  # fmt: skip
+def run(inputs, launcher: str, output, micro: dict):
+    given = {"eval_dataset_name": inputs / "sft.jsonl", "warmup_steps": 0, "learning_rate": 0.01}
+    given |= {"chat_template": inputs / "rewriting.jinja", "train_batch_size": BATCH} | micro
+    flags = short_run(inputs, "sft", output, **given)
+    return launch(LAUNCHERS[launcher], recipe("sft"), *flags)
 
 
 @pytest.fixture(scope="module")
 def reference(inputs, tmp_path_factory):
     output = tmp_path_factory.mktemp("reference") / "run"
-    said = run(inputs, "plain", BATCH, output).stdout
-    assert (
-        f"data {inputs / 'sft.jsonl'}: {ROWS} usable rows\n" in said
-        and f"{ROWS} samples / train_batch_size {BATCH} = 3 updates" in said
-    )
+    said = run(inputs, "plain", output, {"micro_train_batch_size": BATCH}).stdout
+    assert f"data {inputs / 'sft.jsonl'}: {ROWS} usable rows\n" in said
+    assert f"{ROWS} samples / train_batch_size {BATCH} = 3 updates" in said
     return output
 
 
@@ -138,13 +135,10 @@ def test_the_first_update_by_hand(inputs, reference):
     assert evaluation_lines(reference)[0]["eval/mean_token_accuracy"] >= 0
 
 
-@pytest.mark.parametrize("launcher, size", SPLITS)
-def test_any_split_is_the_same_update(inputs, reference, tmp_path, launcher, size):
-    run(inputs, launcher, size, tmp_path / "run")
-    expected = [without_timings(line) for line in lines(reference)]
-    found = [without_timings(line) for line in lines(tmp_path / "run")]
-    assert len(found) == len(expected)
-    for line, other in zip(found, expected):
+@pytest.mark.parametrize("launcher, micro", SPLITS)
+def test_any_split_is_the_same_update(inputs, reference, tmp_path, launcher, micro):
+    run(inputs, launcher, tmp_path / "run", micro)
+    for line, other in zip(timeless(tmp_path / "run"), timeless(reference), strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
     base = weights(reference)
     assert (weights(tmp_path / "run") - base).norm() < 1e-5 * base.norm()
@@ -174,20 +168,22 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
     template.write_text(DATED)
     script = tmp_path / "on_a_day.py"
     script.write_text(ON_A_DAY)
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--chat_template", template,
-             "--train_batch_size", BATCH, "--micro_train_batch_size", 3, "--learning_rate", 0.01, "--report_to", "none"]  # fmt: skip
-    cut = ["--output_dir", tmp_path / "cut", "--save_steps", 1]
-    launch([], script, recipe("sft"), *flags, "--output_dir", tmp_path / "whole")
-    launch([], script, recipe("sft"), *flags, *cut, "--max_steps", 1)
+    given = {"chat_template": template, "train_batch_size": BATCH, "micro_train_batch_size": 3}
+
+    def start(*words, **more) -> None:
+        flags = short_run(inputs, "sft", **given, learning_rate=0.01, **more)
+        launch([], *words, *flags)
+
+    start(script, recipe("sft"), output=tmp_path / "whole")
+    start(script, recipe("sft"), output=tmp_path / "cut", save_steps=1, max_steps=1)
     state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
     assert state["arguments"]["date"] == "2020-02-29"
     # On today's date, from a copy of the template under another name, and of the checkpoint alone.
-    template.rename(tmp_path / "renamed.jinja")
-    flags[flags.index(template)] = tmp_path / "renamed.jinja"
+    given["chat_template"] = template.rename(tmp_path / "renamed.jinja")
     alone = shutil.move(tmp_path / "cut/checkpoints/global_step_000001", tmp_path / "alone")
-    moved = ["--output_dir", tmp_path / "moved", "--save_steps", 1]
-    launch([], recipe("sft"), *flags, *moved, "--resume", alone, "--max_steps", 2)
-    launch([], recipe("sft"), *flags, *moved, "--resume", "auto", "--max_steps", 3)
+    moved = {"output": tmp_path / "moved", "save_steps": 1}
+    start(recipe("sft"), **moved, resume=alone, max_steps=2)
+    start(recipe("sft"), **moved, resume="auto", max_steps=3)
     losses = [
         [line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "moved")
     ]

@@ -20,6 +20,9 @@ from runs import (
     first_rows,
     launch,
     recipe,
+    say,
+    short_run,
+    slow_but,
     tiny_inputs,
     tiny_llama,
     training_lines,
@@ -88,21 +91,19 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def flags(inputs, output, *more):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "rows.jsonl", "--eval_dataset_name", inputs / "rows.jsonl",
-            "--output_dir", output, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_steps", 3, "--warmup_steps", 0,
-            "--learning_rate", 1e-2, "--report_to", "none", "--logging_steps", 1, *more]  # fmt: skip
+def flags(inputs, output, **more):
+    updates = dict(micro_train_batch_size=2, max_steps=3, warmup_steps=0, learning_rate=1e-2)
+    held_out = {"eval_dataset_name": inputs / "rows.jsonl", "logging_steps": 1}
+    return short_run(inputs, "rows", output, **updates | held_out | more)
 
 
 def test_every_yaml_is_launched_by_a_test():
     assert sorted([*LAUNCHED, "multi_node"]) == YAMLS
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in LAUNCHED]
-)
+@pytest.mark.parametrize("name", slow_but([FAST], LAUNCHED))
 def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
-    """Three updates with a rate that falls by thirds: their log lines, where the weights went, and what is saved."""
+    """Three updates at a falling rate: their log lines, where the weights went, and what is saved."""
     if name == "ds_zero3_offload":
         request.getfixturevalue("cpu_adam")
     said, engine = LAUNCHED[name]
@@ -144,7 +145,6 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
 def test_many_micro_batches_sum_to_one(tmp_path, name):
     """DeepSpeed would sum in half precision, where what is small beside the sum is lost."""
     tiny_llama(tmp_path / "model")
-    say = lambda role, text: [{"role": role, "content": text}]
     # Their gradients have one direction.
     alike = [{"messages": say("user", str(n)) + say("assistant", "ab")} for n in range(512)]
     write_jsonl(tmp_path / "rows.jsonl", alike)
@@ -152,15 +152,18 @@ def test_many_micro_batches_sum_to_one(tmp_path, name):
     norms = []
     for micro in (64, 1):
         output = tmp_path / f"{name}-{micro}"
-        more = ["--train_batch_size", 512, "--micro_train_batch_size", micro, "--max_steps", 1]
-        given = [*flags(tmp_path, output, *more), "--eval_dataset_name", few]
+        sizes = dict(train_batch_size=512, micro_train_batch_size=micro, max_steps=1)
+        given = flags(tmp_path, output, eval_dataset_name=few, **sizes)
         launch(config_launcher(name), recipe("sft"), *given)
         norms += [line["grad_norm"] for line in training_lines(output)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
 def test_buffers_are_not_rounded_with_the_weights(tmp_path):
-    """DeepSpeed's `module.half()` rounds the rotary frequencies, too: too little for a tolerance to show it on short rows."""
+    """DeepSpeed's `module.half()` rounds the rotary frequencies, too.
+
+    On short rows that is too little to be seen in a number.
+    """
     model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})

@@ -25,6 +25,7 @@ from runs import (
     letters,
     recipe,
     refuses,
+    short_run,
     training_lines,
     weights,
 )
@@ -35,10 +36,9 @@ def inputs(tmp_path_factory):
     return letters(tmp_path_factory.mktemp("launch"), 16)
 
 
-def flags(inputs, output=None, *more):
-    given = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--train_batch_size", 8,
-             "--micro_train_batch_size", 2, "--max_steps", 3, "--warmup_steps", 0, "--report_to", "none", *more]  # fmt: skip
-    return [*given, "--output_dir", output] if output else given
+def flags(inputs, output, **more):
+    updates = dict(micro_train_batch_size=2, max_steps=3, warmup_steps=0)
+    return short_run(inputs, "sft", output, **updates | more)
 
 
 # Imports a recipe, as starting it does; torch, which comes before our packages, would take seconds.
@@ -60,8 +60,8 @@ def test_a_recipe_of_a_clone_runs_with_its_own_clones_packages(tmp_path, monkeyp
 
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     """Two processes, one folder, named after the recipe and the time."""
-    some = [*flags(inputs), "--save_actor_steps", 1, "--save_actor_limit", 2]
-    launch(LAUNCHERS["ddp"], recipe("sft"), *some, cwd=tmp_path)
+    given = flags(inputs, None, save_actor_steps=1, save_actor_limit=2)
+    launch(LAUNCHERS["ddp"], recipe("sft"), *given, cwd=tmp_path)
     (output,) = (tmp_path / "runs/sft").iterdir()
     datetime.datetime.strptime(output.name, "%Y%m%d-%H%M%S")
     names = lambda folder: {path.name for path in folder.iterdir()}
@@ -166,22 +166,14 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["plain", "zero2"])
 def test_one_argument_rules_the_clipping(inputs, tmp_path, launcher):
-    """`--max_grad_norm 0` is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
+    """0 is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
     runs = {}
     for norm in (0, 1e-3):
         runs[norm] = tmp_path / f"clip-{norm}"
         # Adam forgets the gradient's size, but not beside an epsilon of its order.
-        more = [
-            "--max_grad_norm",
-            norm,
-            "--adam_epsilon",
-            1,
-            "--max_steps",
-            1,
-            "--learning_rate",
-            1,
-        ]
-        launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, runs[norm], *more))
+        rates = dict(max_steps=1, learning_rate=1, adam_epsilon=1)
+        given = flags(inputs, runs[norm], max_grad_norm=norm, **rates)
+        launch(LAUNCHERS[launcher], recipe("sft"), *given)
     start = weights(inputs, "model")
     moved = {norm: (weights(run) - start).norm().item() for norm, run in runs.items()}
     free, clipped = (training_lines(run)[0]["grad_norm"] for run in runs.values())
@@ -201,8 +193,8 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_
     tokenizer.save_pretrained(tmp_path / "poisoned")
     way = LAUNCHERS["plain"] if launcher == "plain" else config_launcher(launcher)
     output = tmp_path / "out"
-    more = ["--model_name_or_path", tmp_path / "poisoned", "--train_batch_size", 16]
-    result = launch(way, recipe("sft"), *flags(inputs, output, *more), check=False)
+    more = {"model_name_or_path": tmp_path / "poisoned", "train_batch_size": 16}
+    result = launch(way, recipe("sft"), *flags(inputs, output, **more), check=False)
     # Row 8 holds the prompt "7".
     said = "update 1 (updates_seen 0) is not finite, because of data rows 8. Nothing was updated"
     assert result.returncode and said in result.stdout

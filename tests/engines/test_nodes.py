@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from runs import OFFLINE, PYTHON, REPOSITORY, letters, recipe, timeless, weights
+from runs import OFFLINE, PYTHON, REPOSITORY, letters, recipe, short_run, timeless, weights
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,10 @@ status=0
 for pid in $(cat "$NOTES/pids"); do wait $pid || status=$?; done
 exit $status""",
     "scancel": """echo "$@" >> "$NOTES/scancel"; kill -TERM $(cat "$NOTES/pids")""",
-    "scontrol": """if [ "$1 $2" = "show hostnames" ]; then tr , '\\n' <<< "$3"; else echo "$@" >> "$NOTES/scontrol"; fi""",
+    "scontrol": """if [ "$1 $2" = "show hostnames" ]
+then tr , '\\n' <<< "$3"
+else echo "$@" >> "$NOTES/scontrol"
+fi""",
     "accelerate": f'shift; exec {sys.executable} {" ".join(PYTHON)} "$@"',
 }
 
@@ -37,9 +40,8 @@ def inputs(tmp_path_factory):
 
 
 def command_of(inputs, output) -> list[str]:
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--output_dir", output, "--train_batch_size", 8,
-             "--micro_train_batch_size", 2, "--max_steps", UPDATES, "--learning_rate", 1e-3, "--report_to", "none"]  # fmt: skip
-    return list(map(str, [recipe("sft"), *flags]))
+    updates = dict(micro_train_batch_size=2, max_steps=UPDATES, learning_rate=1e-3)
+    return [str(recipe("sft")), *short_run(inputs, "sft", output, **updates)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,10 @@ def one_node(inputs):
 
 
 def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, one_node, tmp_path):
-    """Stopped by the signal before the time limit, requeued, run again to the end: the run that was never stopped."""
+    """Stopped by the signal before the time limit, requeued, and run again to the end.
+
+    It is the run that was never stopped.
+    """
     output = inputs / "slurm"
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -70,7 +75,8 @@ def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, on
         notes.mkdir()
         env = os.environ | OFFLINE | job
         env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes)}
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True)  # fmt: skip
+        how = dict(cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, **how)
         try:
             if turn == "stopped":
                 deadline = time.time() + TIMEOUT

@@ -5,8 +5,6 @@ costs once (a check of its losses, its gradient norm) may stay. A tensor of the 
 an evaluation or a reward model, too, is an error.
 """
 
-import gzip
-import itertools
 import os
 import sys
 
@@ -17,7 +15,7 @@ import pretended_device
 from common import engine
 from common.actor import Actor
 from recipes import RECIPES, load
-from runs import ASSETS, evaluation_lines, recipe, tiny_llama
+from runs import ASSETS, evaluation_lines, first_rows, recipe, short_run, tiny_llama
 
 ROWS = 16
 PER_UPDATE = 8  # waits that an update may have, however many micro-batches it consists of
@@ -32,36 +30,29 @@ class Ended(Exception):
     pass
 
 
-def first_rows(name: str, target, rows: int):
-    """The first rows of an embedded file."""
-    with (gzip.open if name.endswith(".gz") else open)(ASSETS / name, "rt") as file:
-        target.write_text("".join(itertools.islice(file, rows)))
-    return target
-
-
-def flags_of(name: str, folder, micro_batch_size: int) -> list:
+def flags_of_run(name: str, folder, micro_batch_size: int) -> list:
     """Those of a run of two updates, evaluated before and after them."""
     folder.mkdir()
-    flags = [
-        "--model_name_or_path", tiny_llama(folder / "model"), "--output_dir", folder / "run",
-        "--dataset_name", first_rows(RECIPES[name].train_file, folder / "rows.jsonl", 2 * ROWS),
-        "--eval_dataset_name", first_rows(RECIPES[name].held_out_file, folder / "held_out.jsonl", 4),
-        "--train_batch_size", ROWS, "--micro_train_batch_size", micro_batch_size, "--max_steps", 2, "--max_length", 64,
-        "--report_to", "none", "--logging_steps", 1, *RECIPES[name].device_flags,
-    ]  # fmt: skip
-    if RECIPES[name].evaluates_answers:
-        flags += ["--max_new_tokens", 4]
-    if RECIPES[name].scores_responses:
+    of_recipe = RECIPES[name]
+    files = {name: (of_recipe.train_file, 2 * ROWS), "held_out": (of_recipe.held_out_file, 4)}
+    for target, (file, rows) in files.items():
+        first_rows(folder / f"{target}.jsonl", ASSETS / file, rows)
+    tiny_llama(folder / "model")
+    settings = dict(train_batch_size=ROWS, micro_train_batch_size=micro_batch_size, max_steps=2)
+    settings |= dict(eval_dataset_name=folder / "held_out.jsonl", max_length=64, logging_steps=1)
+    if of_recipe.evaluates_answers:
+        settings["max_new_tokens"] = 4
+    if of_recipe.scores_responses:
         scorer = tiny_llama(folder / "scorer")  # its tokenizer
         config = LlamaConfig.from_pretrained(scorer, num_labels=1)
         LlamaForSequenceClassification(config).save_pretrained(scorer)
-        flags += ["--reward_model_name_or_path", scorer]
-    return flags
+        settings["reward_model_name_or_path"] = scorer
+    return [*short_run(folder, name, folder / "run", **settings), *of_recipe.device_flags]
 
 
 def waits_of_last_update(monkeypatch, folder, name: str, micro_batch_size: int) -> list[str]:
     """What the host waits for in the last update of a run, until it is evaluated."""
-    words = [recipe(name), *flags_of(name, folder, micro_batch_size)]
+    words = [recipe(name), *flags_of_run(name, folder, micro_batch_size)]
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     module = load(name)
     micro_batches, waits = [], []

@@ -14,7 +14,7 @@ from preference_recipes.models import architecture, checks, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
-from runs import whole_rows
+from runs import slow_but, whole_rows
 from test_logprobs import ALONE, CPU, ON_CPU, batch, can_share, own
 
 BF16 = types.SimpleNamespace(
@@ -29,9 +29,7 @@ FAST = [
     *["llama", "gemma2", "cohere", "gpt2"],
     *["gemma3", "llama4_text", "recurrent_gemma", "hyperclovax", "falcon", "qwen3_moe", "gpt_oss"],
 ]
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in ARCHITECTURES
-]
+NAMES = slow_but(FAST, ARCHITECTURES)
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:

@@ -19,12 +19,7 @@ from preference_recipes.models import load, prepare, reference, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import precompute
-from runs import launch, recipe, tiny_inputs, training_lines
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return tiny_inputs(tmp_path_factory.mktemp("frozen"))
+from runs import ROLLOUTS, launch, recipe, short_run, training_lines
 
 
 def change(model, by=0.1):
@@ -74,35 +69,28 @@ def test_a_fingerprint_is_that_of_the_content(inputs, tmp_path):
     assert load.describe_weights("org/hub-name", config) == "commit abc of org/hub-name"
 
 
-PPO = ["--rollout_batch_size", 8, "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 4]  # fmt: skip
-
-
 @pytest.mark.parametrize("name, part", [("dpo", "reference"), ("ppo", "reward")])
 def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     for folder in ("reference", "reward"):
         shutil.copytree(inputs / "model", tmp_path / folder)
-    flags = ["--model_name_or_path", inputs / "model", "--ref_model_name_or_path", tmp_path / "reference", "--dataset_name", inputs / f"{name}.jsonl",
-             "--output_dir", tmp_path / "out", "--train_batch_size", 8, "--save_steps", 1, "--report_to", "none"]  # fmt: skip
+    given = {"ref_model_name_or_path": tmp_path / "reference", "save_steps": 1}
     if name == "ppo":
         name_of_base = str(inputs / "model")
         tokenizer = load.tokenizer_of(name_of_base)
         model = scores.score_model(name_of_base, tokenizer, SharedArgs(), new_head=True)
         model.save_pretrained(tmp_path / "reward")
-        flags += [*PPO, "--reward_model_name_or_path", tmp_path / "reward"]
+        given |= ROLLOUTS | {"reward_model_name_or_path": tmp_path / "reward"}
+    flags = short_run(inputs, name, tmp_path / "out", **given)
+    again = [*flags, "--max_steps", 2, "--resume", "auto"]
     launch([], recipe(name), *flags, "--max_steps", 1)
     change(tmp_path / part)
-    result = launch([], recipe(name), *flags, "--max_steps", 2, "--resume", "auto", check=False)
-    assert (
-        result.returncode
-        and f"belongs to another run: {part} model: 'weights " in result.stdout
-        and "Traceback" not in result.stdout
-    )
+    result = launch([], recipe(name), *again, check=False)
+    said = f"belongs to another run: {part} model: 'weights "
+    assert result.returncode and said in result.stdout and "Traceback" not in result.stdout
     change(tmp_path / part, by=-0.1)
     os.utime(tmp_path / part / "model.safetensors")
-    result = launch([], recipe(name), *flags, "--max_steps", 2, "--resume", "auto")
-    assert "resumed from" in result.stdout and [
-        line["global_step"] for line in training_lines(tmp_path / "out")
-    ] == [1, 2]
+    assert "resumed from" in launch([], recipe(name), *again).stdout
+    assert [line["global_step"] for line in training_lines(tmp_path / "out")] == [1, 2]
 
 
 def test_precomputing_frees_the_reference(accelerator):

@@ -9,7 +9,17 @@ from transformers import AutoModelForCausalLM
 
 from common import optim
 from preference_recipes.models.logprobs import LogProbModel
-from runs import LAUNCHERS, launch, letters, recipe, timeless, tiny_llama, training_lines, weights
+from runs import (
+    LAUNCHERS,
+    launch,
+    letters,
+    recipe,
+    short_run,
+    timeless,
+    tiny_llama,
+    training_lines,
+    weights,
+)
 
 GPU = SimpleNamespace(device=torch.device("cuda"), scaler=None)
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None, distributed_type=DistributedType.NO)
@@ -83,26 +93,20 @@ def chats(tmp_path_factory):
     return letters(tmp_path_factory.mktemp("muon"), 40)
 
 
-def train(folder, name: str, *flags, launcher="plain", check=True):
-    output = folder / name
-    done = launch(
-        LAUNCHERS[launcher],
-        recipe("sft"),
-        *("--model_name_or_path", folder / "model", "--dataset_name", folder / "sft.jsonl"),
-        *("--output_dir", output, "--optimizer", "muon", "--learning_rate", 0.003),
-        *("--train_batch_size", 8, "--micro_train_batch_size", 4, "--save_steps", 2, *flags),
-        check=check,
-    )
-    return output if check else done.stdout
+def train(folder, name: str, launcher="plain", check=True, **more):
+    given = dict(optimizer="muon", learning_rate=0.003, micro_train_batch_size=4, save_steps=2)
+    flags = short_run(folder, "sft", folder / name, **given | more)
+    done = launch(LAUNCHERS[launcher], recipe("sft"), *flags, check=check)
+    return folder / name if check else done.stdout
 
 
 @pytest.fixture(scope="module")
 def alone(chats):
-    return train(chats, "alone", "--weight_decay", 0.1)
+    return train(chats, "alone", weight_decay=0.1)
 
 
 def test_with_muon_two_processes_are_one(chats, alone):
-    both = train(chats, "both", "--weight_decay", 0.1, launcher="ddp")
+    both = train(chats, "both", "ddp", weight_decay=0.1)
     assert (weights(both) - weights(alone)).norm() <= 1e-5 * weights(alone).norm()
     for one, two in zip(training_lines(alone), training_lines(both), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=3e-6)
@@ -113,11 +117,11 @@ def test_with_muon_two_processes_are_one(chats, alone):
 
 def test_with_muon_a_resumed_run_is_one_never_stopped(chats, alone):
     at_four = alone / "checkpoints/global_step_000004"
-    resumed = train(chats, "resumed", "--weight_decay", 0.1, "--resume", at_four)
+    resumed = train(chats, "resumed", weight_decay=0.1, resume=at_four)
     assert torch.equal(weights(resumed), weights(alone))
     assert timeless(resumed) == timeless(alone)
 
 
 def test_muon_is_refused_where_it_has_no_whole_matrix(chats):
-    said = train(chats, "refused", launcher="zero2", check=False)
+    said = train(chats, "refused", "zero2", check=False)
     assert "--optimizer muon: DeepSpeed and FSDP2 give" in said

@@ -17,7 +17,7 @@ from common.batches import MicroBatch, Rows
 from preference_recipes.models.logprobs import ByChunks, LogProbJob
 from preference_recipes.models.packing import Packer
 from recipes import load
-from runs import LAUNCHERS, launch, recipe, tiny_llama, training_lines, write_jsonl
+from runs import LAUNCHERS, launch, recipe, short_run, tiny_llama, training_lines, write_jsonl
 
 DPO = load("dpo")
 CHOSEN = [-0.7, -2.5, -0.01, -9.0]
@@ -135,7 +135,8 @@ def test_kto_and_its_kl_are_those_of_trl(kl):
 
     model.training = True
     ids = torch.ones(n, 2, dtype=torch.long)
-    batch = {prefix + name: ids for prefix in ("", "KL_") for name in ("input_ids", "attention_mask", "completion_mask")}  # fmt: skip
+    names = ("input_ids", "attention_mask", "completion_mask")
+    batch = {prefix + name: ids for prefix in ("", "KL_") for name in names}
     zeros = torch.zeros(n)
     batch |= {"label": torch.tensor(IS_GOOD), "ref_logps": zeros, "ref_KL_logps": zeros}
     trainer = SimpleNamespace(
@@ -181,27 +182,22 @@ class Pretended(torch.nn.Module):
 
 
 def data(given: list[dict]) -> Rows:
-    lengths = [sum(map(len, row.values())) for row in given]
-    return Rows(
-        datasets.Dataset.from_list(
-            [
-                {
-                    **row,
-                    "chosen_learned": [True] * len(row["chosen_ids"]),
-                    "rejected_learned": [True] * len(row["rejected_ids"]),
-                    "length": length,
-                    "row": number,
-                }
-                for number, (row, length) in enumerate(zip(given, lengths), 1)
-            ]
-        )
-    )
+    """A data set of rows whose answers are learned whole."""
+    rows = []
+    for number, row in enumerate(given, 1):
+        learned = {
+            f"{kind}_learned": [True] * len(row[f"{kind}_ids"]) for kind in ("chosen", "rejected")
+        }
+        length = sum(map(len, row.values()))
+        rows.append({**row, **learned, "length": length, "row": number})
+    return Rows(datasets.Dataset.from_list(rows))
 
 
 def estimate(scale: float, split, rows: list[int], given=ROWS, longest=LONGEST):
     """The KL of some rows, cut by `split`, and the padded tokens of each micro-batch."""
     accelerator = SimpleNamespace(device="cpu", gather=lambda values: values)
-    run = SimpleNamespace(accelerator=accelerator, split=split, args=SimpleNamespace(max_length=longest))  # fmt: skip
+    args = SimpleNamespace(max_length=longest)
+    run = SimpleNamespace(accelerator=accelerator, split=split, args=args)
     model = Pretended()
     model.scale, model.sizes = scale, []
     reference = SimpleNamespace(logps=lambda batch: torch.zeros_like(batch["mask"], dtype=float))
@@ -296,12 +292,9 @@ def test_a_pair_weighs_as_its_two_answers_do(tmp_path):
         (LAUNCHERS["ddp"], single + pairs),
     ):
         output = tmp_path / f"run{len(found)}"
-        flags = [
-            *("--model_name_or_path", tmp_path / "model", "--output_dir", output, "--max_steps", 1),
-            *("--dataset_name", write_jsonl(output.with_suffix(".jsonl"), rows)),
-            *("--train_batch_size", len(rows), "--micro_train_batch_size", 1),
-            *("--desirable_weight", 1.5, "--report_to", "none"),
-        ]
+        write_jsonl(tmp_path / f"{output.name}.jsonl", rows)
+        sizes = dict(train_batch_size=len(rows), micro_train_batch_size=1, max_steps=1)
+        flags = short_run(tmp_path, output.name, output, **sizes, desirable_weight=1.5)
         launch(launcher, recipe("kto"), *flags)
         [line] = training_lines(output)
         found.append({tag: line[tag] for tag in KTO_TAGS})

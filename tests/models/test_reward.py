@@ -26,8 +26,11 @@ from runs import (
     LAUNCHERS,
     evaluation_lines,
     launch,
+    pair_of,
     recipe,
     refuses,
+    short_run,
+    some_letters,
     tiny_llama,
     training_lines,
     weights,
@@ -94,20 +97,15 @@ SETTINGS = dict(
     max_grad_norm=0.5,
     center_coef=0.01,
     logging_steps=2,
-    report_to="none",
 )
 # Rows. Training has updates of 8, 8 and 5; of the second held-out set one process has a padding row.
 SETS = {"train": 21, "first": 7, "second": 1}
-say = lambda role, content: [{"role": role, "content": content}]
 
 
 def pair(n: int) -> dict:
-    text = lambda salt: "".join(
-        chr(97 + (n * 5 + salt * 7 + i * i) % 26) for i in range(1 + (n * 13 + salt * 5) % 24)
-    )
-    answers = {"chosen": say("assistant", text(2)), "rejected": say("assistant", text(3))}
+    """Some with a margin, which may be null."""
     margin = {"margin": [0.5, 1, None, -0.25][n // 2 % 4]} if n % 2 else {}
-    return {"prompt": say("user", text(1)), **answers, **margin}
+    return pair_of(*(some_letters(n, salt, longest=24) for salt in (1, 2, 3))) | margin
 
 
 PAIRS = {
@@ -125,16 +123,10 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def flags(
-    inputs, output, model="model", data="train", held_out=("first", "second"), **more
-) -> list:
-    found = ["--model_name_or_path", inputs / model, "--dataset_name", inputs / f"{data}.jsonl"]
-    found += ["--output_dir", output]
-    if held_out:
-        found += ["--eval_dataset_name", *(inputs / f"{name}.jsonl" for name in held_out)]
-    return found + [
-        part for item in {**SETTINGS, **more}.items() for part in (f"--{item[0]}", item[1])
-    ]
+def flags(inputs, output, data="train", held_out=("first", "second"), **more) -> list:
+    evaluated = [inputs / f"{name}.jsonl" for name in held_out]
+    given = SETTINGS | ({"eval_dataset_name": evaluated} if held_out else {})
+    return short_run(inputs, data, output, **given | more)
 
 
 def initial_model(folder) -> torch.nn.Module:
@@ -239,7 +231,7 @@ def train_here(*flags) -> None:
 def test_moments_are_of_the_weights_they_are_saved_with(whole, inputs, accelerator):
     """Without an evaluation a reward model has none, not even those of the one that it started from."""
     few = dict(max_steps=3, max_epochs=1, save_actor_steps=1)
-    start = dict(model=whole[0] / "actor", held_out=(), **few | {"max_steps": 1})
+    start = dict(model_name_or_path=whole[0] / "actor", held_out=(), **few | {"max_steps": 1})
     train_here(*flags(inputs, inputs / "moments", **start))
     train_here(*flags(inputs, inputs / "evaluated", eval_steps=2, **few))
     folders = [inputs / "moments/actor"]

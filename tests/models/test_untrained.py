@@ -10,16 +10,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from architectures import config_of
 from preference_recipes.models import prepare
-from runs import ASSETS, LAUNCHERS, launch, recipe, training_lines, weights, write_jsonl
+from runs import (
+    ASSETS,
+    LAUNCHERS,
+    launch,
+    pair_of,
+    recipe,
+    short_run,
+    slow_but,
+    training_lines,
+    weights,
+    write_jsonl,
+)
 
 SAYS = "such as model.multi_modal_projector.mm_input_projection_weight (text never reaches them)"
 RATE, DECAY, UPDATES = 0.01, 0.5, 3
-FLAGS = ["--train_batch_size", 4, "--micro_train_batch_size", 1, "--max_steps", UPDATES, "--max_length", 60, "--learning_rate", RATE, "--weight_decay", DECAY,
-         "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--report_to", "none"]  # fmt: skip
-ENGINES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name != "zero3"))
-    for name in ("ddp", "zero3", "fsdp2")
-]
+SETTINGS = dict(train_batch_size=4, micro_train_batch_size=1, max_steps=UPDATES, max_length=60)
+SETTINGS |= dict(learning_rate=RATE, weight_decay=DECAY, lr_scheduler_type="constant")
+ENGINES = slow_but(["zero3"], ["ddp", "zero3", "fsdp2"])
 
 
 def save_model(folder, name: str, **changes):
@@ -37,27 +45,22 @@ def inputs(tmp_path_factory):
     text = {**config_of("gemma3").text_config.to_dict(), **sizes, "initializer_range": 0.1}
     save_model(folder / "tower", "gemma3", text_config=text, image_token_index=270)
     # Of 16 experts a token visits one, and there are few tokens.
-    save_model(folder / "mixture", "qwen3_moe", num_local_experts=16, num_experts_per_tok=1, output_router_logits=True,
-               **{**sizes, "vocab_size": 264}, initializer_range=0.1)  # fmt: skip
-    say = lambda role, text: [{"role": role, "content": text}]
-    pairs = [
-        {"prompt": say("user", str(n)), "chosen": say("assistant", "ab" * (n % 3 + 1)), "rejected": say("assistant", "b")}
-        for n in range(12)
-    ]  # fmt: skip
-    write_jsonl(
-        folder / "sft.jsonl", [{"messages": row["prompt"] + row["chosen"]} for row in pairs]
-    )
-    write_jsonl(folder / "pairs.jsonl", pairs)
+    few = dict(num_local_experts=16, num_experts_per_tok=1, output_router_logits=True)
+    small = dict(sizes, vocab_size=264, initializer_range=0.1)
+    save_model(folder / "mixture", "qwen3_moe", **few, **small)
+    pairs = [pair_of(str(n), "ab" * (n % 3 + 1), "b") for n in range(12)]
+    chats = [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs]
+    write_jsonl(folder / "sft.jsonl", chats)
+    write_jsonl(folder / "reward.jsonl", pairs)
     return folder
 
 
-def run(inputs, model: str, engine: str, name: str = "sft", *extra):
+def run(inputs, model: str, engine: str, name: str = "sft"):
     output = inputs / f"{model}-{engine}-{name}"
     if not output.exists():
-        data = inputs / ("sft.jsonl" if name == "sft" else "pairs.jsonl")
-        said = launch(
-            LAUNCHERS[engine], recipe(name), *FLAGS, "--model_name_or_path", inputs / model, "--dataset_name", data, "--output_dir", output, *extra,
-        ).stdout  # fmt: skip
+        settings = SETTINGS | {"model_name_or_path": inputs / model, "warmup_steps": 0}
+        flags = short_run(inputs, name, output, **settings)
+        said = launch(LAUNCHERS[engine], recipe(name), *flags).stdout
         (output / "said").write_text(said)
     return output
 
@@ -79,21 +82,16 @@ def test_a_tower_is_not_trained(inputs):
     for name in ("sft", "reward"):
         output = run(inputs, "tower", "plain", name)
         assert (output / "said").read_text().count(SAYS) == 1
-        if name == "reward":
-            load_file(output / "actor/model.safetensors")
         assert_the_tower_stands_still(inputs / "tower", output / "actor")
-        assert AutoModelForCausalLM.from_pretrained(inputs / "tower").model.vision_tower is not None
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_tower_stands_still_under_every_engine(inputs, engine):
-    output = run(inputs, "tower", engine)
+    output, alone = run(inputs, "tower", engine), run(inputs, "tower", "plain")
     assert (output / "said").read_text().count(SAYS) == 1
     assert_the_tower_stands_still(inputs / "tower", output / "actor")
-    assert_same_weights(run(inputs, "tower", "plain"), output)
-    for one, other in zip(
-        training_lines(run(inputs, "tower", "plain")), training_lines(output), strict=True
-    ):
+    assert_same_weights(alone, output)
+    for one, other in zip(training_lines(alone), training_lines(output), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
@@ -101,9 +99,8 @@ def test_a_tower_stands_still_under_every_engine(inputs, engine):
 def test_an_expert_that_no_token_visits_is_decayed(inputs):
     """As ZeRO does it: its gradient is zero, so it shrinks by the learning rate times the decay."""
     output = run(inputs, "mixture", "plain")
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (inputs / "mixture", output / "actor")
-    )
+    folders = inputs / "mixture", output / "actor"
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
     experts = [name for name in before if "experts" in name and "down_proj" in name]
     shrunk = (1 - RATE * DECAY) ** UPDATES
     visited = [not torch.allclose(after[name], before[name] * shrunk) for name in experts]

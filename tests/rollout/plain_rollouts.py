@@ -16,27 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
 from plain_loop import AdamW, clip, expect_lines, schedule, vector
-from runs import tiny_llama, training_lines, write_jsonl
+from runs import say, tiny_llama, training_lines, write_jsonl
 
 STOPS = [1, *range(30, 60)]  # so many that most responses end early
-# A small Llama.
-SMALL = dict(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=64,
-    initializer_range=0.3,
-    pad_token_id=0,
-    bos_token_id=None,
-    eos_token_id=1,
-)
-SHARED = dict(
-    seed=3, generate_batch_size=3, score_batch_size=5, max_new_tokens=6, train_batch_size=4, micro_train_batch_size=2,
-    max_length=60, learning_rate=3e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5,
-)  # fmt: skip
+SHARED = dict(seed=3, max_length=60, max_new_tokens=6, generate_batch_size=3, score_batch_size=5)
+SHARED |= dict(train_batch_size=4, micro_train_batch_size=2, learning_rate=3e-3, warmup_steps=2)
+SHARED |= dict(weight_decay=0.1, max_grad_norm=0.5)
 
 
 @torch.no_grad()
@@ -48,14 +33,9 @@ def alone(model, prompt, numbers, temperature, stops, room):
         seen.append(logits)
         chances = np.exp((logits - logits.max()) / (temperature or 1.0))
         below = np.cumsum(chances / chances.sum())
-        ids.append(
-            int((below <= numbers[len(seen) - 1]).sum()) if temperature else int(logits.argmax())
-        )
+        drawn = (below <= numbers[len(seen) - 1]).sum() if temperature else logits.argmax()
+        ids.append(int(drawn))
     return ids[len(prompt) :], seen
-
-
-def say(role: str, text: str) -> list[dict]:
-    return [{"role": role, "content": text}]
 
 
 def make_inputs(folder: Path, of_row=lambda row: {}, **changes) -> None:
@@ -67,12 +47,6 @@ def make_inputs(folder: Path, of_row=lambda row: {}, **changes) -> None:
     prompts = [say("user", "ab3" * (1 + 5 * row % 7)) for row in range(7)]
     rows = [{"prompt": prompt, **of_row(row)} for row, prompt in enumerate(prompts)]
     write_jsonl(folder / "prompts.jsonl", rows)
-
-
-def flags_of(inputs: Path, output: Path, settings: dict) -> list:
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "prompts.jsonl"]
-    flags += ["--output_dir", output]
-    return flags + [part for name, value in settings.items() for part in (f"--{name}", value)]
 
 
 class PlainRun:

@@ -15,23 +15,13 @@ import pretended_device
 from architectures import ARCHITECTURES, build
 from bare_runs import bare_sampler
 from preference_recipes.rollouts import decoding, generation
+from runs import slow_but
 
 FAST = {"llama", "qwen3", "gpt_neox", "phi3"}
 # xlstm cannot be generated from at all, see test_generation.py.
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST))
-    for name in ARCHITECTURES
-    if name != "xlstm"
-]
+NAMES = slow_but(FAST, [name for name in ARCHITECTURES if name != "xlstm"])
 # Padding on the left of some, and each of the first two twice, so that their keys are copied.
-PROMPTS = [
-    [*range(20, 36)],
-    [40, 41, 42, 43],
-    [*range(20, 36)],
-    [40, 41, 42, 43],
-    [60, 61],
-    [*range(70, 79)],
-]
+PROMPTS = [[*range(20, 36)], [40, 41, 42, 43]] * 2 + [[60, 61], [*range(70, 79)]]
 
 
 def draw(sampler, temperature: float, new_tokens: int = 20):

@@ -11,7 +11,8 @@ import torch
 
 import plain_rollouts
 import runs
-from plain_rollouts import PlainRun, expect_alike, expect_run, flags_of, lengths_of, say
+from plain_rollouts import PlainRun, expect_alike, expect_run, lengths_of
+from runs import say
 
 distill = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("distill"))))
 
@@ -20,14 +21,18 @@ def settings_of(**changes):
     return dataclasses.replace(distill.Args(teacher_model_name_or_path="T"), **changes)
 
 
+HTTP = ["http://x"]
 REFUSED = [
     (dict(loss_type="sampled", beta=0.5), "--beta 0.5 --loss_type sampled"),
     (dict(loss_type="sampled", on_policy_share=0.5), "were not drawn by the student"),
     (dict(on_policy_share=0.5, n_samples_per_prompt=2), "give --n_samples_per_prompt 1"),
-    (dict(vllm_url=["http://x"], sampler_correction="none"), "only --loss_type sampled is corrected"),
-    (dict(max_sampler_difference=0.1), "--max_sampler_difference 0.1: not used: give --vllm_url, too"),
+    (dict(vllm_url=HTTP, sampler_correction="none"), "only --loss_type sampled is corrected"),
+    (
+        dict(max_sampler_difference=0.1),
+        "--max_sampler_difference 0.1: not used: give --vllm_url, too",
+    ),
     (dict(loss_type="sampled", sampler_correction="none"), "--sampler_correction none: not used"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("changes, message", REFUSED, ids=[message for _, message in REFUSED])
@@ -71,7 +76,7 @@ def inputs(tmp_path_factory):
 
 def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
     """Runs the recipe; the only teacher has no name."""
-    flags = [*flags_of(inputs, output, settings), "--report_to", "none"]
+    flags = runs.short_run(inputs, "prompts", output, **settings)
     if "" in teachers:
         flags += ["--teacher_model_name_or_path", inputs / teachers[""]]
     elif teachers:
@@ -201,9 +206,7 @@ def test_a_run_is_that_of_the_plain_reference(inputs, plain_run, name):
     expect_run(plain_run(name), Reference(inputs, *WHOLE[name]).go(), without=("epoch",))
 
 
-@pytest.mark.parametrize(
-    "launcher", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("launcher", ["ddp", "zero3", runs.slow("fsdp2")])
 def test_several_teachers_under_engines(inputs, plain_run, launcher):
     """Each teacher reads on both processes, though often only one of them has answers of its own."""
     name = "several teachers, other prompts, completions"
@@ -214,10 +217,7 @@ def test_several_teachers_under_engines(inputs, plain_run, launcher):
     expect_alike(expected, output)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "fsdp2"))],
-)
+@pytest.mark.parametrize("launcher", ["plain", runs.slow("zero3"), runs.slow("fsdp2")])
 def test_the_base_below_adapters_teaches_what_it_reads_elsewhere(inputs, launcher):
     """At the first update the student is its base. So the KL is that of the base to itself after the other prompt."""
     output = inputs / f"self-{launcher}"
@@ -250,9 +250,9 @@ def test_micro_batches_hold_the_tokens_that_are_asked_for_of_what_teachers_read(
     script.write_text(MEASURED)
     settings = dict(SHARED, rollout_batch_size=7, train_batch_size=7, max_steps=1)
     settings |= dict(teacher_prompt="long", micro_train_tokens=70, share_prompts=False)
-    settings |= dict(eval_dataset_name=inputs / "prompts.jsonl", report_to="none")
+    settings |= dict(eval_dataset_name=inputs / "prompts.jsonl")
     settings |= dict(teacher_model_name_or_path=inputs / "same")
-    flags = flags_of(inputs, tmp_path / "out", settings)
+    flags = runs.short_run(inputs, "prompts", tmp_path / "out", **settings)
     said = runs.launch([], script, runs.recipe("distill"), *flags).stdout
     read = [int(line.split()[1]) for line in said.splitlines() if line.startswith("read ")]
     assert max(read) <= 70, read

@@ -16,12 +16,13 @@ import runs
 import templates as chat_templates
 from bare_runs import SHARING, bare_sampler
 from fake_vllm import FakeServer
-from plain_rollouts import expect_alike, flags_of, say
+from plain_rollouts import expect_alike
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import decode, encode
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import environments, episodes, rewards, rollout
+from runs import say
 
 # As a user writes them; used by whole runs, and in this process.
 ENVIRONMENTS = '''
@@ -35,7 +36,8 @@ class Echo:
         self.said = []
     def step(self, message):
         self.said.append(message["content"])
-        return [{"role": "user", "content": message["content"][:3] + "!"}] if len(self.said) < 3 else None
+        answer = {"role": "user", "content": message["content"][:3] + "!"}
+        return [answer] if len(self.said) < 3 else None
     def get_reward(self):
         return float(sum(map(len, self.said)) % 5)
 
@@ -53,10 +55,8 @@ class Adds:
         """
         return a + b
 '''
-SETTINGS = dict(
-    environment_timeout=5.0, max_turns=3, max_length=120, max_new_tokens=24, strings_as_messages=False, micro_train_tokens=0,
-)  # fmt: skip
-
+SETTINGS = dict(environment_timeout=5.0, max_turns=3, max_length=120, max_new_tokens=24)
+SETTINGS |= dict(strings_as_messages=False, micro_train_tokens=0)
 
 MINE = types.ModuleType("my_environments")
 exec(ENVIRONMENTS, vars(MINE))
@@ -280,22 +280,26 @@ def rewards_of(sampler, samples) -> list[float]:
 
 # ============================================================ whole runs
 
-FLAGS = dict(
-    eval_dataset_name="held_out.jsonl", environment="my_environments:Echo", max_turns=3, rollout_batch_size=4,
-    n_samples_per_prompt=2, max_new_tokens=20, max_length=100, train_batch_size=4, micro_train_batch_size=2, learning_rate=3e-3, max_steps=4,
-)  # fmt: skip
+FLAGS = dict(environment="my_environments:Echo", eval_dataset_name="held_out.jsonl")
+FLAGS |= dict(max_turns=3, rollout_batch_size=4, n_samples_per_prompt=2, max_new_tokens=20)
+FLAGS |= dict(max_length=100, train_batch_size=4, learning_rate=3e-3, max_steps=4)
 GRPO = dict(FLAGS, drop_equal_groups=False)
 
 
 def run(folder, output, settings, name="grpo", launcher="plain"):
-    flags = flags_of(folder, output, settings)
+    flags = runs.short_run(folder, "prompts", output, **settings)
     return runs.launch(runs.LAUNCHERS[launcher], runs.recipe(name), *flags, cwd=folder)
 
 
-@pytest.mark.parametrize("name, launcher, more", [
-    ("grpo", "ddp", {"lora_r": 4}), ("grpo", "ddp", {"vllm_url": "of the server"}),
-    pytest.param("ppo", "ddp", {}, marks=pytest.mark.slow), pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, launcher, more",
+    [
+        ("grpo", "ddp", {"lora_r": 4}),
+        ("grpo", "ddp", {"vllm_url": "of the server"}),
+        runs.slow("ppo", "ddp", {}),
+        runs.slow("grpo", "zero3", {}),
+    ],
+)
 def test_an_update_is_the_same_however_episodes_are_split(folder, tmp_path, name, launcher, more):
     """Also where each process asks a server for its own."""
     settings = {**(GRPO if name == "grpo" else FLAGS), **more}
@@ -374,13 +378,7 @@ def test_the_examples_of_the_page(play, name):
 @pytest.mark.slow
 def test_the_demo_learns_to_read_the_environments_answer(tmp_path):
     """Docs: from 0.2 to 0.8. A first guess alone is right once in ten times."""
-    runs.launch(
-        [],
-        runs.recipe("grpo"),
-        runs.ASSETS / "card.yaml",
-        "--output_dir",
-        tmp_path / "out",
-        timeout=900,
-    )
+    words = [runs.recipe("grpo"), runs.ASSETS / "card.yaml", "--output_dir", tmp_path / "out"]
+    runs.launch([], *words, timeout=900)
     before, *_, after = [line["eval/scores"] for line in runs.evaluation_lines(tmp_path / "out")]
     assert after >= before + 0.25 and after >= 0.1 + 0.25

@@ -13,6 +13,7 @@ from plain_rollouts import STOPS, alone
 from preference_recipes.rollouts import generation, rollout
 from preference_recipes.rollouts.generation import ALONE
 from preference_recipes.rollouts.samples import Samples
+from runs import slow_but
 
 PROMPTS = [
     [10 + (7 * row + place * place) % 200 for place in range(length)]
@@ -136,12 +137,8 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(tm
 # ---------------------------------------------------------------------------------------------- 70 architectures
 
 FAST = {*ALONE, "llama", "mamba2", "qwen3_next"}
-NAMES = [
-    # xlstm cannot be generated from at all: its second step refuses its own cache.
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST))
-    for name in ARCHITECTURES
-    if name != "xlstm"
-]
+# xlstm cannot be generated from at all: its second step refuses its own cache.
+NAMES = slow_but(FAST, [name for name in ARCHITECTURES if name != "xlstm"])
 LONG_AND_SHORT = [[*range(20, 36)], [40, 41, 42, 43], [*range(50, 66)], [60, 61], [70, 71, 72, 73]]
 
 

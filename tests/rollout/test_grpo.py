@@ -10,7 +10,7 @@ import torch
 
 import plain_rollouts
 import runs
-from plain_rollouts import PlainRun, expect_run, flags_of, lengths_of, make_inputs
+from plain_rollouts import PlainRun, expect_run, lengths_of, make_inputs
 from test_ppo import refusal_of
 
 grpo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("grpo")), run_name="grpo"))
@@ -20,20 +20,26 @@ def length(prompts, responses, response_ids, **columns):
     return [float(len(ids) // 2) for ids in response_ids]
 
 def vowels(prompts, responses, weight, **columns):
-    return [None if w == 2 else w * sum(c in "aeiouAEIOU" for c in text) for w, text in zip(weight, responses)]
+    counts = [sum(c in "aeiouAEIOU" for c in text) for text in responses]
+    return [None if w == 2 else w * count for w, count in zip(weight, counts)]
 
 def same(prompts, responses, **columns):
     return [1.0] * len(responses)
 """
 SHARED = dict(plain_rollouts.SHARED, rollout_batch_size=4, n_samples_per_prompt=3)
+LENGTH = dict(overlong_buffer=3, overlong_penalty=0.4)
 # 7 prompts: 4 and 3 an epoch, 12 and 9 samples.
 WHOLE = {
     "defaults": dict(SHARED, max_epochs=2),
-    "two passes, kl, length": dict(SHARED, num_epochs_per_rollout=2, advantage_std="group", average="sequence", kl_coef=0.3, temperature=0.8, overlong_buffer=3,
-                                   overlong_penalty=0.4, max_steps=9),
-    "refilled": dict(SHARED, train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, average="constant", max_epochs=2, mask_truncated=True, overlong_buffer=3,
-                     overlong_penalty=0.4),
-}  # fmt: skip
+    "two passes, kl, length": SHARED
+    | LENGTH
+    | dict(num_epochs_per_rollout=2, advantage_std="group", average="sequence")
+    | dict(kl_coef=0.3, temperature=0.8, max_steps=9),
+    "refilled": SHARED
+    | LENGTH
+    | dict(train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, max_epochs=2)
+    | dict(average="constant", mask_truncated=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ def inputs(tmp_path_factory):
 
 
 def run(inputs, output, settings, *more, check=True):
-    flags = flags_of(inputs, output, settings)
+    flags = runs.short_run(inputs, "prompts", output, **settings)
     if "--reward_function" not in more:
         flags += ["--reward_function", "rewarding_of_test:length", "rewarding_of_test:vowels"]
         flags += ["--reward_weights", 1, 0.5]
@@ -106,14 +112,16 @@ class Reference(PlainRun):
                 break
         flat = [sample for group in sampled for sample in group]
         equal = [len({sample.score for sample in group}) == 1 for group in sampled]
+        spreads = [np.std([sample.score for sample in group], ddof=1) for group in sampled]
         line = {
             "reward": np.mean([sample.score for sample in flat]),
-            "reward_std": np.mean([np.std([sample.score for sample in group], ddof=1) for group in sampled]),
-            "frac_reward_zero_std": np.mean(equal), "frac_groups_dropped": 1 - len(kept) / len(sampled),
+            "reward_std": np.mean(spreads),
+            "frac_reward_zero_std": np.mean(equal),
+            "frac_groups_dropped": 1 - len(kept) / len(sampled),
             "rewards/length/mean": np.mean([sample.parts["length"] for sample in flat]),
             **lengths_of(flat, "completions"),
             "completions/clipped_ratio": np.mean([not sample.ended for sample in flat]),
-        }  # fmt: skip
+        }
         vowels = [sample.parts["vowels"] for sample in flat if sample.parts["vowels"] is not None]
         if vowels:
             line["rewards/vowels/mean"] = np.mean(vowels)
@@ -146,10 +154,9 @@ class Reference(PlainRun):
             low, high = (ratio < least) & (a < 0), (ratio > most) & (a > 0)
             kl = (x.ref - logps).exp() - 1 + logps - x.ref
             loss = loss + s.kl_coef * kl * ratio
-            each.append({
-                "loss": loss, "clip_ratio/low_mean": low.float(), "clip_ratio/high_mean": high.float(), "entropy": entropy, "kl": kl,
-                "policy/approxkl_avg": (logps - old) ** 2 / 2, "val/ratio": ratio,
-            })  # fmt: skip
+            clipped = {"clip_ratio/low_mean": low.float(), "clip_ratio/high_mean": high.float()}
+            moved = {"policy/approxkl_avg": (logps - old) ** 2 / 2, "val/ratio": ratio}
+            each.append({"loss": loss, "entropy": entropy, "kl": kl, **clipped, **moved})
         tokens = sum(len(x.response) for x in samples)
         line = {name: sum(part[name].sum() for part in each).item() / tokens for name in each[0]}
         if not s.kl_coef:
@@ -186,7 +193,7 @@ class Reference(PlainRun):
 def test_a_run_is_that_of_the_plain_reference(inputs, name):
     settings = WHOLE[name]
     output = inputs / name.replace(" ", "-")
-    run(inputs, output, settings, "--report_to", "none")
+    run(inputs, output, settings)
     found = expect_run(output, Reference(inputs, **settings).go())
     assert len(found) > 4
     firsts = [line for line in found if "reward" in line]
@@ -205,7 +212,7 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
     output = inputs / "nothing"
     more = ["--reward_function", "rewarding_of_test:same"]
     more += ["--eval_dataset_name", inputs / "prompts.jsonl"]
-    more += ["--max_epochs", 1, "--overlong_buffer", 6, "--save_steps", 1, "--report_to", "none"]
+    more += ["--max_epochs", 1, "--overlong_buffer", 6, "--save_steps", 1]
     result = run(inputs, output, SHARED, *more, check=False)
     said = result.stdout
     assert result.returncode == 1 and "Traceback" not in said
@@ -233,7 +240,7 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     output = inputs / "early"
     settings = dict(SHARED, train_batch_size=12, micro_train_batch_size=3)
     more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--max_epochs", 3]
-    more += ["--eval_dataset_name", held_out, "--report_to", "none", "--resume", "auto"]
+    more += ["--eval_dataset_name", held_out, "--resume", "auto"]
     run(inputs, output, settings, *more)
     ended = runs.timeless(output)
     assert "led to no update: to go on, resume" in run(inputs, output, settings, *more).stdout
@@ -272,10 +279,7 @@ def later(prompts, responses, response_ids, held_out, **columns):
 """
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "zero3"))],
-)
+@pytest.mark.parametrize("launcher", runs.slow_but(["plain"], ["plain", "ddp", "zero2", "zero3"]))
 def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     inputs, tmp_path, launcher
 ):
@@ -284,7 +288,7 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     data = runs.write_jsonl(tmp_path / "rows.jsonl", rows)
     asked = [{"prompt": f"{row}+1", "held_out": True} for row in range(3)]
     held_out = runs.write_jsonl(tmp_path / "held_out.jsonl", asked)
-    more = ["--dataset_name", data, "--eval_dataset_name", held_out, "--report_to", "none"]
+    more = ["--dataset_name", data, "--eval_dataset_name", held_out]
     more += ["--reward_function", "rewarding_later:later", "--max_epochs", 2, "--resume", "auto"]
     outputs = []
     for name, ways in {"whole": [{}], "stopped": [{"STOP": "1"}, {}]}.items():
@@ -292,7 +296,7 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
         folder.mkdir()
         (folder / "rewarding_later.py").write_text(LATER)
         outputs.append(folder / "out")
-        flags = [*flags_of(inputs, outputs[-1], SHARED), *more]
+        flags = [*runs.short_run(inputs, "prompts", outputs[-1], **SHARED), *more]
         for env in ways:
             how = dict(cwd=folder, env=env, check="STOP" not in env)
             result = runs.launch(runs.LAUNCHERS[launcher], runs.recipe("grpo"), *flags, **how)
@@ -305,6 +309,10 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     assert [line["global_step"] for line in runs.evaluation_lines(stopped)].count(0) == 1
 
 
+UNUSED_MAXIMUM = {"loss_type": "dppo_tv", "sampler_correction_max": 2.0, "vllm_url": ["http://x"]}
+
+
+# One row a case: the settings, and what is said against them.
 @pytest.mark.parametrize("settings, parts", [
     ({"n_samples_per_prompt": 1}, ["--baseline group", "--n_samples_per_prompt 1", "2 or more"]),
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
@@ -312,7 +320,7 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     ({"rollout_batch_size": 31}, ["248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
     ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds", "--kl_coef above 0", "none is dropped"]),
     ({"overlong_penalty": 0.5}, ["--overlong_penalty 0.5: not used", "--overlong_buffer"]),
-    ({"loss_type": "dppo_tv", "sampler_correction_max": 2.0, "vllm_url": ["http://x"]}, ["--sampler_correction_max 2.0: not used by --loss_type dppo_tv"]),
+    (UNUSED_MAXIMUM, ["--sampler_correction_max 2.0: not used by --loss_type dppo_tv"]),
     ({"rollouts_ahead": 1}, ["--rollouts_ahead 1: not used: give --vllm_url, too"]),
     ({"max_turns": 3}, ["--max_turns 3: not used: give --environment, too"]),
     ({"environment_timeout": 5.0}, ["--environment_timeout 5.0: not used"]),

@@ -18,7 +18,17 @@ import plain_rollouts
 from common import arguments, batches
 from plain_loop import expect_weights, vector
 from preference_recipes.tools import export
-from runs import ASSETS, launch, recipe, timeless, tiny_llama, weights, write_jsonl
+from runs import (
+    ASSETS,
+    launch,
+    recipe,
+    say,
+    short_run,
+    timeless,
+    tiny_llama,
+    weights,
+    write_jsonl,
+)
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo")), run_name="ppo"))
 
@@ -37,15 +47,24 @@ def refusal_of(recipe, settings: dict) -> str:
     return ""
 
 
-@pytest.mark.parametrize("settings, said", [
-    ({"kl_in": "loss"}, "--kl_in loss --kl_estimator k1"),
-    ({"kl_target": 6.0, "kl_coef": 0.0}, "--kl_target"),
-    ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, "--kl_horizon above a fifth of them (25.6)"),
-    ({"kl_coef": 0.0, "ref_model_name_or_path": "R"}, "--ref_model_name_or_path R: not used"),
-    ({"kl_coef": 0.0, "kl_estimator": "k3"}, "--kl_estimator k3: not used"),
-    ({"kl_coef": 0.0, "kl_in": "loss"}, "--kl_in loss: not used"),
-    ({"kl_horizon": 500.0}, "--kl_horizon 500.0: not used"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"kl_in": "loss"}, "--kl_in loss --kl_estimator k1"),
+        ({"kl_target": 6.0, "kl_coef": 0.0}, "--kl_target"),
+        (
+            {"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8},
+            "--kl_horizon above a fifth of them (25.6)",
+        ),
+        (
+            {"kl_coef": 0.0, "ref_model_name_or_path": "R"},
+            "--ref_model_name_or_path R: not used",
+        ),
+        ({"kl_coef": 0.0, "kl_estimator": "k3"}, "--kl_estimator k3: not used"),
+        ({"kl_coef": 0.0, "kl_in": "loss"}, "--kl_in loss: not used"),
+        ({"kl_horizon": 500.0}, "--kl_horizon 500.0: not used"),
+    ],
+)
 def test_settings_that_would_be_ignored_or_cannot_work(settings, said):
     good = {"rollout_batch_size": 16, "train_batch_size": 8}
     assert refusal_of(ppo, good) == ""
@@ -65,32 +84,30 @@ REWARDING = """
 def reward(prompts, responses, weight, **columns):
     return [w * (len(text) % 5 - 2.0) for text, w in zip(responses, weight)]
 """
-SETTINGS = dict(
-    plain_rollouts.SHARED, rollout_batch_size=4, n_samples_per_prompt=2, num_epochs_per_rollout=2, max_epochs=1, critic_learning_rate=2e-2,
-    max_grad_norm=0.0, adam_epsilon=1e-5, missing_eos_penalty=0.6, clip_range=0.15, gamma=0.95, gae_lambda=0.8,
-)  # fmt: skip
+SETTINGS = plain_rollouts.SHARED | dict(rollout_batch_size=4, n_samples_per_prompt=2)
+SETTINGS |= dict(num_epochs_per_rollout=2, max_epochs=1, critic_learning_rate=2e-2)
+SETTINGS |= dict(max_grad_norm=0.0, adam_epsilon=1e-5, missing_eos_penalty=0.6, clip_range=0.15)
+SETTINGS |= dict(gamma=0.95, gae_lambda=0.8)
 # 7 prompts: rollouts of 4 and 3 prompts, 8 and 6 samples, with two epochs of updates of 4, 4 and of
 # 4, 2 samples: 8 updates a pass over the prompts. By name: the settings, the reference, the scores.
 WHOLE = {
     "kl in the reward": (
-        dict(
-            SETTINGS, kl_coef=0.3, kl_estimator="k1", kl_in="reward", kl_target=2.0, kl_horizon=100.0, temperature=0.8,
-            max_grad_norm=0.5, vf_coef=0.4, clip_range_high=0.25, value_clip_range=0.2, reward_clip=2.5, normalize_reward=True,
-            max_steps=10,
-        ),
+        SETTINGS
+        | dict(kl_coef=0.3, kl_estimator="k1", kl_in="reward", kl_target=2.0, kl_horizon=100.0)
+        | dict(temperature=0.8, max_grad_norm=0.5, vf_coef=0.4, clip_range_high=0.25)
+        | dict(value_clip_range=0.2, reward_clip=2.5, normalize_reward=True, max_steps=10),
         "reference",
         "both",
     ),
     "kl in the loss": (
-        dict(
-            SETTINGS, kl_coef=0.2, kl_estimator="k3", kl_in="loss", temperature=1.3, vf_coef=0.1, dual_clip=1.1,
-            value_clip_range=0.0, gae_lambda=1.0,
-        ),
+        SETTINGS
+        | dict(kl_coef=0.2, kl_estimator="k3", kl_in="loss", temperature=1.3, vf_coef=0.1)
+        | dict(dual_clip=1.1, value_clip_range=0.0, gae_lambda=1.0),
         "model",
         "function",
     ),
     "no reference": (dict(SETTINGS, kl_coef=0.0, gae_lambda=1.0, max_steps=6), None, "function"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +116,9 @@ def inputs(tmp_path_factory):
     plain_rollouts.make_inputs(folder, lambda row: {"weight": 1 + row % 3})
     tiny_llama(folder / "reference", initializer_range=0.2)
     torch.manual_seed(5)
-    head = dict(num_labels=1, reward_mean=0.1, reward_std=0.7, attention_dropout=0.2)
-    config = LlamaConfig(**{**plain_rollouts.SMALL, "initializer_range": 0.15, **head})
+    head = dict(num_labels=1, initializer_range=0.15)
+    config = LlamaConfig.from_pretrained(folder / "model", **head)
+    config.update({"reward_mean": 0.1, "reward_std": 0.7})
     LlamaClassifier(config).save_pretrained(folder / "reward")
     AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder / "reward")
     (folder / "rewarding_of_test.py").write_text(REWARDING)
@@ -110,7 +128,7 @@ def inputs(tmp_path_factory):
 def run(inputs, output, name, *more, **changes) -> None:
     """Runs the recipe with the settings of `WHOLE`; `more` flags win over them."""
     settings, ref, scored = WHOLE[name]
-    flags = plain_rollouts.flags_of(inputs, output, {**settings, **changes})
+    flags = short_run(inputs, "prompts", output, **{**settings, **changes})
     flags += ["--reward_function", "rewarding_of_test:reward"]
     flags += ["--ref_model_name_or_path", inputs / str(ref)] * bool(ref)
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
@@ -325,7 +343,7 @@ def test_evaluation(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     texts, is_cut = [], []
-    prompts = [plain_rollouts.say("user", "ab" * (1 + row)) for row in range(3)]
+    prompts = [say("user", "ab" * (1 + row)) for row in range(3)]
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         how = (0.0, plain_rollouts.STOPS, SETTINGS["max_new_tokens"])

@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 import runs
 from bare_runs import bare_sampler
 from fake_vllm import FakeServer
-from plain_rollouts import expect_alike, flags_of, say
+from plain_rollouts import expect_alike
 from preference_recipes.rollouts import vllm
 from preference_recipes.rollouts.vllm import Server
+from runs import say
 
 REWARDING = """
 def some(prompts, responses, response_ids, **columns):
     return [float(sum(ids) % 7) for ids in response_ids]
 """
-FLAGS = dict(
-    reward_function="rewarding_of_test:some", rollout_batch_size=4, max_new_tokens=6, train_batch_size=4,
-    micro_train_batch_size=2, max_length=60, learning_rate=3e-3, max_steps=4, eval_dataset_name="held_out.jsonl", eval_steps=2,
-)  # fmt: skip
+FLAGS = dict(reward_function="rewarding_of_test:some", rollout_batch_size=4, max_new_tokens=6)
+FLAGS |= dict(train_batch_size=4, micro_train_batch_size=2, max_length=60, learning_rate=3e-3)
+FLAGS |= dict(max_steps=4, eval_dataset_name="held_out.jsonl", eval_steps=2)
 GRPO = dict(FLAGS, n_samples_per_prompt=2, drop_equal_groups=False, advantage_std="none")
 
 
@@ -53,7 +53,8 @@ second = pytest.fixture(started, name="second")
 
 
 def all_flags(inputs, output, settings: dict, *urls: str) -> list:
-    return [*flags_of(inputs, output, settings), *(["--vllm_url", *urls] if urls else [])]
+    servers = {"vllm_url": list(urls)} if urls else {}
+    return runs.short_run(inputs, "prompts", output, **settings | servers)
 
 
 def run(inputs, output, settings, *urls, name="grpo", launcher="plain", check=True):
@@ -96,11 +97,12 @@ def test_a_rollout_is_asked_for_after_a_proven_synchronisation(inputs, server, t
     asked = [content for path, content in server.requests if path == "/v1/completions"]
     sampled = asked[6:10]
     first = sampled[0]
-    assert {**first, "prompt": [], "seed": 0} == {
-        "model": None, "prompt": [], "n": 2, "seed": 0, "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "stop_token_ids": [1],
-        "logit_bias": {}, "skip_special_tokens": False, "return_token_ids": True, "logprobs": 0,
-    }  # fmt: skip
+    whole = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, logit_bias={})
+    penalties = dict(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+    returned = dict(return_token_ids=True, logprobs=0, skip_special_tokens=False)
+    ends = dict(max_tokens=6, ignore_eos=True, stop_token_ids=[1])
+    expected = {**whole, **penalties, **returned, **ends, "model": None, "n": 2}
+    assert first == {**expected, "prompt": first["prompt"], "seed": first["seed"]}
     # Every response has a seed of its own: the server adds the number of the response.
     seeds = [
         request["seed"] + number
@@ -167,7 +169,7 @@ def test_ppo_and_distillation_sample_from_a_server(inputs, server, tmp_path, nam
 # ============================================================ the same run, however it is served
 
 
-@pytest.mark.parametrize("launcher", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["ddp", runs.slow("zero3")])
 def test_several_servers_and_processes_give_the_same_run(
     inputs, server, second, tmp_path, launcher
 ):
@@ -180,7 +182,8 @@ def test_several_servers_and_processes_give_the_same_run(
 
 def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp_path):
     """At a checkpoint between the two updates of a rollout, while the next one is sampled ahead."""
-    settings = dict(GRPO, rollouts_ahead=1, max_steps=8, max_epochs=3, save_steps=3, eval_steps=4)  # fmt: skip
+    settings = dict(GRPO, rollouts_ahead=1, max_steps=8, max_epochs=3)
+    settings |= dict(save_steps=3, eval_steps=4)
     run(inputs, tmp_path / "whole", settings, server.url)
     flags = all_flags(inputs, tmp_path / "half", settings, server.url)
     process = runs.start(runs.LAUNCHERS["plain"], runs.recipe("grpo"), *flags, cwd=inputs)
@@ -284,7 +287,9 @@ REQUEST = {"prompt": [5, 6], "n": 2, "max_tokens": 3, "stop_token_ids": [1], "te
 
 
 def answer_of(**changes) -> dict:
-    choice = {"index": 0, "token_ids": [7, 1], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "prompt_token_ids": [5, 6], "finish_reason": "stop"}  # fmt: skip
+    logprobs = {"token_logprobs": [-1.0, -2.0]}
+    ids = {"token_ids": [7, 1], "prompt_token_ids": [5, 6]}
+    choice = {"index": 0, "logprobs": logprobs, "finish_reason": "stop", **ids}
     return {"choices": [{**choice, "index": 1}, {**choice, **changes}]}
 
 

@@ -14,24 +14,16 @@ from runs import (
     launch,
     recipe,
     samples,
-    tiny_inputs,
+    short_run,
     training_lines,
     write_jsonl,
 )
 from small_run import small_run
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return tiny_inputs(tmp_path_factory.mktemp("board"))
-
-
-def flags(inputs, name, output):
-    return [
-        *("--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl"),
-        *("--train_batch_size", 4, "--micro_train_batch_size", 2, "--max_steps", 2),
-        *("--max_new_tokens", 4, "--output_dir", output, *RECIPES[name].board_flags),
-    ]
+def flags(inputs, name, output, **more):
+    sizes = dict(train_batch_size=4, micro_train_batch_size=2, max_steps=2, max_new_tokens=4)
+    return [*short_run(inputs, name, output, **sizes | more), *RECIPES[name].board_flags]
 
 
 @pytest.mark.parametrize(
@@ -41,8 +33,7 @@ def test_samples_are_those_that_the_metrics_count(inputs, name, value_of_sample,
     rows = [json.loads(line) for line in (inputs / f"{name}.jsonl").open()][:6]
     held_out = write_jsonl(inputs / f"held-out-{name}.jsonl", [{**r, "answer": "7"} for r in rows])
     output = inputs / name
-    given = flags(inputs, name, output)
-    launch([], recipe(name), *given, "--eval_dataset_name", held_out, "--report_to", "none")
+    launch([], recipe(name), *flags(inputs, name, output, eval_dataset_name=held_out))
     written = samples(output)
     for line in evaluation_lines(output):
         step = line["global_step"]
@@ -62,7 +53,7 @@ def test_samples_are_those_that_the_metrics_count(inputs, name, value_of_sample,
 def test_another_tracker_gets_every_line(inputs, tmp_path):
     """trackio keeps its runs in files of its own, so this needs no network."""
     output = tmp_path / "out"
-    given = [*flags(inputs, "dpo", output), "--report_to", "trackio"]
+    given = flags(inputs, "dpo", output, report_to="trackio")
     launch([], recipe("dpo"), *given, env={"TRACKIO_DIR": str(tmp_path / "trackio")}, fresh=True)
     (database,) = (tmp_path / "trackio").rglob("*.db")
     with sqlite3.connect(database) as connection:

@@ -40,7 +40,7 @@ def demo(request, tmp_path_factory):
     more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
     more += ["--eval_dataset_name", few, *RECIPES[name].glossary_flags]
     if RECIPES[name].data == "preferences":
-        # To tokenise all pairs would be most of the run, and test_strategies.py does it.
+        # To tokenise all pairs would be most of the run, and test_learning.py does it.
         more = [ASSETS / f"{name}.yaml", "--dataset_name", held_out, *more]
     launch(config_launcher("ds_fp16"), recipe(name), *more, "--output_dir", output)
     return name, output

@@ -11,8 +11,6 @@ an eighth of the demo's batches: rounding may change which token is drawn. CPUs 
 vector instructions, and MKL in its compatible mode, moved these numbers by up to 5e-6 of their size.
 """
 
-import gzip
-import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -21,7 +19,7 @@ import pytest
 import yaml
 
 from recipes import RECIPES
-from runs import ASSETS, flags_of, launch, recipe, training_lines
+from runs import ASSETS, first_rows, flags_of, launch, recipe, training_lines
 
 STORED = Path(__file__).with_name("golden.json")
 TAGS = ["loss", "grad_norm"]
@@ -36,11 +34,7 @@ def first_updates(name: str, folder: Path) -> dict[str, list[float]]:
         if flag.endswith("batch_size"):
             settings[flag] //= RECIPES[name].demo_batches_divided_by
 
-    data = Path(demo["dataset_name"])
-    rows = folder / f"{name}.jsonl"
-    with (gzip.open if data.suffix == ".gz" else open)(data, "rt") as file:
-        rows.write_text("".join(itertools.islice(file, ROWS)))
-
+    rows = first_rows(folder / f"{name}.jsonl", Path(demo["dataset_name"]), ROWS)
     settings |= {"dataset_name": rows, "output_dir": folder / name, "max_steps": 5}
     launch([], recipe(name), *flags_of(settings | {"report_to": "none"}))
     lines = training_lines(folder / name)
