@@ -483,7 +483,7 @@ def main():
     sampler = Sampler(accelerator, args, tokenizer, model, data, run, means)
     vllm.connect(sampler)  # does nothing without --vllm_url
     all_teachers = Teachers(accelerator, args, tokenizer, model)
-    models = [model, *all_teachers.models]
+    models = [model, *(teacher.model for teacher in all_teachers.by_name.values())]
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )

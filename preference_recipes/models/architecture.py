@@ -68,7 +68,6 @@ def no_searches():
     It looks for rows that hold several sequences, and for padding, to warn. The host would wait for
     a GPU to answer. Our rows of several sequences have a mask, and what is padded needs none.
     """
-
     find_nothing = lambda *values: None
     return replaced(
         (masking_utils, "find_packed_sequence_indices", find_nothing),

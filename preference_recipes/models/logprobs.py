@@ -95,14 +95,10 @@ class LogProbModel(ModelWrapper):
         values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
         named = dict(zip(("logps", *extras), values))
         if check:
-            named["own_logps"] = self.own_logps(batch)
+            logits = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)
+            all_logps = logits[batch["predictors"], : self.vocabulary].float().log_softmax(-1)
+            named["own_logps"] = all_logps.gather(1, batch["targets"][:, None]).squeeze(1)
         return {name: by_answer(value, batch) for name, value in named.items()}
-
-    def own_logps(self, batch: dict) -> torch.Tensor:
-        """Returns log-probs `[targets]` from the logits of the architecture's own forward."""
-        logits = self.model(**batch["inputs"], use_cache=False).logits
-        logits = logits.flatten(0, 1)[batch["predictors"], : self.vocabulary].float()
-        return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
 
 
 def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:

@@ -91,20 +91,17 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     ]
     if targets == [ALL_LINEAR]:
         return layers
-    for target in targets:  # peft would leave out what it does not find
-        if not any(is_named(layer, target) for layer in layers):
+    # By its own name, or by the end of it after a dot.
+    ends = [f".{target}" for target in targets]
+    for target, end in zip(targets, ends):  # peft would leave out what it does not find
+        if not any(f".{layer}".endswith(end) for layer in layers):
             kinds = sorted({layer.rpartition(".")[2] for layer in layers})
             sys.exit(
                 f"--lora_target_modules {target}: no linear layer of {type(model).__name__} that "
                 f"could get an adapter has this name. There are {', '.join(kinds)} (embeddings, "
                 "the output layer and score heads get none)"
             )
-    return [layer for layer in layers if any(is_named(layer, target) for target in targets)]
-
-
-def is_named(layer: str, target: str) -> bool:
-    """Whether peft means a layer by this name."""
-    return layer == target or layer.endswith(f".{target}")
+    return [layer for layer in layers if f".{layer}".endswith(tuple(ends))]
 
 
 # ============================================================ the base
@@ -126,16 +123,10 @@ class WithoutAdapters(nn.Module):
 
     def forward(self, *args, **kwargs):
         """Returns what the prepared model returns without its adapters."""
-        with self.adapters_off():
+        # peft's own switch would also freeze and unfreeze the adapters' weights, which engines that
+        # cut weights do not expect.
+        with replaced(*((layer, "_disable_adapters", True) for layer in self.adapted)):
             return self.prepared(*args, **kwargs, **self.settings)
-
-    def adapters_off(self):
-        """Turns the adapters off inside the block, and on again even after an error.
-
-        peft's own switch would also freeze and unfreeze the adapters' weights, which engines that
-        cut weights do not expect.
-        """
-        return replaced(*((layer, "_disable_adapters", True) for layer in self.adapted))
 
 
 def packed_in_4bit() -> dict:

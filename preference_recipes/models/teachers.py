@@ -102,11 +102,6 @@ class Teachers:
                 prepared = prepare.frozen(accelerator, wrapper)
             self.by_name[name] = Teacher(prepared, wrapper.whole_head(args.temperature))
 
-    @property
-    def models(self) -> list[nn.Module]:
-        """All teachers, prepared."""
-        return [teacher.model for teacher in self.by_name.values()]
-
     @torch.no_grad()
     def lessons(
         self,

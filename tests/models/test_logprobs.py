@@ -299,7 +299,7 @@ def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
     assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
     load.causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=192)), tokenizer, SharedArgs())
     asked = setting.fp32_precision == "bf16"
-    assert asked == (attention["sdpa"] is onednn.sdpa_of_short_rows)
+    assert asked == (attention["sdpa"] is onednn.attention_by_mkl)
     torch.manual_seed(0)
     for rows, length in ((3, 150), (700, 1)):
         x, weight, grad = (
@@ -339,16 +339,38 @@ def test_gradients_on_a_cpu_are_clipped_by_their_exact_norm(dtype):
         assert (parameter.grad.double() - clipped).norm() <= rounding * clipped.norm()
 
 
-@pytest.mark.parametrize("length", [40, 300])
-def test_attention_of_short_rows_is_attention(length):
+def test_attention_is_computed_by_mkl_forward_and_backward(products, monkeypatch):
+    """Each gradient, also where only keys have one: adapters may be on `k_proj` alone."""
+    setting, _ = products
+    setting.fp32_precision = "bf16"
+    asked = []  # whose products, at the kernel forward and backward
+    attend = sdpa_attention_forward
+
+    def noted(*args, **kwargs):
+        output, weights = attend(*args, **kwargs)
+        asked.append(setting.fp32_precision)
+        output.register_hook(lambda gradient: asked.append(setting.fp32_precision))
+        return output, weights
+
+    monkeypatch.setattr(onednn, "sdpa_attention_forward", noted)
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, 4, length, 16).unbind()
+    states = torch.randn(3, 2, 4, 40, 16)
     module = types.SimpleNamespace(is_causal=True, training=True)
-    found, _ = onednn.sdpa_of_short_rows(module, query, key, value, None)
-    scores = query.double() @ key.double().mT / 4
-    scores = scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
-    expected = (scores.softmax(-1) @ value.double()).transpose(1, 2)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    for learned in ([True, True, True], [False, True, False]):
+        inputs = [each.clone().requires_grad_(flag) for each, flag in zip(states, learned)]
+        found, _ = onednn.attention_by_mkl(module, *inputs, None)
+        found.square().sum().backward()
+        exact = [each.double().requires_grad_(flag) for each, flag in zip(states, learned)]
+        scores = exact[0] @ exact[1].mT / 4
+        scores = scores.masked_fill(~torch.ones(40, 40).tril().bool(), -torch.inf)
+        expected = (scores.softmax(-1) @ exact[2]).transpose(1, 2)
+        expected.square().sum().backward()
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        for one, other, flag in zip(inputs, exact, learned):
+            assert (one.grad is not None) == flag
+            if flag:
+                torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
+    assert asked == ["ieee"] * 4 and setting.fp32_precision == "bf16"
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
@@ -363,7 +385,7 @@ def test_attention_of_one_token_is_attention(products, is_masked):
     sees[0, ..., :7] = not is_masked
     module = types.SimpleNamespace(is_causal=True, training=False, num_key_value_groups=3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        found, _ = onednn.sdpa_of_short_rows(module, query, key, value, sees if is_masked else None)
+        found, _ = onednn.attention_by_mkl(module, query, key, value, sees if is_masked else None)
     assert setting.fp32_precision == "bf16"
     called = {event.name for event in profile.events()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in called
