@@ -205,11 +205,13 @@ def n_updates(args, n_prompts: int) -> int:
 def describe_updates(args, n_prompts: int, total_steps: int) -> str:
     prompts = args.rollout_batch_size
     samples = prompts * args.n_samples_per_prompt
+    most = "at most " if getattr(args, "drop_equal_groups", False) else ""  # GRPO drops groups
     return (
         f"a rollout: {counted(prompts, 'prompt')}, {counted(samples, 'sample')}, "
-        f"{counted(n_updates(args, prompts), 'update')}; "
+        f"{most}{counted(n_updates(args, prompts), 'update')}; "
         f"an epoch: {counted(math.ceil(n_prompts / prompts), 'rollout')}, "
-        f"{counted(n_updates(args, n_prompts), 'update')}; {counted(total_steps, 'update')} in all"
+        f"{most}{counted(n_updates(args, n_prompts), 'update')}; "
+        f"{'' if args.max_steps else most}{counted(total_steps, 'update')} in all"
     )
 
 

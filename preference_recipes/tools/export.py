@@ -47,6 +47,7 @@ def export(
         model: the name of the folder, `actor` or `critic`.
         merge_adapter: write a whole model instead of an adapter.
     """
+    out = out.resolve()  # a link would be replaced by a folder next to it
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         sys.exit(f"{out} exists and is not an empty folder: choose another")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser.add_argument("--merge", action="store_true", help="the whole model, not the adapter")
     args = parser.parse_args(words)
     model = "critic" if args.critic else "actor"
-    export(args.checkpoint, args.out.resolve(), args.dtype, model, merge_adapter=args.merge)
+    export(args.checkpoint, args.out, args.dtype, model, merge_adapter=args.merge)
     print(f"wrote {args.out}")
 
 

@@ -71,6 +71,9 @@ def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(
     (checkpoint / "actor/linked").symlink_to(secret)
     export.export(checkpoint, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    export.export(checkpoint, tmp_path / "link")
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["config.json"]
 
     name = "actor/../../secret"
     size = [(checkpoint / name).stat().st_size, folders.checksum(checkpoint / name)]

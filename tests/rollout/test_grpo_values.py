@@ -12,7 +12,7 @@ import torch
 import expected_gradients
 from common.metrics import Means
 from peers import trl_grpo
-from preference_recipes.rollouts import correction
+from preference_recipes.rollouts import correction, rollout
 from runs import REPOSITORY, recipe
 
 grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo"))))
@@ -315,3 +315,16 @@ def test_each_reward_is_normalised_in_its_group_before_they_are_added():
         expected += total.tolist()
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
     assert found[6] == 0
+
+
+@pytest.mark.parametrize("drops, max_steps", [(False, 0), (True, 0), (True, 6)])
+def test_updates_that_dropped_groups_may_save_are_not_promised(drops, max_steps):
+    given = dict(rollout_batch_size=2, n_samples_per_prompt=4, num_epochs_per_rollout=1)
+    args = types.SimpleNamespace(
+        **given, train_batch_size=4, drop_equal_groups=drops, max_steps=max_steps
+    )
+    most = "at most " * drops
+    assert rollout.describe_updates(args, n_prompts=6, total_steps=6) == (
+        f"a rollout: 2 prompts, 8 samples, {most}2 updates; an epoch: 3 rollouts, {most}6 updates; "
+        f"{'' if max_steps else most}6 updates in all"
+    )
