@@ -45,7 +45,6 @@ PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
 )
-NO_ANSWER = "column 'answer' holds an object, which no response is compared with"
 # Between the answers of a list, any of which is right: ASCII's record separator.
 BETWEEN = "\x1e"
 
@@ -104,8 +103,7 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
     """Returns the usable rows of a data set as token ids; prints which were left out, and why.
 
-    They have the columns of the row function, `row`, the number in the file (from 1), and `answer`
-    as text, where the data has one.
+    They have the columns of the row function; `row`, from 1; `answer` as text, if the data has one.
     """
     accelerator.print(f"reading {name} ...", flush=True)
     # The first process of each machine fills the cache, and the others read what it wrote.
@@ -144,8 +142,7 @@ class Converter:
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
-        These are `notes`; `row`, its number from 1; `answer`, "" if it has none. `BadRow` has the
-        number, too.
+        These are `notes`; `row`, its number from 1, as in `BadRow`; `answer`, "" if it has none.
         """
         try:
             row = formats.standard(row, self.columns)
@@ -163,8 +160,8 @@ class Converter:
         if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate
             try:
                 answer = answer_text(row.get("answer"))
-            except ValueError:
-                notes.append(NO_ANSWER)
+            except ValueError as error:
+                notes.append(str(error))
         return {**values, "notes": notes, "row": index + 1, "answer": answer}
 
 
@@ -172,7 +169,7 @@ def answer_text(answer: Any) -> str:
     """Returns a column `answer` as a text; its answers, any of which is right, are its parts."""
     values = answer if isinstance(answer, (list, tuple)) else [answer]
     if any(isinstance(value, (dict, list, tuple)) for value in values):
-        raise ValueError(NO_ANSWER)
+        raise ValueError("column 'answer' holds an object, which no response is compared with")
     return BETWEEN.join(str(value) for value in values if value is not None and value != "")
 
 

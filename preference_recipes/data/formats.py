@@ -1,9 +1,7 @@
 """Recognises the formats of rows, and turns rows with answers into token ids.
 
 The usual path is `preference_row`: `preference` finds the prompt, the chosen and the rejected
-answer, `row_of_answers` encodes them. Sections below are for pairs that hold their prompt, for
-labels, for conversations, for strings, and for the columns of other tools, which `standard`
-renames first.
+answer, `row_of_answers` encodes them. `standard` renames the columns of other tools first.
 """
 
 import re
@@ -38,7 +36,7 @@ FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
 # What precedes an answer in hh-rlhf's transcripts.
 HH_MARKER = "\n\nAssistant:"
 # How `label` may be written; the cells of a CSV file are text.
-LABELS = {"true": True, "false": False, "1": True, "0": False}
+LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
 # ============================================================ pairs, as token ids
@@ -163,15 +161,11 @@ def split_conversations(
         if begin and chosen[end - 1]["role"] != "assistant":
             break
     else:
-        raise BadRow(
-            "'chosen' and 'rejected' do not begin with the same prompt, each followed by an answer"
-        )
+        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt and an answer")
     shared = [message["content"].strip() for message in chosen[:end]]
     stated = as_messages(prompt, "user") if prompt else []
     if not all(message["content"].strip() in shared for message in stated):
-        raise BadRow(
-            "'chosen' and 'rejected' do not begin with all of the prompt in column 'prompt'"
-        )
+        raise BadRow("'chosen' and 'rejected' do not begin with all of the prompt in 'prompt'")
     return chosen[:end], chosen[end:], rejected[end:]
 
 
@@ -212,15 +206,11 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
 def labelled(row: dict) -> tuple[Text, Text, bool]:
     """Returns a row of KTO as (prompt, answer, whether it is good).
 
-    Prompt and answer are strings, or both are message lists. Of `messages`, the last one is
-    the answer.
+    Both are strings, or both are message lists. Of `messages`, the last one is the answer.
     """
     label = str(row.get("label")).lower()
-    if label not in LABELS:
-        raise BadRow(
-            "column 'label': expected true or false, whether the answer is good, found "
-            f"{row.get('label')!r:.80}; or 'chosen' and 'rejected'"
-        )
+    expected = "true or false, whether the answer is good, or 'chosen' and 'rejected' instead"
+    refuse_unless(label in LABELS, {"label": None, **row}, "label", expected)
     prompt, answer = conversation({**row, "label": None})
     if isinstance(answer, list) and not prompt:  # of `messages`
         prompt = question_of(answer[:-1], answer[-1:])
@@ -238,21 +228,22 @@ def conversation(row: dict) -> tuple[Text, Text]:
     if leading == "text":
         refuse_unless(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
-    if str(row.get("label")).lower() in ("true", "false"):  # it would learn bad answers, too
-        raise BadRow(
-            "column 'label': one answer and whether it is good is KTO's format, which "
-            "recipes/kto.py alone reads"
-        )
+    labels = ("true", "false") if leading == "messages" else LABELS  # 0 and 1 may be classes
+    if str(row.get("label")).lower() in labels:  # it would learn bad answers, too
+        raise BadRow("'label' or 'kto_tag' rates answers: use recipes/kto.py, or remove the column")
     if leading == "messages":
         fits = is_messages(row["messages"])
         refuse_unless(fits, row, "messages", "a list of messages with role and content")
         return [], as_messages(row["messages"], "user")
-    expected = "'messages', or 'prompt' and 'completion', or 'text'"
-    require(row, "prompt", "completion", expected=expected)
+    require(row, "prompt", "completion", expected="'messages', 'text' or 'prompt' and 'completion'")
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return row["prompt"], row["completion"]
     answer = as_messages(row["completion"], "assistant")
-    return question_of(row["prompt"], answer), answer
+    prompt = question_of(row["prompt"], answer)
+    roles = [message["role"] for message in (*prompt[-1:], *answer[:1])]
+    if roles in (["user", "user"], ["user", "system"]):  # the model would be asked twice
+        raise BadRow("'completion' holds a prompt, too: read it with --columns messages=completion")
+    return prompt, answer
 
 
 def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) -> list[dict]:
@@ -390,6 +381,12 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
     leading = leading_column(row)
     if leading == "conversations":
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
+    if is_pair(row) and row.get("prompt") is None and is_messages(row.get("messages")):
+        last = as_messages(row["messages"][-1:], "user")
+        if last and last[0]["role"] in ("user", "tool"):  # else it may repeat the answer
+            row = {**row, "prompt": row["messages"]}
+    if row.get("kto_tag") is not None:
+        row = {"label": row["kto_tag"], **row}
     if leading == "instruction":
         question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
         row = {**row, "prompt": [{"role": "user", "content": question}] if question else []}

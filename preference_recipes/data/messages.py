@@ -19,7 +19,7 @@ PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reaso
 # Where a call has its arguments.
 ARGUMENTS = ("arguments", "parameters")
 # Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
-LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss", "train", "trainable")
+LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss_scale", "loss", "train", "trainable")
 
 
 class BadRow(Exception):
@@ -95,6 +95,8 @@ def as_message(message: dict, where: str) -> dict:
         key = "tool_calls" if sender == "function_call" else "content"
         others = {name: message[name] for name in message if name not in ("from", "value")}
         message = {**others, "role": SENDERS[sender], key: message.get("value", "")}
+    if message["role"] == "tool_call":  # many templates would write it as somebody else's turn
+        raise BadRow(f"{where}, role 'tool_call': expected an assistant message with `tool_calls`")
     message = {"content": "", **message}
     calls = as_list(from_json(message.pop("tool_calls", None)) or [])  # "[]" and the like are none
     if isinstance(message["content"], list):
@@ -105,7 +107,7 @@ def as_message(message: dict, where: str) -> dict:
     for key, value in message.items() if message["role"] == "assistant" else ():
         # What other keys that by their name are about the loss mean is not plain.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
-        if is_unclear or (value and key.startswith(("skip", "mask"))):
+        if is_unclear or (value and key.startswith(("skip", "mask", "train_"))):
             raise BadRow(
                 f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
                 "give train: false to a turn that is not learned"
@@ -181,5 +183,4 @@ def without_nulls(value: Any) -> Any:
         return {str(key): without_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, (list, tuple)):
         return [without_nulls(part) for part in value]
-    is_json = value is None or isinstance(value, (str, int, float))
-    return value if is_json else str(value)  # such as a date
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)  # a date

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from preference_recipes.data import formats
 from preference_recipes.data.messages import BadRow, as_list
 
 # A key by the keys above it, lists not counted: ("messages", "tool_calls", "id").
@@ -53,9 +54,11 @@ def is_read(row: dict, path: Path, converter) -> bool:
 def learned(row: dict, converter) -> dict:
     """Returns what a row becomes, as far as a model or a reward function reads it."""
     values = converter.convert_row(row, 0)
-    # The copy for reward functions has each column; those for the template they do not read.
-    columns = json.loads(values.pop("columns", "{}")).keys()
-    return {**values, "columns": columns - {"tools", "chat_template_kwargs"}}
+    # Reward functions get all columns; but the keys of messages count where the ids show them.
+    columns = json.loads(values.pop("columns", "{}"))
+    names = columns.keys() - {"tools", "chat_template_kwargs"}
+    seen = {name: name in formats.FORMAT_COLUMNS or columns[name] for name in names}
+    return {**values, "columns": seen}
 
 
 def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -57,9 +57,6 @@ def rows_of(path, split="train") -> list[dict]:
     return list(rows.select(range(len(rows))))
 
 
-# ---------------------------------------------------------------------------------------------- names
-
-
 def write(path, rows: list[dict]) -> None:
     """Rows of a text, as the file kind that the name says."""
     if path.suffix == ".csv":
@@ -91,9 +88,6 @@ def test_a_link_to_a_file_whose_name_says_no_format(tokenizer, accelerator, tmp_
     """As `hf_hub_download` returns: the hub's cache keeps files under their hashes."""
     (tmp_path / "train.jsonl").symlink_to(write_jsonl(tmp_path / "0a1b2c", [{"text": "a"}]))
     assert rows_of(tmp_path / "train.jsonl") == [{"text": "a"}]
-
-
-# ---------------------------------------------------------------------------------------------- values
 
 
 MIXED = [
@@ -231,6 +225,8 @@ def test_pairs_that_contradict_themselves_are_refused(prompt, chosen, rejected, 
     ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
     ({"prompt": "Why?", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
     ({"conversations": [{"from": "human", "value": "Why?"}], "chosen": YES, "rejected": NO}, False),
+    ({"messages": [QUESTION], "prompt": None, "chosen": YES, "rejected": "No."}, False),  # Axolotl's
+    ({"messages": [QUESTION, YES], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
 ])  # fmt: skip
 def test_a_column_system_begins_the_chat(row, as_messages):
     """Beside strings, too, where they are turns; with an empty one the row is as without."""
@@ -387,7 +383,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1", "expected text", "'image_url'"]),
     ({"messages": [QUESTION, {**YES, "content": ["Be", "cause."]}]}, ["message 2", "expected text", "found 'Be'"]),
     ({"instruction": "a", "output": ["b", "c"]}, ["message 1", "expected text", "found 'b'"]),
-    ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "recipes/kto.py"]),
+    ({"messages": [QUESTION, YES], "label": True}, ["'label'", "recipes/kto.py"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5"]),
     ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
     ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": "[]"}]}, ["column 'messages'", "a list of messages"]),
@@ -396,6 +392,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"instruction": "a", "output": 5}, ["found {'role': 'assistant', 'content': 5} as message 1"]),
     ({"messages": [QUESTION, YES, {"role": "user"}]}, ["column 'messages'", "found {'role': 'user'} as message 3"]),
     ({"prompt": [QUESTION, {}], "completion": "b"}, ["column 'prompt'", "found {} as message 2"]),
+    # These were learned: bad answers, an answer that is asked for twice, one without the call before it.
+    ({"prompt": "a", "completion": "b", "label": "1"}, ["'label'", "recipes/kto.py"]),
+    ({**ALPACA, "kto_tag": False}, ["'kto_tag'", "recipes/kto.py"]),
+    ({"prompt": "Why?", "completion": [SYSTEM, QUESTION, YES]}, ["'completion'", "--columns messages=completion"]),
+    ({"messages": [QUESTION, message("tool_call", CALL_TEXT), YES]}, ["message 2", "`tool_calls`"]),
 ])  # fmt: skip
 def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
@@ -405,6 +406,8 @@ def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_
 def test_columns_of_other_data_are_no_format():
     """A class beside a text, a label beside a pair."""
     assert formats.conversation({"text": "a", "label": True}) == ("", "a")
+    assert formats.conversation({"messages": [QUESTION, YES], "label": 0}) == ([], [QUESTION, YES])
+    assert formats.conversation({"prompt": "a", "completion": "b", "label": 2}) == ("a", "b")
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
     assert formats.preference(pair) == ("a", "b", "c")
 
@@ -415,9 +418,6 @@ def test_a_pair_that_ends_with_the_users_turn_or_without_an_answer_is_left_out(t
     assert preference_row(row, tokenizer, 100)["reason"].startswith("answer that does not end with")
     row["chosen"].append(message("assistant", ""))
     assert preference_row(row, tokenizer, 100)["reason"] == "empty answer"
-
-
-# ---------------------------------------------------------------------------------------------- calls
 
 
 def calls_written(name: str, content, calls) -> str:
@@ -447,12 +447,9 @@ def test_a_call_may_be_flat_or_nested_and_its_arguments_a_text(name, written, ke
         assert calls_written(name, "", calls) == expected
 
 
-ABSENT = object()
-
-
-@pytest.mark.parametrize("given", ["", None, ABSENT])
+@pytest.mark.parametrize("given", [{}, {"arguments": ""}, {"arguments": None}])
 def test_without_arguments_there_are_none(given):
-    function = {"name": "add"} | ({} if given is ABSENT else {"arguments": given})
+    function = {"name": "add", **given}
     expected = {"type": "function", "function": {"name": "add", "arguments": {}}}
     for call in ({"type": "function", "function": function}, function):
         assert messages.nested(call, "message 1") == expected

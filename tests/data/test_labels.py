@@ -2,7 +2,7 @@
 
 import pytest
 
-from preference_recipes.data.formats import labelled_row, preference_row
+from preference_recipes.data.formats import labelled_row, preference_row, standard
 from preference_recipes.data.messages import BadRow
 from recipes import load
 
@@ -14,10 +14,10 @@ def read(tokenizer, row, max_length=64, **settings):
     return labelled_row(row, tokenizer, max_length, **settings)
 
 
-@pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0])
+@pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0, 1.0, "0.0"])
 def test_a_label_says_which_list_the_answer_is_in(tokenizer, label):
     row = {"messages": [ASK, SAY], "label": label}
-    is_good = str(label) in ("True", "true", "1")
+    is_good = str(label) in ("True", "true", "1", "1.0")
     pair = preference_row({"prompt": [ASK], "chosen": [SAY], "rejected": [{**SAY, "content": "4"}]}, tokenizer, 64)  # fmt: skip
     found = read(tokenizer, row)
     answer, none = ("chosen_ids", "rejected_ids") if is_good else ("rejected_ids", "chosen_ids")
@@ -30,6 +30,7 @@ def test_a_label_says_which_list_the_answer_is_in(tokenizer, label):
 def test_prompt_and_completion_are_the_same_row(tokenizer):
     whole = read(tokenizer, {"messages": [ASK, SAY], "label": True})
     assert read(tokenizer, {"prompt": [ASK], "completion": [SAY], "label": True}) == whole
+    assert read(tokenizer, standard({"messages": [ASK, SAY], "kto_tag": True}, {})) == whole
     strings = {"prompt": "1+2=", "completion": "3", "label": True}
     assert read(tokenizer, strings, strings_as_messages=True) == whole
     plain = read(tokenizer, strings)
@@ -65,6 +66,6 @@ def test_a_row_without_a_label_is_refused(tokenizer, label):
 
 
 def test_distillation_learns_no_completion_with_a_label(tokenizer):
-    row = {"prompt": [ASK], "completion": [SAY], "label": False}
+    row = {"prompt": [ASK], "completion": [SAY], "label": 0}
     with pytest.raises(BadRow, match="'label'"):
         load("distill").taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)

@@ -652,7 +652,7 @@ def test_of_several_templates_the_one_for_tools_writes_tools():
     assert tokenizer.decode(learned(row)[0][1]) == "three four.<|im_end|>"
 
 
-@pytest.mark.parametrize("key, value", [("train", False), ("weight", 0), ("loss_weight", 0.0), ("loss_mask", 0), ("loss", False)])  # fmt: skip
+@pytest.mark.parametrize("key, value", [("train", False), ("weight", 0), ("loss_weight", 0.0), ("loss_mask", 0), ("loss_scale", 0.0), ("loss", False)])  # fmt: skip
 def test_a_turn_that_says_so_is_not_learned(key, value):
     tokenizer = templates.tokenizer("qwen2_5")
     chat_ = [CHAT[0], {**CHAT[1], key: value}, *CHAT[2:]]
@@ -669,7 +669,7 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
     assert none["reason"] == "no answer that is to be learned"
 
 
-@pytest.mark.parametrize("key, value", [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1)])  # fmt: skip
+@pytest.mark.parametrize("key, value", [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1), ("train_detail", "0:8")])  # fmt: skip
 def test_a_turn_that_is_unclear_about_its_loss_is_refused(key, value):
     row = {"messages": [CHAT[0], {**CHAT[1], key: value}]}
     said = f"message 2, {key} {value!r}: every learned turn counts alike"

@@ -56,7 +56,7 @@ def test_pairs(tokenizer):
 
 
 def test_columns_are_for_reward_functions_but_keys_of_messages_are_not(tokenizer):
-    row = {"prompt": [{**U, "mood": "good"}], "level": 3}
+    row = {"prompt": [{**U, "mood": "good"}], "reward_model": {"ground_truth": "042"}}  # as verl's
     found = said(prompts.prompt_row, tokenizer, row, max_new_tokens=8, tools=None)
     assert found == 'not read: "prompt.mood"'
     row = {"prompt": [U], "chat_template_kwargs": {"enable_thinking": False}}
