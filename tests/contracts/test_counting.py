@@ -48,6 +48,7 @@ def test_a_rollout_without_updates_is_not_logged_as_the_first_update_again():
 
 
 def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
+    assert Progress(60_000, 200, 1, 0).total_steps == 300  # which divides
     by_epochs, by_steps = Progress(100, 16, 2, 0), Progress(100, 16, 1, 10)
     assert (by_epochs.updates_per_epoch, by_epochs.total_steps, by_steps.total_steps) == (7, 14, 10)
     for progress, seen in ((by_epochs, 14), (by_steps, 12)):
@@ -117,9 +118,10 @@ def test_a_micro_size_that_is_not_given_follows_the_update(train, processes, siz
     assert args.micro_train_batch_size == size and steps == train // size // processes
 
 
-@pytest.mark.parametrize("train, micro, valid", [
-    (4, None, "8"), (12, None, "8 or 16"), (100, None, "96 or 104"), (100, 3, "96 or 120"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "train, micro, valid",
+    [(4, None, "8"), (12, None, "8 or 16"), (100, None, "96 or 104"), (100, 3, "96 or 120")],
+)
 def test_a_size_that_does_not_divide_is_refused_with_the_nearest_that_do(train, micro, valid):
     call = lambda: arguments.accumulation_steps(sizes_of(train, micro), False, 8)
     refuses(f"{micro or 1} x 8 processes", f"Nearest valid sizes: {valid}.", call=call)
@@ -136,18 +138,3 @@ def test_micro_batches_are_as_few_and_as_even_as_can_be(most, processes):
     parts = batches.split_by_tokens(np.arange(7), np.array(lengths), most, processes)
     assert len(parts) == wanted
     assert [part[0] for part in parts if len(part)] == expected
-
-
-@pytest.mark.parametrize("batch, micro, updates, last", [(192, 6, 313, 96), (200, 5, 300, 200)])
-def test_sixty_thousand_pairs(batch, micro, updates, last):
-    """What a run does with these numbers, without its model."""
-    progress, sizes = Progress(60_000, batch, max_epochs=1, max_steps=0), []
-    while not progress.finished:
-        sizes.append(len(batches.rows_of_update(60_000, batch, 0, progress.updates_seen)))
-        progress.update_done(True, sizes[-1], 1)
-        assert progress.due(1, first=True)
-    assert sizes == [batch] * (updates - 1) + [last]
-    assert progress.updates_per_epoch == progress.total_steps == progress.global_step == updates
-    assert progress.samples == 60_000
-    steps = arguments.accumulation_steps(sizes_of(batch, micro), False, 1)
-    assert steps == {192: 32, 200: 40}[batch]

@@ -33,8 +33,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def offline(own_cache, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
@@ -74,14 +73,21 @@ def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
     assert "running the demo" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, content, parts", [
-    ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
-    ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1", "more cells than the header", "quote"]),
-    ("a.csv", b"prompt,chosen,,prompt,\na,b,,c,\n", ["a.csv", "row 1", "two columns are named 'prompt'"]),
-    ("a.txt", b"text", ["a.txt", ".jsonl .json .csv .parquet", ".gz"]),
-    # Torn, which is not read in part.
-    ("a.jsonl.gz", gzip.compress(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100, mtime=0)[:-20], ["end-of-stream"]),
-])  # fmt: skip
+# Torn, which is not read in part.
+TORN = gzip.compress((json.dumps(PAIR) + "\n").encode() * 100, mtime=0)[:-20]
+TWICE = b"prompt,chosen,,prompt,\na,b,,c,\n"
+
+
+@pytest.mark.parametrize(
+    "name, content, parts",
+    [
+        ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
+        ("a.csv", b"prompt,chosen\na,b,c\n", ["row 1", "more cells than the header", "quote"]),
+        ("a.csv", TWICE, ["a.csv", "row 1", "two columns are named 'prompt'"]),
+        ("a.txt", b"text", ["a.txt", ".jsonl .json .csv .parquet", ".gz"]),
+        ("a.jsonl.gz", TORN, ["end-of-stream"]),
+    ],
+)
 def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     path = tmp_path / name
     path.write_bytes(content)
@@ -90,15 +96,32 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     assert "Failed" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("function, rows, parts", [
-    (preference_row, [PAIR, {**PAIR, "rejected": 5}], ["row 2", "column 'rejected'", "string or a list of messages", "found 5"]),
-    (preference_row, [{"prompt": "a", "chosen": "b"}], ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"]),
-    (preference_row, [{**PAIR, "chosen": ""}] * 2, ["no usable row", "left out (empty answer): 2 of 2 rows"]),
-    (preference_row, [{**PAIR, "prompt": "long" * 9}], ["no usable row", "left out (prompt fills max_length): 1 of 1 rows"]),
-    (sft_row, [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], ["row 2", "no 'completion'"]),
-    (sft_row, [], ["holds no rows"]),
-    (sft_row, [{"prompt": "long" * 9, "completion": "a"}], ["no usable row", "left out (nothing to learn within max_length): 1 of 1 rows"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function, rows, parts",
+    [
+        (
+            preference_row,
+            [PAIR, {**PAIR, "rejected": 5}],
+            ["row 2", "column 'rejected'", "string or a list of messages", "found 5"],
+        ),
+        (
+            preference_row,
+            [{"prompt": "a", "chosen": "b"}],
+            ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"],
+        ),
+        (
+            preference_row,
+            [{**PAIR, "prompt": "long" * 9}],
+            ["no usable row", "left out (prompt fills max_length): 1 of 1 rows"],
+        ),
+        (
+            sft_row,
+            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
+            ["row 2", "no 'completion'"],
+        ),
+        (sft_row, [], ["holds no rows"]),
+    ],
+)
 def test_rows_that_do_not_fit(accelerator, tokenizer, tmp_path, function, rows, parts):
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     settings = {"max_length": 20} | ({"loss_on": "assistant"} if function is sft_row else {})
@@ -141,7 +164,10 @@ OF_MODEL = {"AutoConfig": "own.Config", **dict.fromkeys(AUTO_CLASSES, "own.Model
 
 @pytest.fixture
 def own(model, tmp_path, monkeypatch):
-    """Folders whose model, whose tokenizer, and whose adapter's base need a file that leaves a trace; `y` in a pipe."""
+    """Folders of a model, a tokenizer and an adapter that bring code along, which would leave a trace.
+
+    A pipe says `y` to every question.
+    """
     trace = tmp_path / "trace"
     folders = {name: tmp_path / f"own {name}" for name in ("model", "tokenizer", "adapter")}
     copy(model, folders["model"], model_type="own", architectures=["Model"], auto_map=OF_MODEL)
@@ -198,7 +224,7 @@ def test_no_load_may_ask_whether_to_run_code():
 
 
 def test_a_tokenizer_is_never_that_of_mistral_common(model, monkeypatch):
-    """Where that is installed, transformers takes it for a folder with tekken.json, and no row could be read."""
+    """Where that is installed, transformers takes it for a folder with tekken.json: no row is read."""
     asked = []
     of_transformers = AutoTokenizer.from_pretrained
 
@@ -246,7 +272,8 @@ def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
     """Llama 4's causal language model leaves the tower of its folder behind."""
     folder = tiny_llama(tmp_path)
     state = load_file(folder / "model.safetensors")
-    save_file({**state, "tower.a": torch.ones(2), "tower.b": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    state |= {"tower.a": torch.ones(2), "tower.b": torch.ones(2)}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
     tokenizer = load.tokenizer_of(str(folder))
     for _ in range(2):  # policy and reference
         load.causal_lm(str(folder), tokenizer, DEFAULTS)
