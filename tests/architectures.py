@@ -3,24 +3,31 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-TEXT = dict(
-    vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, max_position_embeddings=64, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+TEXT = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+TEXT |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
+TEXT |= dict(tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 TIED = dict(tie_word_embeddings=True)
 GPT = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)
-MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)  # fmt: skip
-MLA = dict(
-    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, head_dim=4, num_key_value_heads=4,
-    n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1,
-)  # fmt: skip
-LINEAR_ATTENTION = dict(
-    layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
-    linear_key_head_dim=8, linear_value_head_dim=8,
-)  # fmt: skip
+MOE = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2)
+MOE |= dict(moe_intermediate_size=16, decoder_sparse_step=1)
+OF_GROUPS = dict(n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
+# DeepSeek's attention.
+MLA = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)
+MLA |= dict(v_head_dim=8, head_dim=4, num_key_value_heads=4, **OF_GROUPS)
+LINEAR_ATTENTION = dict(layer_types=["linear_attention", "full_attention"])
+LINEAR_ATTENTION |= dict(linear_num_value_heads=4, linear_num_key_heads=2)
+LINEAR_ATTENTION |= dict(linear_key_head_dim=8, linear_value_head_dim=8)
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
 GEMMA = dict(**TIED, **SLIDING)
-TOWER = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)  # fmt: skip
+# Gemma's embeddings for each layer.
+BY_LAYER = dict(num_kv_shared_layers=0, hidden_size_per_layer_input=8)
+BY_LAYER |= dict(vocab_size_per_layer_input=300)
+TOWER = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+TOWER |= dict(image_size=28, patch_size=14)
+SMALL_MAMBA = dict(mamba_d_state=8, mamba_n_heads=4)
+# xLSTM's kernels of plain torch.
+OF_TORCH = dict(chunkwise_kernel="chunkwise--native_autograd", step_kernel="native")
+OF_TORCH |= dict(sequence_kernel="native_sequence__native")
 
 # By name: the model's type, then what its config has besides `TEXT`.
 ARCHITECTURES = {
@@ -35,12 +42,14 @@ ARCHITECTURES = {
     "gemma": TIED,
     "gemma2": dict(**GEMMA, final_logit_softcapping=5.0),
     "gemma3_text": GEMMA,
-    "gemma3": dict(text_config=dict(**{**TEXT, **GEMMA}), vision_config=TOWER, mm_tokens_per_image=4, image_token_index=299, **TIED),
-    "gemma3n_text": dict(
-        **GEMMA, num_kv_shared_layers=0, hidden_size_per_layer_input=8, vocab_size_per_layer_input=300, laurel_rank=4,
-        activation_sparsity_pattern=[0.0, 0.0],
+    "gemma3": dict(
+        **dict(text_config=TEXT | GEMMA, vision_config=TOWER, **TIED),
+        **dict(mm_tokens_per_image=4, image_token_index=299),
     ),
-    "gemma4_text": dict(**GEMMA, num_kv_shared_layers=0, hidden_size_per_layer_input=8, vocab_size_per_layer_input=300, global_head_dim=8),
+    "gemma3n_text": dict(
+        **GEMMA, **BY_LAYER, laurel_rank=4, activation_sparsity_pattern=[0.0, 0.0]
+    ),
+    "gemma4_text": dict(**GEMMA, **BY_LAYER, global_head_dim=8),
     "mistral": dict(sliding_window=8),
     "mixtral": MOE,
     "phi": {},
@@ -65,7 +74,7 @@ ARCHITECTURES = {
     "cohere2": dict(**GEMMA, logit_scale=0.25),
     "glm": {},
     "glm4": {},
-    "glm4_moe": dict(**MOE, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1),
+    "glm4_moe": dict(**MOE, **OF_GROUPS),
     "gpt_oss": dict(**MOE, **SLIDING),
     "llama4_text": dict(**MOE, intermediate_size_mlp=64),
     "deepseek_v2": dict(**MOE, **MLA, topk_method="greedy"),
@@ -74,21 +83,23 @@ ARCHITECTURES = {
     "granite": dict(logits_scaling=6.0),
     "granitemoe": dict(**MOE, logits_scaling=4.0),
     "granitemoehybrid": dict(
-        **MOE, logits_scaling=4.0, layer_types=["mamba", "attention"], mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16,
-        shared_intermediate_size=32,
+        **dict(**MOE, **SMALL_MAMBA, mamba_d_head=16, layer_types=["mamba", "attention"]),
+        **dict(logits_scaling=4.0, shared_intermediate_size=32),
     ),
     "hyperclovax": dict(logits_scaling=0.25),
     "smollm3": {},
     "stablelm": dict(qk_layernorm=True),
-    "recurrent_gemma": dict(lru_width=32, attention_window_size=64, logits_soft_cap=5.0, block_types=["recurrent", "attention"]),
-    "falcon_h1": dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, lm_head_multiplier=0.25),
+    "recurrent_gemma": dict(
+        **dict(block_types=["recurrent", "attention"], lru_width=32),
+        **dict(attention_window_size=64, logits_soft_cap=5.0),
+    ),
+    "falcon_h1": dict(**SMALL_MAMBA, mamba_d_ssm=32, mamba_d_head=8, lm_head_multiplier=0.25),
     "mamba": dict(state_size=8),
     "mamba2": dict(state_size=8, num_heads=8, head_dim=8, n_groups=1),
     "minimax": dict(**MOE, layer_types=["linear_attention", "full_attention"], block_size=8),
     "rwkv": dict(attention_hidden_size=32, context_length=64),
     "xlstm": dict(
-        num_heads=4, embedding_dim=32, num_blocks=2, output_logit_soft_cap=5.0, chunkwise_kernel="chunkwise--native_autograd",
-        sequence_kernel="native_sequence__native", step_kernel="native",
+        **OF_TORCH, num_heads=4, embedding_dim=32, num_blocks=2, output_logit_soft_cap=5.0
     ),
     "bloom": dict(n_layer=2, n_head=4),
     "mpt": dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
@@ -96,13 +107,16 @@ ARCHITECTURES = {
     "nemotron": {},
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(**MOE, layer_types=["conv", "full_attention"]),
-    "jamba": dict(mamba_d_state=4, mamba_dt_rank=4, num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
+    "jamba": dict(
+        **dict(mamba_d_state=4, mamba_dt_rank=4, num_experts=2, use_mamba_kernels=False),
+        **dict(attn_layer_period=2, attn_layer_offset=1),
+    ),
     "jetmoe": dict(**MOE, kv_channels=8),
     "ernie4_5": {},
     "exaone4": SLIDING,
     "nanochat": {},
     "seed_oss": {},
-}  # fmt: skip
+}
 ARCHITECTURES["gemma4"] = dict(
     text_config={**TEXT, **ARCHITECTURES["gemma4_text"]},
     vision_config=TOWER,

@@ -1,9 +1,11 @@
-"""Runs a recipe some of whose windows overflow in fp16, or whose data lack these windows: what is left must be the same run.
+"""Runs a recipe some of whose windows overflow in fp16, or whose data lack these windows.
 
-    python tests/overflowing_recipe.py overflow 0,4,6 recipes/sft.py --argument ...     on process 0 alone: all must skip
+What is left must be the same run.
+
+    python tests/overflowing_recipe.py overflow 0,4,6 recipes/sft.py --argument ...
     python tests/overflowing_recipe.py lack 0,4,6 recipes/sft.py --argument ...
 
-Of PPO these are windows of the first rollout.
+Only process 0 overflows: all must skip. Of PPO these are windows of the first rollout.
 """
 
 import runpy

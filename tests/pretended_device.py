@@ -1,9 +1,9 @@
 """A device that a CPU pretends to have, and that notes each time at which a GPU would make its host wait.
 
-Tensors that a recipe sends to `accelerator.device`, and all that is computed from them, are `OnDevice`: their values lie
-on the CPU, but their device is another one, `meta`. So nothing has to be marked by hand. What torch is asked to do with
-them passes `Pretended`, which computes it and knows what would have waited. A tensor of the host that meets one of the
-device is an error here, as it is on a GPU.
+Tensors that a recipe sends to `accelerator.device`, and all that is computed from them, are `OnDevice`:
+their values lie on the CPU, but their device is another one, `meta`. So nothing has to be marked by
+hand. What torch is asked to do with them passes `Pretended`, which computes it and knows what would
+have waited. A tensor of the host that meets one of the device is an error here, as it is on a GPU.
 """
 
 import contextlib
@@ -28,17 +28,12 @@ from runs import REPOSITORY
 DEVICE = torch.device("meta")
 # They give the host a value, or a tensor whose size is decided by values.
 READS = {
-    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "_unique2", "unique_dim",
-    "unique_consecutive", "bincount", "masked_scatter_backward", "_is_all_true", "_is_any_true", "argwhere",
-}  # fmt: skip
-INDEXING = {
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "_unsafe_index",
-    "_unsafe_index_put",
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "argwhere"),
+    *("masked_select", "masked_scatter_backward", "_is_all_true", "_is_any_true", "bincount"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
 }
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+INDEXING |= {"_unsafe_index", "_unsafe_index_put"}
 
 
 class OnDevice(torch.Tensor):
@@ -156,15 +151,12 @@ class Pretended(TorchDispatchMode):
         self.check_copy(source, isinstance(target, OnDevice), non_blocking)
 
     def check_copy(self, tensor, to_device: bool, non_blocking: bool) -> None:
-        if isinstance(tensor, OnDevice) and not to_device:
-            self.wait("a copy to the host")
-        elif not isinstance(tensor, OnDevice) and to_device and not non_blocking:
+        if isinstance(tensor, OnDevice):
+            if not to_device:
+                self.wait("a copy to the host")
+        elif to_device and not non_blocking:
             self.wait("a blocking copy to the device")
-        elif (
-            not isinstance(tensor, OnDevice)
-            and to_device
-            and not hasattr(tensor, "pretended_pinned")
-        ):
+        elif to_device and not hasattr(tensor, "pretended_pinned"):
             self.wait("a copy of memory that is not pinned")
 
     def check_indices(self, name: str, indices) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates of current models, from TRL's wheel, with tokenizers that have their special tokens; and three of our own."""
+"""Chat templates of current models, from TRL's wheel, and three of our own, with tokenizers for them."""
 
 import importlib.util
 import os
@@ -37,7 +37,8 @@ OTHER_EOS = {
     "phi3_5": "<|endoftext|>",
 }
 
-# A template without any end, as Alpaca's; one that writes the date; one that thinks in the prompt and drops thoughts from history.
+# A template without any end, as Alpaca's; one that writes the date; one that thinks in the prompt and
+# drops thoughts from history.
 ALPACA = (
     "{% for m in messages %}{% if m['role'] == 'user' %}### Instruction:\n{{ m['content'] }}\n\n"
     "{% elif m['role'] == 'assistant' %}### Response:\n{{ m['content'] }}\n\n{% endif %}{% endfor %}"
@@ -52,7 +53,8 @@ THINKS = (
     "{% for m in messages %}{% set c = m['content'] %}"
     "{% if m['role'] == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}"
     "{{ '[' + m['role'] + ']' + c + '[end]' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]' }}{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}"
+    "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}{% endif %}"
 )
 OWN = {"own_alpaca": ALPACA, "own_dated": DATED, "own_thinks": THINKS}
 OWN_ENDS = {
@@ -105,6 +107,11 @@ CORPUS = [
 ] * 20
 
 
+# How templates write special tokens.
+SPECIAL = [r"<\|[\w/]+\|?>", r"<[\w/]+\|>", r"<\uff5c[^<>]+\uff5c>", r"</?s>"]
+SPECIAL += [r"<(?:start|end)_of_\w+>", r"\[gMASK\]", r"<sop>", r"\[end\]"]
+
+
 @cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE that merges newlines, with the template's own special tokens."""
@@ -116,23 +123,14 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     backend.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     )
-    found = set(
-        re.findall(
-            r"<\|[\w/]+\|?>|<[\w/]+\|>|<\uff5c[^<>]+\uff5c>|</?s>|<(?:start|end)_of_\w+>|\[gMASK\]|<sop>|\[end\]",
-            template,
-        )
-    )
+    found = set(re.findall("|".join(SPECIAL), template))
     end = end_of(name)
     base = name.removesuffix("_training")
     eos = OTHER_EOS.get(base, end)
     special = sorted(found | {end, eos, "<bos>", "<pad>"})
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False)
-            for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")
-        ]
-    )
+    ordinary = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    backend.add_tokens([AddedToken(token, normalized=False) for token in ordinary])
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token="<pad>"
     )

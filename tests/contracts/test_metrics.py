@@ -1,4 +1,7 @@
-"""What a log line holds besides the means of test_references.py: rates, seconds, what rollouts add; and DPO's losses."""
+"""What a log line holds besides the means of test_references.py, and DPO's losses.
+
+That is rates, seconds, and what rollouts add.
+"""
 
 import math
 import runpy
@@ -82,7 +85,7 @@ def update(checkpoint, loss: float = 1.0) -> None:
 
 
 def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
-    """Two lines: 10 seconds of which 4 are paused, twice 1 second of data; then 5 seconds with none of either."""
+    """A line of 10 seconds, 4 of them paused and 2 of data; then one of 5 seconds with none of either."""
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     made = small_run(tmp_path)

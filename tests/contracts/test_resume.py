@@ -23,7 +23,17 @@ from common.checkpoint import LOGS
 from contracts.proof.bench import Bench
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD, TIES
-from runs import LAUNCHERS, launch, refuses, samples, timeless, training_lines, weights, workers
+from runs import (
+    LAUNCHERS,
+    launch,
+    refuses,
+    samples,
+    slow,
+    timeless,
+    training_lines,
+    weights,
+    workers,
+)
 from small_run import small_run
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
@@ -38,7 +48,7 @@ SLOW = [
     *(("kto", "zero3", ""), ("ppo", "zero3", ""), ("sft", "ddp", "lora")),
     *(("dpo", "growing", "lora"), ("dpo", "fsdp2", "lora"), ("ppo", "zero3", "lora")),
 ]
-CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [*FAST, *(slow(*case) for case in SLOW)]
 # Two epochs of 6 updates, with dropout, so that random states count.
 RUN = dict(n_rows=44, dropout=0.2, train_batch_size=8, micro_train_batch_size=2)
 RUN |= dict(logging_steps=3, eval_steps=0, save_steps=2, save_total_limit=2)
@@ -73,9 +83,8 @@ def stopped(bench: Bench, name: str, ready, launcher: str = "plain", changes=Non
     """A run that is killed, or what else `how` says, as soon as `ready(folder)` holds."""
     output = bench.folder / name
     given = flags(bench, output, **changes or {})
-    assert bench.run_until(name, launcher, given, lambda: ready(output), **how), (
-        "it ended too early"
-    )
+    came_to_it = bench.run_until(name, launcher, given, lambda: ready(output), **how)
+    assert came_to_it, "it ended too early"
     return output
 
 
@@ -133,9 +142,8 @@ def test_fsdp2_saved_before_its_first_update(bench, tmp_path):
     """torch steps a fresh optimizer when it saves it: Adam's next update would have been its second."""
     copy = tmp_path / "saves_at_once.py"
     loads = "    checkpoint.resume()"
-    copy.write_text(
-        bench("dpo").recipe.read_text().replace(loads, f"{loads}; checkpoint.save(); sys.exit()")
-    )
+    text = bench("dpo").recipe.read_text()
+    copy.write_text(text.replace(loads, f"{loads}; checkpoint.save(); sys.exit()"))
     output = bench("dpo").folder / "saved-at-0"
     launch(LAUNCHERS["fsdp2"], copy, *flags(bench("dpo"), output))
     assert "global_step_000000" in resume(bench("dpo"), output, "fsdp2").stdout
@@ -156,8 +164,8 @@ LONGER = {"max_epochs": 8, "report_to": "none"}
     "launcher, number",
     [
         ("plain", signal.SIGINT),
-        pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("zero2", signal.SIGUSR1, marks=pytest.mark.slow),
+        slow("ddp", signal.SIGTERM),
+        slow("zero2", signal.SIGUSR1),
     ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(bench, launcher, number):
@@ -256,9 +264,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(bench):
     assert result.returncode and "--resume auto: no whole checkpoint" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "name, launcher", [("dpo", "plain"), pytest.param("kto", "zero3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name, launcher", [("dpo", "plain"), slow("kto", "zero3")])
 def test_export_gives_the_actor_the_run_saved(bench, tmp_path, name, launcher):
     reference = unbroken(bench(name), launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
@@ -302,9 +308,8 @@ def test_a_checkpoint_of_another_run_is_refused(bench):
         ({"dataset_name": edited}, ["belongs to another run: data: "]),
         ({"eval_dataset_name": edited}, ["belongs to another run: held-out data: "]),
     ]:
-        said = resume(
-            bench("dpo"), reference.with_name("other"), check=False, point=point, **changes
-        )
+        output = reference.with_name("other")
+        said = resume(bench("dpo"), output, check=False, point=point, **changes)
         assert said.returncode and "Traceback" not in said.stdout
         assert all(part in said.stdout for part in parts), said.stdout
 
@@ -330,9 +335,8 @@ def test_a_critic_that_was_sharded_is_taken_out_whole(bench, tmp_path):
     kind = AutoModelForSequenceClassification
     critic, info = kind.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not info["missing_keys"] and critic.score.weight.shape == (1, 32)
-    start = dict(
-        AutoModelForCausalLM.from_pretrained(bench("ppo").model_folder()).named_parameters()
-    )
+    start = AutoModelForCausalLM.from_pretrained(bench("ppo").model_folder())
+    start = dict(start.named_parameters())
     for name, parameter in critic.named_parameters():
         assert parameter.isfinite().all()
         if name.startswith("model.layers") and parameter.ndim == 2:

@@ -59,7 +59,7 @@ assert signals.number == signal.SIGUSR1
 
 
 def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
-    """SIGTERM, by which a pool ends its workers, needs no Python there: it would not run while a worker waits for a lock."""
+    """A pool ends its workers by SIGTERM. Python would not handle it while a worker waits for a lock."""
     (tmp_path / "forks.py").write_text(FORKS)
     launch(LAUNCHERS["plain"], tmp_path / "forks.py", timeout=100)
 

@@ -10,7 +10,6 @@ import json
 import runpy
 import types
 
-import datasets
 import jinja2
 import pytest
 from transformers import AutoTokenizer
@@ -22,7 +21,7 @@ from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models import load
-from runs import recipe, refuses, write_jsonl
+from runs import message, recipe, refuses, write_jsonl
 from templates import load_rows
 
 sft = runpy.run_path(str(recipe("sft")))
@@ -54,13 +53,7 @@ OPEN_THOUGHT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def message(role: str, content: str, **more) -> dict:
-    return {"role": role, "content": content, **more}
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def base(name: str) -> str:
@@ -115,8 +108,6 @@ CHAT = [
     message("user", "five"),
     message("assistant", "six seven"),
 ]
-
-
 FIVE = [message("user", "five")]
 
 
@@ -195,8 +186,10 @@ def test_preferences_and_prompts(name):
 
 # How templates write a thought that the content holds, and where they drop it how it is learned all the same.
 THOUGHT = "<think>\none two\n</think>\n\nthree four."
-KEEP_OPENER = {"deepseek_r1_distill", "deepseekv3", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super",
-               "nemotron_3_ultra", "qwen3_5_think", "qwen3_6", "own_thinks"}  # fmt: skip
+KEEP_OPENER = {
+    *("deepseek_r1_distill", "deepseekv3", "qwen3_5_think", "qwen3_6", "own_thinks"),
+    *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+}
 REWRITTEN = {
     "glm4moe": "\n<think>one two</think>\nthree four.",
     "qwen3_8": "\n</think>\n\n" + THOUGHT,  # it wants the thought in a field
@@ -285,10 +278,12 @@ NO_THOUGHT = "{{ m.content.split('</think>')[-1].strip() }}"
 WHY = "<think>\nwhy\n</think>\n\n"
 EMPTY = "<think>\n\n</think>\n\n"
 # Whole thoughts: a model answers after them. One is as Seed-OSS's, which says how much may be thought.
-WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|>", "<think>\n[none]\n</think>\n",
-         "<think><budget>0</budget></think>"]  # fmt: skip
+WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|>"]
+WHOLE += ["<think>\n[none]\n</think>\n", "<think><budget>0</budget></think>"]
 
 
+# How a template writes an answer and ends its prompt; an answer's content and thought; what of the end
+# of the prompt stays in the context, and what is learned.
 @pytest.mark.parametrize("answer, prompt_end, content, thought, kept, expected", [
     # Dropped thinking is put in front of the content, also where that occurs in a header, or again after it.
     (CONTENT, "", "i", "why", "", WHY + "i"),
@@ -369,7 +364,9 @@ def test_a_tool_call_is_learned_up_to_its_end_with_its_thinking(name, content):
     assert "one two" in texts[1] and (content or texts[0] == CALLS[name])
 
 
-@pytest.mark.parametrize("name, reason", [("gptoss", chat.DROPS_CALLS), ("qwen2_5", ""), ("gemma4", "")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, reason", [("gptoss", chat.DROPS_CALLS), ("qwen2_5", ""), ("gemma4", "")]
+)
 def test_a_template_that_writes_one_of_several_calls(name, reason):
     """gpt-oss drops all but the first."""
     other = {"type": "function", "function": {"name": "sub", "arguments": {"x": 1}}}
@@ -428,7 +425,10 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     assert preference_row(row, tokenizer, 10_000)["reason"] == reason
 
 
-@pytest.mark.parametrize("name, role", [("phi3", "tool"), ("own_alpaca", "system"), ("own_alpaca", "critic"), ("qwen2_5", "tool")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, role",
+    [("phi3", "tool"), ("own_alpaca", "system"), ("own_alpaca", "critic"), ("qwen2_5", "tool")],
+)
 def test_a_message_that_the_template_does_not_write_is_said(name, role):
     tokenizer = templates.tokenizer(name)
     chat = [*FIVE, message(role, "a secret"), message("assistant", "six")]
@@ -584,11 +584,16 @@ def test_what_ends_an_answer_ends_a_response():
 
 
 MISTRAL = (  # its v3: the system message stands in the last message of the user, calls need ids
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}{% if loop.last and system %}{{ system + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
-    "{% elif m.tool_calls %}{{ '[TOOL_CALLS] ' }}{% for c in m.tool_calls %}{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.last and system %}{{ system + '\n\n' }}{% endif %}{{ m.content + '[/INST]' }}"
+    "{% elif m.tool_calls %}{{ '[TOOL_CALLS] ' }}{% for c in m.tool_calls %}"
+    "{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('9 letters') }}{% endif %}"
     "{{ c.function.name + (c.function.arguments|tojson) + c.id }}{% endfor %}{{ eos_token }}"
-    "{% elif m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}{{ raise_exception('9 letters') }}{% endif %}{{ '[TOOL_RESULTS] ' + m.content + m.tool_call_id }}"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}"
+    "{{ raise_exception('9 letters') }}{% endif %}"
+    "{{ '[TOOL_RESULTS] ' + m.content + m.tool_call_id }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
 
@@ -652,7 +657,13 @@ def test_of_several_templates_the_one_for_tools_writes_tools():
     assert tokenizer.decode(learned(row)[0][1]) == "three four.<|im_end|>"
 
 
-@pytest.mark.parametrize("key, value", [("train", False), ("weight", 0), ("loss_weight", 0.0), ("loss_mask", 0), ("loss_scale", 0.0), ("loss", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *[("train", False), ("weight", 0), ("loss_weight", 0.0), ("loss_mask", 0)],
+        *[("loss_scale", 0.0), ("loss", False)],
+    ],
+)
 def test_a_turn_that_says_so_is_not_learned(key, value):
     tokenizer = templates.tokenizer("qwen2_5")
     chat_ = [CHAT[0], {**CHAT[1], key: value}, *CHAT[2:]]
@@ -669,7 +680,10 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
     assert none["reason"] == "no answer that is to be learned"
 
 
-@pytest.mark.parametrize("key, value", [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1), ("train_detail", "0:8")])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1), ("train_detail", "0:8")],
+)
 def test_a_turn_that_is_unclear_about_its_loss_is_refused(key, value):
     row = {"messages": [CHAT[0], {**CHAT[1], key: value}]}
     said = f"message 2, {key} {value!r}: every learned turn counts alike"
@@ -729,12 +743,8 @@ def test_max_length_holds_for_each_sequence():
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
-@pytest.mark.parametrize("thinking, analysis", [
-    (None, ""), ("Tool says 5", "<|channel|>analysis<|message|>Tool says 5<|end|><|start|>assistant"),
-])  # fmt: skip
-def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(
-    loss_on, thinking, analysis
-):
+@pytest.mark.parametrize("thinking", [None, "Tool says 5"])
+def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(loss_on, thinking):
     """gpt-oss drops the thinking of a call once the result is answered: the result was learned with the answer.
 
     Later the answer's own thinking was lost, because it ends with what the prompt ends with.
@@ -750,9 +760,11 @@ def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(
     row = sft_row({"messages": messages}, tokenizer, 4000, loss_on)
     assert row["sequence_lengths"] == [row["length"]] and row["notes"] == []
     texts = answers_of(tokenizer, row)
-    called = "<|channel|>analysis<|message|>Use it<|end|><|start|>assistant to=functions.add"
-    assert texts[-1] == analysis + "<|channel|>final<|message|>It is 5.<|return|>"
+    analysis = lambda thought: f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+    before = analysis(thinking) if thinking else ""
+    assert texts[-1] == before + "<|channel|>final<|message|>It is 5.<|return|>"
     assert len(texts) == (2 if loss_on == "assistant" else 1)
+    called = analysis("Use it") + " to=functions.add"
     assert loss_on == "completion" or texts[0].startswith(called)
     prompt = inference_ids("gptoss", messages[:3])
     assert learned(row)[-1][0] == prompt

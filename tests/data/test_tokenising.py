@@ -1,4 +1,7 @@
-"""Tokenising takes no longer than it must: a prompt once, a large set in several processes, the same ids in either case."""
+"""Tokenising takes no longer than it must: a prompt once, a large set in several processes.
+
+The ids are the same in either case.
+"""
 
 import copy
 import datetime
@@ -14,17 +17,17 @@ import templates
 from common import launch
 from preference_recipes.data import chat, dataset, rendering
 from preference_recipes.data.formats import preference_row
-from runs import refuses, write_jsonl
+from runs import message, pair_of, refuses, say, write_jsonl
 from templates import load_rows
 
 # ---------------------------------------------------------------------------------------------- a prompt once
 
-QUESTION = {"role": "user", "content": "What is the capital of Xanadu?"}
+QUESTION = message("user", "What is the capital of Xanadu?")
 PAIR = {
-    "prompt": [QUESTION, {"role": "assistant", "content": "one"}, {"role": "user", "content": "two"}],
-    "chosen": [{"role": "assistant", "content": "Paris is the capital."}],
-    "rejected": [{"role": "assistant", "content": "\nthree"}],
-}  # fmt: skip
+    "prompt": [QUESTION, message("assistant", "one"), message("user", "two")],
+    "chosen": say("assistant", "Paris is the capital."),
+    "rejected": say("assistant", "\nthree"),
+}
 
 
 def encoded_texts(monkeypatch, tokenizer, row: dict) -> list[str]:
@@ -76,12 +79,9 @@ def many(monkeypatch, tmp_path):
     monkeypatch.setattr(dataset, "ROWS_PER_PROCESS", 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    say = lambda text: [{"role": "assistant", "content": text}]
     rows = [
-        {"prompt": [{"role": "user", "content": f"question {n}"}], "chosen": say(f"{n} one"),
-         "rejected": say(f"{n} two"), "answer": str(n)}
-        for n in range(2500)
-    ]  # fmt: skip
+        pair_of(f"question {n}", f"{n} one", f"{n} two") | {"answer": str(n)} for n in range(2500)
+    ]
     return write_jsonl(tmp_path / "many.jsonl", rows)
 
 

@@ -11,6 +11,7 @@ from preference_recipes.data import formats, prompts, rendering
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
+from runs import message
 
 LONG = 4000
 sft_row = load("sft").sft_row
@@ -18,12 +19,8 @@ taught_row = load("distill").taught_row
 reward_row = load("reward").reward_row
 
 
-def say(role, content, **more):
-    return {"role": role, "content": content, **more}
-
-
-ASK = say("user", "What time is it?")
-NO = say("assistant", "No.")
+ASK = message("user", "What time is it?")
+NO = message("assistant", "No.")
 CLOCK = {
     "type": "function",
     "function": {
@@ -36,14 +33,16 @@ CLOCK = {
         },
     },
 }
-CALL = say("assistant", "", tool_calls=[{"type": "function", "id": "abcdefghi", "function": {"name": "clock", "arguments": {"zone": "CET"}}}])  # fmt: skip
-RESULT = say("tool", "12:00", name="clock", tool_call_id="abcdefghi")
-NOON = say("assistant", "Noon.")
+OF_CLOCK = {"name": "clock", "arguments": {"zone": "CET"}}
+CALLS = [{"type": "function", "id": "abcdefghi", "function": OF_CLOCK}]
+CALL = message("assistant", "", tool_calls=CALLS)
+RESULT = message("tool", "12:00", name="clock", tool_call_id="abcdefghi")
+NOON = message("assistant", "Noon.")
 ANSWERS = {
     "a result": [CALL, RESULT, NOON],
-    "a user": [say("assistant", "One."), say("user", "And then?"), NOON],
-    "not learned": [say("assistant", "BAD", train=False), say("user", "And then?"), NOON],
-    "not learned, alone": [say("assistant", "BAD", loss_mask=0), say("assistant", "Noon.")],
+    "a user": [message("assistant", "One."), message("user", "And then?"), NOON],
+    "not learned": [message("assistant", "BAD", train=False), message("user", "And then?"), NOON],
+    "not learned, alone": [message("assistant", "BAD", loss_mask=0), message("assistant", "Noon.")],
 }
 
 
@@ -52,7 +51,8 @@ def of_targets(ids, targets):
 
 
 def in_sft(tokenizer, answer):
-    row = sft_row({"prompt": [ASK], "completion": answer, "tools": [CLOCK]}, tokenizer, LONG, "assistant")  # fmt: skip
+    row = {"prompt": [ASK], "completion": answer, "tools": [CLOCK]}
+    row = sft_row(row, tokenizer, LONG, "assistant")
     return of_targets(row["input_ids"], row["learned"])
 
 
@@ -75,7 +75,8 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
         whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
         assert all(part["content"] in whole for part in answer)
         assert row["rejected_learned"] == [True] * len(row["rejected_ids"])
-    taught = taught_row({**given, "completion": answer}, tokenizer, LONG, 1000, [], None, True)  # fmt: skip
+    row = {**given, "completion": answer}
+    taught = taught_row(row, tokenizer, LONG, 1000, [], None, with_completion=True)
     assert of_targets(taught["completion_ids"], taught["completion_learned"]) == learned
     assert 0 < len(learned) < len(taught["completion_ids"])
 
@@ -100,14 +101,14 @@ def test_answers_with_nothing_to_learn_are_left_out():
     assert cut["reason"] == "nothing to learn within max_length"
     assert formats.preference_row(row, tokenizer, first + 1)["reason"] == ""
     for column in ("chosen", "rejected"):  # more than yes or no
-        unclear = {**row, column: [say("assistant", "a", weight=0.5)]}
+        unclear = {**row, column: [message("assistant", "a", weight=0.5)]}
         with pytest.raises(BadRow, match=r"message 1, weight 0\.5"):
             formats.preference_row(unclear, tokenizer, LONG)
 
 
 def test_a_reward_model_reads_the_whole_answer():
     tokenizer = templates.tokenizer("qwen2_5")
-    row = {"prompt": [ASK], "chosen": [say("assistant", "BAD", train=False)], "rejected": [NO]}
+    row = {"prompt": [ASK], "chosen": [message("assistant", "BAD", train=False)], "rejected": [NO]}
     found = reward_row(row, tokenizer, LONG)
     assert tokenizer.decode(found["chosen_ids"]) == "BAD<|im_end|>" and not found["reason"]
 
@@ -172,7 +173,7 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
 
 
 # ============================================================ a prompt that ends with the assistant
-@pytest.mark.parametrize("last", [say("assistant", "It is "), CALL])
+@pytest.mark.parametrize("last", [message("assistant", "It is "), CALL])
 def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
     """A template would open a second turn after it."""
     tokenizer = templates.tokenizer("qwen2_5")
@@ -190,7 +191,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
 
 def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
     tokenizer = templates.tokenizer("qwen2_5")
-    both = [ASK, say("assistant", "One."), NOON]
+    both = [ASK, message("assistant", "One."), NOON]
     row = formats.preference_row({"chosen": both, "rejected": [*both[:2], NO]}, tokenizer, LONG)
     text = tokenizer.apply_chat_template(both, tokenize=False)
     assert tokenizer.decode(row["prompt_ids"] + row["chosen_ids"]) == text.removesuffix("\n")
@@ -221,7 +222,7 @@ def test_many_spelled_ends_are_taken_off_at_once():
     tokenizer = templates.tokenizer("qwen2_5")
     many = "<|im_end|>" * 60
     for content, expected in ((f"4{many} \n", "4"), (f"{many} 4", f"{many} 4")):
-        written = rendering.to_write(tokenizer, say("assistant", content))
+        written = rendering.to_write(tokenizer, message("assistant", content))
         assert written["content"] == expected
 
 
@@ -232,9 +233,9 @@ def test_after_a_prompt_that_the_template_writes_as_nothing():
         "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     )
     row = {
-        "prompt": [say("system", "Be brief.")],
+        "prompt": [message("system", "Be brief.")],
         "chosen": [NOON],
-        "rejected": [say("assistant", "It is.")],
+        "rejected": [message("assistant", "It is.")],
     }
     read = formats.preference_row(row, tokenizer, LONG)
     assert read["prompt_ids"] == [] and read["reason"] == ""

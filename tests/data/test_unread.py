@@ -4,21 +4,14 @@ import itertools
 import json
 
 import pytest
-from transformers import AutoTokenizer
 
 import templates
 from preference_recipes.data import dataset, formats, prompts, unread
 from recipes import load
-from runs import ASSETS
 
 U = {"role": "user", "content": "12+30="}
 A = {"role": "assistant", "content": "042"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}, "id": "c1"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "model")
 
 
 def said(function, tokenizer, *rows, columns=None, **settings):
@@ -74,7 +67,7 @@ def test_keys_of_calls_that_a_template_does_not_write(name):
     assert '"messages.tool_calls.id"' in found and "function" not in found
 
 
-@pytest.mark.parametrize("name, said_of_them", [("qwen3", ""), ("own_alpaca", 'not read: "tools"')])  # fmt: skip
+@pytest.mark.parametrize("name, said_of_them", [("qwen3", ""), ("own_alpaca", 'not read: "tools"')])
 def test_tools_that_no_template_writes_are_named(name, said_of_them):
     tokenizer = templates.tokenizer(name)
     tools = [{"type": "function", "function": {"name": "add"}}]

@@ -4,7 +4,6 @@ A server takes about a minute to start, so there are three: of a model whose hea
 embeddings, of one whose head is not, both in fp32, and of the first in bf16, with adapters.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -16,18 +15,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from preference_recipes.rollouts.vllm import Server
-from runs import ASSETS, REPOSITORY, evaluation_lines, flags_of, launch, recipe, training_lines
+from runs import (
+    ASSETS,
+    REPOSITORY,
+    evaluation_lines,
+    flags_of,
+    launch,
+    recipe,
+    tiny_llama,
+    training_lines,
+)
 
 VLLM = Path(os.environ.get("VLLM", REPOSITORY / ".venv-vllm/bin/vllm")).absolute()
 SEEDS = (0, 1, 2)
-FLAGS = dict(
-    dataset_name=ASSETS / "prompts_train.jsonl", eval_dataset_name=ASSETS / "prompts_eval.jsonl",
-    reward_function="tests.real_vllm.even_rewards:even", rollout_batch_size=16, max_new_tokens=8, max_length=64,
-    n_samples_per_prompt=8, train_batch_size=64, micro_train_batch_size=64, learning_rate=3e-4, max_steps=20, eval_steps=100,
-)  # fmt: skip
+FLAGS = dict(reward_function="tests.real_vllm.even_rewards:even", rollout_batch_size=16)
+FLAGS |= dict(max_new_tokens=8, max_length=64, n_samples_per_prompt=8, train_batch_size=64)
+FLAGS |= dict(micro_train_batch_size=64, learning_rate=3e-4, max_steps=20, eval_steps=100)
+FLAGS |= dict(
+    dataset_name=ASSETS / "prompts_train.jsonl", eval_dataset_name=ASSETS / "prompts_eval.jsonl"
+)
 
 
 # ============================================================ models and servers
@@ -38,18 +47,15 @@ def models(tmp_path_factory) -> Path:
     """Two Llamas, `tied` and `untied`, that have learned to add a little. vLLM needs heads of at least 32."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("tied", "untied"):
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=264, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=512, pad_token_id=0, bos_token_id=None, eos_token_id=1, tie_word_embeddings=name == "tied",
-        )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(folder / "new" / name)
-        AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder / "new" / name)
+        sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+        heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+        settings = dict(**sizes, **heads, initializer_range=0.02)
+        new = tiny_llama(folder / "new" / name, tie_word_embeddings=name == "tied", **settings)
         launch(
             [],
             recipe("sft"),
             ASSETS / "sft.yaml",
-            *("--model_name_or_path", folder / "new" / name, "--output_dir", folder / "sft" / name),
+            *("--model_name_or_path", new, "--output_dir", folder / "sft" / name),
             *("--max_steps", 200, "--learning_rate", 2e-3, "--exact_match_rows", 0),
             *("--micro_train_batch_size", 64),
         )
@@ -145,7 +151,8 @@ def report(capsys, words: str) -> None:
 # ============================================================ weights
 
 
-REQUEST = dict(max_tokens=24, stop_token_ids=[1], ignore_eos=True, logprobs=0, return_token_ids=True)  # fmt: skip
+REQUEST = dict(max_tokens=24, stop_token_ids=[1], ignore_eos=True)
+REQUEST |= dict(logprobs=0, return_token_ids=True)
 
 
 def greedy(server: RealServer, prompts: list[list[int]]) -> list:
@@ -227,7 +234,8 @@ def test_grpo_learns_as_with_transformers(models, tied, tmp_path, capsys):
                 largest = max(line["sampling/sampling_logp_difference/max"] for line in found)
                 probe = max(line["sync/probe_difference"] for line in found)
                 seconds = sum(line["sync/seconds"] for line in found) / len(found)
-                report(capsys, f"log-probs differ by {largest:.2g}, probes by {probe:.2g}; a synchronisation took {seconds:.2f} s")  # fmt: skip
+                apart = f"log-probs differ by {largest:.2g}, probes by {probe:.2g}"
+                report(capsys, f"{apart}; a synchronisation took {seconds:.2f} s")
                 assert largest < 1e-4
     spread = max(max(of_seeds) - min(of_seeds) for of_seeds in means.values())
     difference = abs(sum(means["vllm"]) - sum(means["transformers"])) / len(SEEDS)
@@ -244,12 +252,12 @@ def test_bf16_and_adapters_in_place(models, bf16, tmp_path, capsys):
             bf16.client.send("/reset_prefix_cache")
         run(models / "tied", output, bf16.url, max_steps=10, **settings)
         found = training_lines(output)
-        probes = [line["sync/probe_difference"] for line in found if "sync/probe_difference" in line]  # fmt: skip
+        synchronised = [line for line in found if "sync/seconds" in line]
+        probes = [line["sync/probe_difference"] for line in synchronised]
         cut = [line["sampling/importance_sampling_ratio/cut"] for line in found]
-        seconds = [line["sync/seconds"] for line in found if "sync/seconds" in line]
-        report(
-            capsys, f"bf16, {name}: probes {min(probes):.3g} to {max(probes):.3g}, cut {max(cut):.3f}, sync {json.dumps([round(s, 2) for s in seconds])} s"
-        )  # fmt: skip
+        seconds = [round(line["sync/seconds"], 2) for line in synchronised]
+        shown = f"probes {min(probes):.3g} to {max(probes):.3g}, cut {max(cut):.3f}"
+        report(capsys, f"bf16, {name}: {shown}, sync {seconds} s")
         assert 1e-4 < max(probes) < 0.2
         before, after = (evaluation_lines(output)[n]["eval/scores"] for n in (0, -1))
         assert after > before

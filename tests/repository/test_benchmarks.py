@@ -21,15 +21,7 @@ def test_the_tables_of_the_page_are_those_of_the_results():
 
 @pytest.mark.slow
 def test_a_storm_of_kills_changes_nothing():
-    command = [
-        sys.executable,
-        "benchmarks/storm.py",
-        "--recipes",
-        "sft",
-        "--ways",
-        "plain",
-        "--kills",
-        "2",
-    ]
+    flags = ["--recipes", "sft", "--ways", "plain", "--kills", "2"]
+    command = [sys.executable, "benchmarks/storm.py", *flags]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "1 of 1 the same as if never killed, 2 kills each" in ended.stdout

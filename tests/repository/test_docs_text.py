@@ -25,13 +25,20 @@ SCRIPTS = [
     REPOSITORY / "tests/conftest.py",
     *(REPOSITORY / "benchmarks").glob("*.py"),
 ]
-# Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
-FOREIGN = {"--logdir", "--logdir_spec", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
-           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked", "--no-deps",
-           "--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template", "--device", "--batch_size",  # lm-eval
-           "--private", "--outfile", "--outtype",
-           "--generation-config", "--logprobs-mode", "--worker-extension-cls", "--max-model-len", "--dtype", "--enable-lora", "--max-lora-rank",
-           "--gpu-memory-utilization", "--tensor-parallel-size", "--port"}  # fmt: skip  # vLLM
+# Flags of other programs.
+FOREIGN = {
+    *("--logdir", "--logdir_spec"),  # tensorboard
+    *("--nodes", "--gpus-per-node", "--ntasks-per-node"),  # sbatch, srun
+    *("--signal", "--requeue", "--kill-on-bad-exit"),
+    *("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"),  # torchrun
+    *("--locked", "--no-deps"),  # uv, pip
+    *("--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template"),  # lm-eval
+    *("--device", "--batch_size"),
+    *("--private", "--outfile", "--outtype"),  # hf, llama.cpp
+    *("--generation-config", "--logprobs-mode", "--worker-extension-cls", "--port"),  # vLLM
+    *("--max-model-len", "--dtype", "--enable-lora", "--max-lora-rank"),
+    *("--gpu-memory-utilization", "--tensor-parallel-size"),
+}
 
 
 def name_of(page) -> str:

@@ -154,7 +154,10 @@ PAIRS = [("gemma2", "qwen3"), ("cohere", "phi")]
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_a_student_learns_what_the_definition_says(names, monkeypatch):
-    """Loss, values and the gradient of every weight, of a teacher whose head is padded to another size, and of two teachers."""
+    """Loss, values and the gradient of every weight.
+
+    There are two teachers, and the head of one is padded to another size.
+    """
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 295 * 5)
     student, teacher = (build(name) for name in names)
     other_teacher = build("llama tied", vocab_size=310)

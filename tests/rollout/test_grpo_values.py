@@ -216,8 +216,8 @@ def test_what_is_stored_is_what_trl_computes():
 def test_two_settings_without_bias_and_the_one_of_a_known_factor():
     """Before the first update the expected gradient is the policy gradient, up to a constant.
 
-    That is 1 / max_new_tokens, as Dr. GRPO divides sums over tokens by it. A baseline that holds the sample itself takes
-    another factor of (n - 1) / n, at n = 2 one half.
+    That is 1 / max_new_tokens, as Dr. GRPO divides sums over tokens by it. A baseline that holds the
+    sample itself takes another factor of (n - 1) / n, at n = 2 one half.
     """
     analytic = expected_gradients.analytic_gradient() / expected_gradients.MAX_NEW_TOKENS
     for baseline, factor in {"none": 1, "rloo": 1, "group": 1 / 2}.items():

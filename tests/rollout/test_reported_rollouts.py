@@ -8,7 +8,7 @@ import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from runs import launch, recipe, tiny_llama, training_lines, write_jsonl
+from runs import launch, recipe, short_run, tiny_llama, training_lines, write_jsonl
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
@@ -36,14 +36,11 @@ def test_trained_are_the_ids_that_the_trained_weights_sampled(tmp_path):
         "        file.write(json.dumps([responses, response_ids]) + '\\n')\n"
         "    return [float(sum(ids) % 5) for ids in response_ids]\n"
     )
-    flags = [
-        *("--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "prompts.jsonl"),
-        *("--reward_function", "sampled_ids:longest", "--output_dir", tmp_path / "run"),
-        *("--rollout_batch_size", 4, "--n_samples_per_prompt", 4, "--train_batch_size", 16),
-        *("--micro_train_batch_size", 4, "--max_new_tokens", 6, "--max_length", 40),
-        *("--lora_r", 4, "--lora_alpha", 64, "--learning_rate", 0.05, "--max_steps", 4),
-        *("--report_to", "none"),
-    ]
+    sizes = dict(rollout_batch_size=4, n_samples_per_prompt=4, train_batch_size=16, max_steps=4)
+    sizes |= dict(micro_train_batch_size=4, max_new_tokens=6, max_length=40)
+    adapters = dict(lora_r=4, lora_alpha=64, learning_rate=0.05)
+    given = dict(reward_function="sampled_ids:longest", **sizes, **adapters)
+    flags = short_run(tmp_path, "prompts", tmp_path / "run", **given)
     launch([], recipe("grpo"), *flags, cwd=tmp_path)
     found = training_lines(tmp_path / "run")
     assert len(found) == 4

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import RECIPES
-from runs import ASSETS, launch, lines, recipe, training_lines, write_jsonl
+from runs import ASSETS, launch, lines, pair_of, recipe, say, training_lines, write_jsonl
 
 MODEL = ASSETS / "model"
 FACTS = [
@@ -40,12 +40,8 @@ class Form(NamedTuple):
     file: str = "rows.jsonl"
 
 
-def user(text: str) -> list[dict]:
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text: str) -> list[dict]:
-    return [{"role": "assistant", "content": text}]
+def chat(question: str, answer: str) -> list[dict]:
+    return say("user", question) + say("assistant", answer)
 
 
 def transcript(question: str, answer: str) -> str:
@@ -58,33 +54,41 @@ def brief(prompts, responses, **columns):
     return [-len(response) / 100 for response in responses]
 """
 PAIRS = {
-    "messages": Form(lambda q, a, b: {"prompt": user(q), "chosen": assistant(a), "rejected": assistant(b)}),
+    "messages": Form(pair_of),
     "strings": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, CHAT),
     "plain text": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, (), "rows.csv"),
     "ultrafeedback": Form(
-        lambda q, a, b: {"prompt": q, "chosen": user(q) + assistant(a), "rejected": user(q) + assistant(b)},
+        lambda q, a, b: {"prompt": q, "chosen": chat(q, a), "rejected": chat(q, b)}
     ),
     "prompt inside": Form(
-        lambda q, a, b: {"chosen": user(q) + assistant(a), "rejected": user(q) + assistant(b)}, (), "rows.parquet",
+        lambda q, a, b: {"chosen": chat(q, a), "rejected": chat(q, b)}, (), "rows.parquet"
     ),
-    "hh-rlhf": Form(lambda q, a, b: {"chosen": transcript(q, a), "rejected": transcript(q, b)}, CHAT),
-    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "chosen": a, "rejected": b}, (), "rows.json"),
-}  # fmt: skip
+    "hh-rlhf": Form(
+        lambda q, a, b: {"chosen": transcript(q, a), "rejected": transcript(q, b)}, CHAT
+    ),
+    "alpaca": Form(
+        lambda q, a, b: {"instruction": q, "input": "", "chosen": a, "rejected": b}, (), "rows.json"
+    ),
+}
 PROMPTS = {
-    "messages": Form(lambda q, a, b: {"prompt": user(q), "answer": a}),
+    "messages": Form(lambda q, a, b: {"prompt": say("user", q), "answer": a}),
     "gsm8k": Form(
-        lambda q, a, b: {"question": q, "answer": f"So #### {a}"}, (*CHAT, "--columns", "prompt=question"),
+        lambda q, a, b: {"question": q, "answer": f"So #### {a}"},
+        (*CHAT, "--columns", "prompt=question"),
     ),
-}  # fmt: skip
+}
 CONVERSATIONS = {
-    "messages": Form(lambda q, a, b: {"messages": user(q) + assistant(a)}),
-    "prompt": Form(lambda q, a, b: {"prompt": user(q), "completion": assistant(a)}),
+    "messages": Form(lambda q, a, b: {"messages": chat(q, a)}),
+    "prompt": Form(lambda q, a, b: {"prompt": say("user", q), "completion": say("assistant", a)}),
     "strings": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT, "rows.csv"),
     "text": Form(lambda q, a, b: {"text": f"{q} {a}"}, (), "rows.parquet"),
     "sharegpt": Form(
-        lambda q, a, b: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}, (), "rows.json",
+        lambda q, a, b: {
+            "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
+        },
+        file="rows.json",
     ),
-}  # fmt: skip
+}
 FORMS = {"sft": CONVERSATIONS, "preferences": PAIRS, "prompts": PROMPTS}
 # A format for each recipe in `make test`; the others with one recipe that learns from such data.
 CASES = [
@@ -139,7 +143,7 @@ def test_ten_rows_lead_to_an_actor_that_loads(name, form, tmp_path):
     assert len(moved) > len(before) / 2
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoded = tokenizer.apply_chat_template(
-        user(FACTS[0][0]), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        say("user", FACTS[0][0]), add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     if name == "reward":
         assert model(**encoded).logits.shape == (1, 1)
