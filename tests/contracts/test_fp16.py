@@ -10,26 +10,14 @@ import types
 import pytest
 import torch
 
+import runs
 from common import stopping
 from common.progress import Progress
 from recipes import ANSWER_REWARD, TEACHER, TIES
-from runs import (
-    REPOSITORY,
-    ROLLOUTS,
-    fp16_launcher,
-    launch,
-    recipe,
-    short_run,
-    timeless,
-    tiny_inputs,
-    tiny_llama,
-    training_lines,
-    weights,
-)
 
-TESTS = REPOSITORY / "tests"
+TESTS = runs.REPOSITORY / "tests"
 # One rollout of 48 samples, twice, is as many updates as two epochs of the others' rows.
-OF_PPO = dict(ROLLOUTS, rollout_batch_size=48, max_new_tokens=6, num_epochs_per_rollout=2)
+OF_PPO = dict(runs.ROLLOUTS, rollout_batch_size=48, max_new_tokens=6, num_epochs_per_rollout=2)
 OF_PPO |= dict(reward_function=ANSWER_REWARD, critic_learning_rate=0.01, max_epochs=1)
 # Recipe, ZeRO stage, processes, settings.
 OVERFLOWING = [
@@ -44,23 +32,23 @@ GROWING = {"initial_scale_power": 4, "loss_scale_window": 2}
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tiny_inputs(tmp_path_factory.mktemp("fp16"))
-    tiny_llama(folder / "still")  # no dropout: a skipped window would use up random numbers
+    folder = runs.tiny_inputs(tmp_path_factory.mktemp("fp16"))
+    runs.tiny_llama(folder / "still")  # no dropout: a skipped window would use up random numbers
     return folder
 
 
 def run(inputs, launcher, mode: str, windows: str, name: str, output, **settings) -> str:
     """Runs a recipe through overflowing_recipe.py; returns what it printed."""
-    script = [TESTS / "overflowing_recipe.py", mode, windows, recipe(name)]
+    script = [TESTS / "overflowing_recipe.py", mode, windows, runs.recipe(name)]
     given = {"model_name_or_path": inputs / "still", "micro_train_batch_size": 2}
-    flags = short_run(inputs, name, output, **given | {"warmup_steps": 0} | settings)
-    return launch(launcher, *script, *flags).stdout
+    flags = runs.short_run(inputs, name, output, **given | {"warmup_steps": 0} | settings)
+    return runs.launch(launcher, *script, *flags).stdout
 
 
 @pytest.mark.parametrize("name, stage, processes, own", OVERFLOWING)
 def test_what_overflows_leaves_no_trace(inputs, name, stage, processes, own):
     """The first window, the one after a logged update, two in a row, and the last."""
-    launcher = fp16_launcher(inputs / f"{stage}.json", stage, processes, **KEPT_SCALE)
+    launcher = runs.fp16_launcher(inputs / f"{stage}.json", stage, processes, **KEPT_SCALE)
     windows = "0,4,6,7,11"
     poisoned, lacking = inputs / f"poisoned-{name}", inputs / f"lacking-{name}"
     # A warm-up does not depend on the horizon, in which the two runs differ.
@@ -69,13 +57,13 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes, own):
     said = run(inputs, launcher, "overflow", windows, name, poisoned, **more)
     assert "done: 7 updates, 5 skipped" in said
     run(inputs, launcher, "lack", windows, name, lacking, **more, max_steps=7)
-    found, expected = timeless(poisoned), timeless(lacking)
+    found, expected = runs.timeless(poisoned), runs.timeless(lacking)
     counted = [(line["global_step"], line["skipped_steps"]) for line in found]
     assert counted == [(1, 1), (3, 1), (6, 4), (7, 5)]
     assert all(line.pop("loss_scale") == 256 for line in found + expected)
     for line in found + expected:
         del line["skipped_steps"], line["epoch"]
-    assert found == expected and torch.equal(weights(poisoned), weights(lacking))
+    assert found == expected and torch.equal(runs.weights(poisoned), runs.weights(lacking))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -84,8 +72,8 @@ def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
 
     Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go.
     """
-    launcher = fp16_launcher(tmp_path / "ds.json", stage, 1, **GROWING)
-    output = launch(launcher, TESTS / "growing_loss_scale.py", tmp_path / "out").stdout
+    launcher = runs.fp16_launcher(tmp_path / "ds.json", stage, 1, **GROWING)
+    output = runs.launch(launcher, TESTS / "growing_loss_scale.py", tmp_path / "out").stdout
     guarded, unguarded = map(ast.literal_eval, re.findall(r"guarded (.*)", output))
     scales = [16, 16, 16, 32, 32]
     assert guarded == [(0.5, 0.5, scale) for scale in scales]
@@ -116,12 +104,12 @@ def test_skips_are_said_and_without_end_end(scale, said, capsys):
 def test_until_an_update_is_applied_the_policy_has_not_moved(inputs, name, own):
     """Ratios are 1 until then. Of rollouts of four updates, two overflow at the start and one at an end."""
     output = inputs / f"{name}-skipped"
-    launcher = fp16_launcher(inputs / "kept.json", 2, 2, **KEPT_SCALE)
+    launcher = runs.fp16_launcher(inputs / "kept.json", 2, 2, **KEPT_SCALE)
     more = dict(own, learning_rate=0.01, max_steps=8, rollout_batch_size=8)
     more |= dict(n_samples_per_prompt=4, max_new_tokens=6, score_batch_size=3)
     said = run(inputs, launcher, "overflow", "0,1,7", name, output, **more)
     assert "done: 8 updates, 3 skipped" in said
-    found = training_lines(output)
+    found = runs.training_lines(output)
     # Rollouts begin after 0, 4 and 8 updates seen: their first applied ones are the updates 1, 3 and 6.
     firsts = [line["global_step"] for line in found if "completions/mean_length" in line]
     assert firsts == [1, 3, 6]

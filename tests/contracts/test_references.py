@@ -11,23 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import runs
 from peers import trl_values
 from plain_loop import Row, expect_lines, expect_weights, means, train
-from runs import (
-    LAUNCHERS,
-    evaluation_lines,
-    flags_of,
-    launch,
-    pair_of,
-    recipe,
-    say,
-    slow,
-    some_letters,
-    tiny_llama,
-    training_lines,
-    weights,
-    write_jsonl,
-)
 
 # What all runs against the loop have in common. Clipping binds; decay and warm-up count.
 SETTINGS = dict(
@@ -47,13 +33,13 @@ HELD_OUT = 3  # rows: one process of two has one
 
 def run(name: str, output: Path, launcher: str = "plain", **settings) -> str:
     """Launches a recipe and returns what it printed."""
-    flags = flags_of({"output_dir": output, **settings})
-    return launch(LAUNCHERS[launcher], recipe(name), *flags).stdout
+    flags = runs.flags_of({"output_dir": output, **settings})
+    return runs.launch(runs.LAUNCHERS[launcher], runs.recipe(name), *flags).stdout
 
 
 def expect_evaluations(output: Path, expected: list[dict[str, float]], rel: float, abs: float = 0):
     """The means over the held-out rows, before the first update and after the last."""
-    for line, values in zip(evaluation_lines(output), expected, strict=True):
+    for line, values in zip(runs.evaluation_lines(output), expected, strict=True):
         found = {tag: line[f"eval/{tag}"] for tag in values}
         assert found == pytest.approx(values, rel=rel, abs=abs)
 
@@ -63,37 +49,39 @@ def expect_evaluations(output: Path, expected: list[dict[str, float]], rel: floa
 
 def conversation(n: int) -> list[dict]:
     """One or two questions with their answers, some after a system message."""
-    text = lambda salt: some_letters(n, salt, longest=20)
-    messages = say("system", text(1)) if n % 4 == 0 else []
+    text = lambda salt: runs.some_letters(n, salt, longest=20)
+    messages = runs.say("system", text(1)) if n % 4 == 0 else []
     for turn in range(1 + n % 2):
-        messages = messages + say("user", text(2 + turn)) + say("assistant", text(4 + turn))
+        messages = (
+            messages + runs.say("user", text(2 + turn)) + runs.say("assistant", text(4 + turn))
+        )
     return messages
 
 
 def pair(n: int) -> dict:
-    return pair_of(*(some_letters(n, salt, longest=20) for salt in (1, 2, 3)))
+    return runs.pair_of(*(runs.some_letters(n, salt, longest=20) for salt in (1, 2, 3)))
 
 
 CONVERSATIONS = [conversation(n) for n in range(USABLE + HELD_OUT)]
 PAIRS = [pair(n) for n in range(USABLE + HELD_OUT)]
 # Each file also has a row without anything to learn. It must be left out before the order is drawn.
 UNUSABLE = 7
-EMPTY = say("user", "ab") + say("assistant", "")
+EMPTY = runs.say("user", "ab") + runs.say("assistant", "")
 EQUAL = {**pair(3), "rejected": pair(3)["chosen"]}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("references")
-    tiny_llama(folder / "model")
-    tiny_llama(folder / "reference", initializer_range=0.2)
-    tiny_llama(folder / "dropping", attention_dropout=0.2)  # DPO must switch it off
+    runs.tiny_llama(folder / "model")
+    runs.tiny_llama(folder / "reference", initializer_range=0.2)
+    runs.tiny_llama(folder / "dropping", attention_dropout=0.2)  # DPO must switch it off
     conversations = [{"messages": messages} for messages in CONVERSATIONS]
     rows = {"sft": (conversations, {"messages": EMPTY}), "dpo": (PAIRS, EQUAL)}
     for name, (usable, unusable) in rows.items():
         train = [*usable[:UNUSABLE], unusable, *usable[UNUSABLE:USABLE]]
-        write_jsonl(folder / f"{name}.jsonl", train)
-        write_jsonl(folder / f"{name}_eval.jsonl", usable[USABLE:])
+        runs.write_jsonl(folder / f"{name}.jsonl", train)
+        runs.write_jsonl(folder / f"{name}_eval.jsonl", usable[USABLE:])
     return folder
 
 
@@ -166,20 +154,20 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
     before = means(map(read, held_out))
     lines = train(model, rows, settings, read)
     assert f"{len(rows)} usable rows" in console
-    expect_lines(training_lines(inputs / loss_on), lines, rel=1e-6)
+    expect_lines(runs.training_lines(inputs / loss_on), lines, rel=1e-6)
     expect_evaluations(inputs / loss_on, [before, means(map(read, held_out))], rel=1e-6)
-    expect_weights(weights(inputs / loss_on), model)
+    expect_weights(runs.weights(inputs / loss_on), model)
     # The run is one in which everything happens.
     assert sum(len(ids) > max_length for ids, _ in whole) > 1
     assert max(line["grad_norm"] for line in lines) > 2 * settings["max_grad_norm"]
 
 
-@pytest.mark.parametrize("launcher", ["plain", slow("zero2")])
+@pytest.mark.parametrize("launcher", ["plain", runs.slow("zero2")])
 def test_the_norm_of_a_large_gradient(tmp_path, launcher):
     """Added up in fp32 one after the other, as torch does it on a CPU, 3 million squares are off by 4e-5."""
-    folder = tiny_llama(tmp_path / "model", intermediate_size=100_000, num_hidden_layers=1)
+    folder = runs.tiny_llama(tmp_path / "model", intermediate_size=100_000, num_hidden_layers=1)
     messages = CONVERSATIONS[1]
-    write_jsonl(tmp_path / "sft.jsonl", [{"messages": messages}])
+    runs.write_jsonl(tmp_path / "sft.jsonl", [{"messages": messages}])
     settings = dict(train_batch_size=2, micro_train_batch_size=1, max_steps=1, max_grad_norm=0.5)
     paths = dict(model_name_or_path=folder, dataset_name=tmp_path / "sft.jsonl")
     run("sft", tmp_path / "run", launcher, report_to="none", **paths, **settings)
@@ -189,7 +177,7 @@ def test_the_norm_of_a_large_gradient(tmp_path, launcher):
     logits = logits_before(model, ids, targets)
     torch.nn.functional.cross_entropy(logits, torch.tensor(ids)[targets]).backward()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    (line,) = training_lines(tmp_path / "run")
+    (line,) = runs.training_lines(tmp_path / "run")
     assert line["grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-6)
 
 
@@ -253,9 +241,9 @@ def test_dpo_is_the_plain_loop(inputs):
     lines = train(model, PAIRS[:USABLE], settings, read)
     assert f"{USABLE} usable rows" in console
     # Log-probs are of about -100, whose seventh digit fp32 rounds. Rewards are differences of them.
-    expect_lines(training_lines(output), lines, rel=1e-5, abs=5e-6)
+    expect_lines(runs.training_lines(output), lines, rel=1e-5, abs=5e-6)
     expect_evaluations(output, [before, means(map(read, PAIRS[USABLE:]))], rel=1e-5, abs=5e-6)
-    expect_weights(weights(output), model)
+    expect_weights(runs.weights(output), model)
     # The run is one in which everything happens.
     whole = [ids_of(row["prompt"] + row["rejected"]) for row in PAIRS]
     assert sum(len(ids) > max_length for ids in whole) > 1
@@ -291,14 +279,14 @@ def test_values_of_trl(case, tmp_path):
         name,
         tmp_path / "run",
         model_name_or_path=model,
-        dataset_name=write_jsonl(tmp_path / "rows.jsonl", trl_values.rows(name)),
+        dataset_name=runs.write_jsonl(tmp_path / "rows.jsonl", trl_values.rows(name)),
         micro_train_batch_size=2,
         report_to="none",
         **trl_values.SETTINGS | settings,
     )
 
     expected = {tag: values for tag, values in stored.items() if tag not in ONLY_TRL[name]}
-    lines = training_lines(tmp_path / "run")
+    lines = runs.training_lines(tmp_path / "run")
     found = {tag: [line[tag] for line in lines] for tag in expected if tag != CHANGE}
     start = trl_values.load_model(name, model)
     if "lora_r" in settings:
@@ -306,7 +294,7 @@ def test_values_of_trl(case, tmp_path):
         start = trl_values.joined(first)
     else:
         start = trl_values.vector(start)
-    found[CHANGE] = trl_values.projections(weights(tmp_path / "run") - start)
+    found[CHANGE] = trl_values.projections(runs.weights(tmp_path / "run") - start)
     expect_values(found, expected)
 
 

@@ -18,22 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import recipes
+import runs
 from common import folders
 from common.checkpoint import LOGS
 from contracts.proof.bench import Bench
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD, TIES
-from runs import (
-    LAUNCHERS,
-    launch,
-    refuses,
-    samples,
-    slow,
-    timeless,
-    training_lines,
-    weights,
-    workers,
-)
 from small_run import small_run
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
@@ -48,7 +38,7 @@ SLOW = [
     *(("kto", "zero3", ""), ("ppo", "zero3", ""), ("sft", "ddp", "lora")),
     *(("dpo", "growing", "lora"), ("dpo", "fsdp2", "lora"), ("ppo", "zero3", "lora")),
 ]
-CASES = [*FAST, *(slow(*case) for case in SLOW)]
+CASES = [*FAST, *(runs.slow(*case) for case in SLOW)]
 # Two epochs of 6 updates, with dropout, so that random states count.
 RUN = dict(n_rows=44, dropout=0.2, train_batch_size=8, micro_train_batch_size=2)
 RUN |= dict(logging_steps=3, eval_steps=0, save_steps=2, save_total_limit=2)
@@ -90,7 +80,7 @@ def stopped(bench: Bench, name: str, ready, launcher: str = "plain", changes=Non
 
 def resume(bench: Bench, output: Path, launcher="plain", check=True, point="auto", **changes):
     given = [*flags(bench, output, **changes), "--resume", point]
-    return launch(LAUNCHERS[launcher], bench.recipe, *given, check=check)
+    return runs.launch(runs.LAUNCHERS[launcher], bench.recipe, *given, check=check)
 
 
 def wrote(step: int):
@@ -104,9 +94,9 @@ def saved(step: int):
 
 
 def expect_same(output: Path, reference: Path) -> None:
-    assert timeless(output) == timeless(reference)
-    assert samples(output) == samples(reference)
-    assert torch.equal(weights(output), weights(reference))
+    assert runs.timeless(output) == runs.timeless(reference)
+    assert runs.samples(output) == runs.samples(reference)
+    assert torch.equal(runs.weights(output), runs.weights(reference))
 
 
 @pytest.mark.parametrize("name, launcher, adapters", CASES)
@@ -128,7 +118,7 @@ def test_killed_and_resumed_is_the_run_never_killed(request, bench, name, launch
             file = reference / "checkpoints/global_step_000010/rollout.pt"
             state = torch.load(file, weights_only=True)
         assert state.position.rollouts_seen >= 3 and state.position.updates_made > 0
-        made = [line for line in training_lines(reference) if "reward" in line]
+        made = [line for line in runs.training_lines(reference) if "reward" in line]
         dropped = [line["frac_groups_dropped"] for line in made]
         assert min(dropped) > 0 and max(dropped) < 1
     board = EventAccumulator(str(output / "tensorboard"))
@@ -145,7 +135,7 @@ def test_fsdp2_saved_before_its_first_update(bench, tmp_path):
     text = bench("dpo").recipe.read_text()
     copy.write_text(text.replace(loads, f"{loads}; checkpoint.save(); sys.exit()"))
     output = bench("dpo").folder / "saved-at-0"
-    launch(LAUNCHERS["fsdp2"], copy, *flags(bench("dpo"), output))
+    runs.launch(runs.LAUNCHERS["fsdp2"], copy, *flags(bench("dpo"), output))
     assert "global_step_000000" in resume(bench("dpo"), output, "fsdp2").stdout
     expect_same(output, unbroken(bench("dpo"), "fsdp2"))
 
@@ -164,8 +154,8 @@ LONGER = {"max_epochs": 8, "report_to": "none"}
     "launcher, number",
     [
         ("plain", signal.SIGINT),
-        slow("ddp", signal.SIGTERM),
-        slow("zero2", signal.SIGUSR1),
+        runs.slow("ddp", signal.SIGTERM),
+        runs.slow("zero2", signal.SIGUSR1),
     ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(bench, launcher, number):
@@ -173,7 +163,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(bench, launcher, number):
     ended = []
 
     def send(process):
-        os.kill(workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
+        os.kill(runs.workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
         ended.append(process.wait(60))
 
     how = dict(act=send, fresh=launcher == "ddp")
@@ -264,7 +254,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(bench):
     assert result.returncode and "--resume auto: no whole checkpoint" in result.stdout
 
 
-@pytest.mark.parametrize("name, launcher", [("dpo", "plain"), slow("kto", "zero3")])
+@pytest.mark.parametrize("name, launcher", [("dpo", "plain"), runs.slow("kto", "zero3")])
 def test_export_gives_the_actor_the_run_saved(bench, tmp_path, name, launcher):
     reference = unbroken(bench(name), launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
@@ -283,7 +273,7 @@ def test_export_gives_the_actor_the_run_saved(bench, tmp_path, name, launcher):
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / "actor/model.safetensors").write_bytes(b"x")
     call = lambda: export.export(torn, tmp_path / "no")
-    refuses("actor/model.safetensors has [bytes, CRC-32]", call=call)
+    runs.refuses("actor/model.safetensors has [bytes, CRC-32]", call=call)
 
 
 def test_a_longer_run_has_its_own_rates_from_the_first_update_on(bench):
@@ -291,7 +281,7 @@ def test_a_longer_run_has_its_own_rates_from_the_first_update_on(bench):
     reference = unbroken(bench("dpo"))
     output = shutil.copytree(reference, reference.with_name("longer"))
     resume(bench("dpo"), output, max_epochs=3, logging_steps=1)
-    rates = {line["global_step"]: line["learning_rate"] for line in training_lines(output)}
+    rates = {line["global_step"]: line["learning_rate"] for line in runs.training_lines(output)}
     expected = {step: 0.01 * (18 - (step - 1)) / 18 for step in range(13, 19)}
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import runs
 from common import actor, console, folders
 from common.actor import Best
 from preference_recipes.data import dataset
@@ -16,33 +17,21 @@ from preference_recipes.data.dataset import Converter, Data
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD
-from runs import (
-    ASSETS,
-    LAUNCHERS,
-    ROLLOUTS,
-    evaluation_lines,
-    launch,
-    recipe,
-    refuses,
-    short_run,
-    slow,
-    timeless,
-    weights,
-    write_jsonl,
-)
 from small_run import small_run
 
 
 def flags(inputs, name, output, **more):
-    sampling = ROLLOUTS | {"reward_function": ANSWER_REWARD} if name == "ppo" else {}
-    return short_run(inputs, name, output, **{"max_steps": 2, "save_steps": 2, **sampling, **more})
+    sampling = runs.ROLLOUTS | {"reward_function": ANSWER_REWARD} if name == "ppo" else {}
+    return runs.short_run(
+        inputs, name, output, **{"max_steps": 2, "save_steps": 2, **sampling, **more}
+    )
 
 
-@pytest.mark.parametrize("name, launcher", [("ppo", "plain"), slow("sft", "zero3")])
+@pytest.mark.parametrize("name, launcher", [("ppo", "plain"), runs.slow("sft", "zero3")])
 def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, name, launcher):
     output = tmp_path / "out"
     given = flags(inputs, name, output, save_dtype="bfloat16", save_actor_steps=1)
-    launch(LAUNCHERS[launcher], recipe(name), *given)
+    runs.launch(runs.LAUNCHERS[launcher], runs.recipe(name), *given)
     exact = load_file(output / "checkpoints/global_step_000002/actor/model.safetensors")
     assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
     for folder in ("actors/global_step_000002", "actor"):
@@ -53,7 +42,9 @@ def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, na
         assert AutoModelForCausalLM.from_pretrained(output / folder).dtype == torch.bfloat16
     # It decides nothing of the run: another value resumes.
     resumed = flags(inputs, name, output, resume="auto", max_steps=3)
-    assert "resumed from" in launch(LAUNCHERS[launcher], recipe(name), *resumed).stdout
+    assert (
+        "resumed from" in runs.launch(runs.LAUNCHERS[launcher], runs.recipe(name), *resumed).stdout
+    )
     saved = load_file(output / "actor/model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
@@ -79,9 +70,9 @@ def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(
     size = [(checkpoint / name).stat().st_size, folders.checksum(checkpoint / name)]
     manifest.write_text(json.dumps({**entries, name: size}))
     call = lambda: export.export(checkpoint, tmp_path / "other")
-    refuses(f"its manifest names {name!r}", call=call)
+    runs.refuses(f"its manifest names {name!r}", call=call)
     manifest.write_text(json.dumps({"state.json": entries["state.json"]}))
-    refuses("holds no actor", call=call)
+    runs.refuses("holds no actor", call=call)
 
 
 # ============================================================ the best actor
@@ -117,20 +108,20 @@ def best_flags(inputs, output, **more):
     keeping = dict(max_steps=30, eval_steps=1, save_actor_steps=1, keep_best="eval/loss")
     held_out = inputs / "sft.jsonl"
     given = rates | keeping | {"eval_dataset_name": held_out} | more
-    return short_run(inputs, "sft", output, **given)
+    return runs.short_run(inputs, "sft", output, **given)
 
 
-@pytest.mark.parametrize("launcher", ["plain", slow("zero3")])
+@pytest.mark.parametrize("launcher", ["plain", runs.slow("zero3")])
 def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_path, launcher):
     output = tmp_path / "out"
     given = best_flags(inputs, output, stop_after=3)
-    result = launch(LAUNCHERS[launcher], recipe("sft"), *given)
-    losses = [line["eval/loss"] for line in evaluation_lines(output)]
+    result = runs.launch(runs.LAUNCHERS[launcher], runs.recipe("sft"), *given)
+    losses = [line["eval/loss"] for line in runs.evaluation_lines(output)]
     step = losses.index(min(losses))
     assert 0 < step == len(losses) - 4, losses
-    best = weights(output, f"actors/global_step_{step:06d}")
-    assert torch.equal(weights(output, "actor_best"), best)
-    assert not torch.equal(weights(output, "actor_best"), weights(output))
+    best = runs.weights(output, f"actors/global_step_{step:06d}")
+    assert torch.equal(runs.weights(output, "actor_best"), best)
+    assert not torch.equal(runs.weights(output, "actor_best"), runs.weights(output))
     kept = f"eval/loss {losses[step]:.4g} at update {step}"
     assert f"best: {kept}, saved in {output}/actor_best\n" in result.stdout
     assert "stopped early: 3 evaluations without a better one" in result.stdout
@@ -141,8 +132,8 @@ def test_an_early_end_survives_a_resume(inputs, tmp_path):
     """From any checkpoint: beyond the best evaluation, or before it."""
     whole = tmp_path / "whole"
     saving = dict(stop_after=3, save_steps=1, save_total_limit=0)
-    launch([], recipe("sft"), *best_flags(inputs, whole, **saving))
-    end = evaluation_lines(whole)[-1]["global_step"]
+    runs.launch([], runs.recipe("sft"), *best_flags(inputs, whole, **saving))
+    end = runs.evaluation_lines(whole)[-1]["global_step"]
     # As if killed after update end - 1, with two evaluations counted: what came later is removed.
     for seen_last in (end - 1, end - 4):
         killed = shutil.copytree(whole, tmp_path / str(seen_last))
@@ -150,11 +141,11 @@ def test_an_early_end_survives_a_resume(inputs, tmp_path):
         for step in range(seen_last + 1, end + 1):
             shutil.rmtree(killed / f"checkpoints/global_step_{step:06d}")
         resumed = best_flags(inputs, killed, **saving, resume="auto")
-        said = launch([], recipe("sft"), *resumed).stdout
+        said = runs.launch([], runs.recipe("sft"), *resumed).stdout
         assert f"global_step_{seen_last:06d}: {seen_last} updates" in said
-        assert timeless(killed) == timeless(whole)
+        assert runs.timeless(killed) == runs.timeless(whole)
         for folder in ("actor", "actor_best"):
-            assert torch.equal(weights(killed, folder), weights(whole, folder))
+            assert torch.equal(runs.weights(killed, folder), runs.weights(whole, folder))
         assert (killed / "best.json").read_text() == (whole / "best.json").read_text()
         # The best one lay beyond the earlier checkpoint, so it was set aside and made again.
         is_beyond = seen_last == end - 4
@@ -164,12 +155,12 @@ def test_an_early_end_survives_a_resume(inputs, tmp_path):
 
 def test_the_answers_of_held_out_rows_are_part_of_their_content(accelerator, tmp_path):
     """Those of exact match, which no model reads."""
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
+    tokenizer = AutoTokenizer.from_pretrained(runs.ASSETS / "model")
     found = []
     for number, (text, answer) in enumerate([("a", "1"), ("a", "2"), ("b", "1"), ("a", "1")]):
         rows = [{"prompt": text, "completion": "c", "answer": answer}]
         (tmp_path / str(number)).mkdir()
-        file = str(write_jsonl(tmp_path / f"{number}/rows.jsonl", rows))
+        file = str(runs.write_jsonl(tmp_path / f"{number}/rows.jsonl", rows))
         settings = dict(max_length=64, max_new_tokens=4, strings_as_messages=False)
         converter = Converter(prompt_row, tokenizer, {}, settings)
         rows = dataset.load(accelerator, file, "train", converter)

@@ -13,23 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import runs
 from common import record
 from common.batches import rows_of_update
 from preference_recipes.data.sequences import Sequences
-from runs import (
-    LAUNCHERS,
-    evaluation_lines,
-    launch,
-    message,
-    recipe,
-    short_run,
-    slow,
-    timeless,
-    tiny_llama,
-    training_lines,
-    weights,
-    write_jsonl,
-)
 
 # The last answer is written with a mark, which is gone when another turn follows.
 REWRITING = (
@@ -39,7 +26,7 @@ REWRITING = (
 )
 BY_NUMBER, BY_TOKENS = {"micro_train_batch_size": 3}, {"micro_train_tokens": 150}
 ROWS, BATCH = 13, 6  # updates of 6, 6 and 1 conversation
-SPLITS = [("plain", BY_NUMBER), ("ddp", BY_TOKENS), slow("zero2", BY_NUMBER)]
+SPLITS = [("plain", BY_NUMBER), ("ddp", BY_TOKENS), runs.slow("zero2", BY_NUMBER)]
 
 
 def conversation(row: int) -> list[dict]:
@@ -48,7 +35,7 @@ def conversation(row: int) -> list[dict]:
         chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 5 + salt * 7) % 12)
     )
     return [
-        message(role, text(2 * turn + (role == "user")))
+        runs.message(role, text(2 * turn + (role == "user")))
         for turn in range(1 + row % 4)
         for role in ("user", "assistant")
     ]
@@ -57,8 +44,8 @@ def conversation(row: int) -> list[dict]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequences")
-    tiny_llama(folder / "model")
-    write_jsonl(folder / "sft.jsonl", [{"messages": conversation(row)} for row in range(ROWS)])
+    runs.tiny_llama(folder / "model")
+    runs.write_jsonl(folder / "sft.jsonl", [{"messages": conversation(row)} for row in range(ROWS)])
     (folder / "rewriting.jinja").write_text(REWRITING)
     return folder
 
@@ -66,8 +53,8 @@ def inputs(tmp_path_factory):
 def run(inputs, launcher: str, output, micro: dict):
     given = {"eval_dataset_name": inputs / "sft.jsonl", "warmup_steps": 0, "learning_rate": 0.01}
     given |= {"chat_template": inputs / "rewriting.jinja", "train_batch_size": BATCH} | micro
-    flags = short_run(inputs, "sft", output, **given)
-    return launch(LAUNCHERS[launcher], recipe("sft"), *flags)
+    flags = runs.short_run(inputs, "sft", output, **given)
+    return runs.launch(runs.LAUNCHERS[launcher], runs.recipe("sft"), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +114,21 @@ def test_the_first_update_by_hand(inputs, reference):
                         logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
                     losses += [-logps[n - 1, ids[n]] for n in range(len(before), len(ids))]
         counted.append((len(rows), tokens))
-    found = training_lines(reference)
+    found = runs.training_lines(reference)
     assert found[0]["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
     totals = np.cumsum(counted, 0).tolist()
     assert [[line["samples"], line["tokens"]] for line in found] == totals
     assert totals[-1][0] == ROWS
-    assert evaluation_lines(reference)[0]["eval/mean_token_accuracy"] >= 0
+    assert runs.evaluation_lines(reference)[0]["eval/mean_token_accuracy"] >= 0
 
 
 @pytest.mark.parametrize("launcher, micro", SPLITS)
 def test_any_split_is_the_same_update(inputs, reference, tmp_path, launcher, micro):
     run(inputs, launcher, tmp_path / "run", micro)
-    for line, other in zip(timeless(tmp_path / "run"), timeless(reference), strict=True):
+    for line, other in zip(runs.timeless(tmp_path / "run"), runs.timeless(reference), strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
-    base = weights(reference)
-    assert (weights(tmp_path / "run") - base).norm() < 1e-5 * base.norm()
+    base = runs.weights(reference)
+    assert (runs.weights(tmp_path / "run") - base).norm() < 1e-5 * base.norm()
     assert AutoTokenizer.from_pretrained(tmp_path / "run/actor").chat_template == REWRITING
 
 
@@ -171,21 +158,22 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
     given = {"chat_template": template, "train_batch_size": BATCH, "micro_train_batch_size": 3}
 
     def start(*words, **more) -> None:
-        flags = short_run(inputs, "sft", **given, learning_rate=0.01, **more)
-        launch([], *words, *flags)
+        flags = runs.short_run(inputs, "sft", **given, learning_rate=0.01, **more)
+        runs.launch([], *words, *flags)
 
-    start(script, recipe("sft"), output=tmp_path / "whole")
-    start(script, recipe("sft"), output=tmp_path / "cut", save_steps=1, max_steps=1)
+    start(script, runs.recipe("sft"), output=tmp_path / "whole")
+    start(script, runs.recipe("sft"), output=tmp_path / "cut", save_steps=1, max_steps=1)
     state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
     assert state["arguments"]["date"] == "2020-02-29"
     # On today's date, from a copy of the template under another name, and of the checkpoint alone.
     given["chat_template"] = template.rename(tmp_path / "renamed.jinja")
     alone = shutil.move(tmp_path / "cut/checkpoints/global_step_000001", tmp_path / "alone")
     moved = {"output": tmp_path / "moved", "save_steps": 1}
-    start(recipe("sft"), **moved, resume=alone, max_steps=2)
-    start(recipe("sft"), **moved, resume="auto", max_steps=3)
+    start(runs.recipe("sft"), **moved, resume=alone, max_steps=2)
+    start(runs.recipe("sft"), **moved, resume="auto", max_steps=3)
     losses = [
-        [line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "moved")
+        [line["loss"] for line in runs.training_lines(tmp_path / name)]
+        for name in ("whole", "moved")
     ]
     assert losses[0][0] == losses[1][0] and len(losses[1]) == 3
 

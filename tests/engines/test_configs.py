@@ -11,26 +11,10 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import runs
 from preference_recipes.models import prepare
-from runs import (
-    LAUNCHERS,
-    REPOSITORY,
-    config_launcher,
-    evaluation_lines,
-    first_rows,
-    launch,
-    recipe,
-    say,
-    short_run,
-    slow_but,
-    tiny_inputs,
-    tiny_llama,
-    training_lines,
-    weights,
-    write_jsonl,
-)
 
-FOLDER = REPOSITORY / "accelerate_configs"
+FOLDER = runs.REPOSITORY / "accelerate_configs"
 YAMLS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 JSONS = sorted(path.stem for path in FOLDER.glob("*.json"))
 FAST = "ds_zero3"
@@ -84,48 +68,54 @@ def test_two_runs_on_one_machine_take_two_ports():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """Every update holds the same 8 pairs: one that an overflow skips changes nothing."""
-    folder = tiny_inputs(tmp_path_factory.mktemp("configs"))
-    tiny_llama(folder / "model", tie_word_embeddings=True)
-    first_rows(folder / "rows.jsonl", folder / "dpo.jsonl", 8)
-    launch(LAUNCHERS["plain"], recipe("dpo"), *flags(folder, folder / "fp32"))
+    folder = runs.tiny_inputs(tmp_path_factory.mktemp("configs"))
+    runs.tiny_llama(folder / "model", tie_word_embeddings=True)
+    runs.first_rows(folder / "rows.jsonl", folder / "dpo.jsonl", 8)
+    runs.launch(runs.LAUNCHERS["plain"], runs.recipe("dpo"), *flags(folder, folder / "fp32"))
     return folder
 
 
 def flags(inputs, output, **more):
     updates = dict(micro_train_batch_size=2, max_steps=3, warmup_steps=0, learning_rate=1e-2)
     held_out = {"eval_dataset_name": inputs / "rows.jsonl", "logging_steps": 1}
-    return short_run(inputs, "rows", output, **updates | held_out | more)
+    return runs.short_run(inputs, "rows", output, **updates | held_out | more)
 
 
 def test_every_yaml_is_launched_by_a_test():
     assert sorted([*LAUNCHED, "multi_node"]) == YAMLS
 
 
-@pytest.mark.parametrize("name", slow_but([FAST], LAUNCHED))
+@pytest.mark.parametrize("name", runs.slow_but([FAST], LAUNCHED))
 def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     """Three updates at a falling rate: their log lines, where the weights went, and what is saved."""
     if name == "ds_zero3_offload":
         request.getfixturevalue("cpu_adam")
     said, engine = LAUNCHED[name]
     output, probe = inputs / name, inputs / f"{name}.json"
-    launcher = config_launcher(name, 1 if name == "single_gpu" else 2)
-    script = [REPOSITORY / "tests/engine_probe.py", recipe("dpo")] if engine else [recipe("dpo")]
+    launcher = runs.config_launcher(name, 1 if name == "single_gpu" else 2)
+    script = (
+        [runs.REPOSITORY / "tests/engine_probe.py", runs.recipe("dpo")]
+        if engine
+        else [runs.recipe("dpo")]
+    )
     given = flags(inputs, output)
-    result = launch(launcher, *script, *given, env={"PROBE": str(probe)}, fresh=name != FAST)
+    result = runs.launch(launcher, *script, *given, env={"PROBE": str(probe)}, fresh=name != FAST)
     assert f"{said} on cpu" in result.stdout
 
     error = 5e-3 if "fp16" in said else 2e-2
-    for line, exact in zip(training_lines(output), training_lines(inputs / "fp32"), strict=True):
+    for line, exact in zip(
+        runs.training_lines(output), runs.training_lines(inputs / "fp32"), strict=True
+    ):
         for tag in COMPARED:
             assert line[tag] == pytest.approx(exact[tag], rel=error, abs=error), tag
         assert line["grad_norm"] == pytest.approx(exact["grad_norm"], rel=5e-2)
         assert line["learning_rate"] == pytest.approx(exact["learning_rate"])
         assert line["samples"] == exact["samples"]
-    start = weights(inputs, "model")
-    moved, expected = weights(output) - start, weights(inputs / "fp32") - start
+    start = runs.weights(inputs, "model")
+    moved, expected = runs.weights(output) - start, runs.weights(inputs / "fp32") - start
     assert (moved - expected).norm() <= 0.15 * expected.norm()
     # The reference is the policy as it starts, bit for bit.
-    assert evaluation_lines(output)[0]["eval/rewards/margins"] == 0
+    assert runs.evaluation_lines(output)[0]["eval/rewards/margins"] == 0
 
     saved = load_file(output / "actor/model.safetensors")
     # Under autocast and FSDP2 the weights themselves are fp32.
@@ -144,18 +134,20 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
 @pytest.mark.parametrize("name", ["ds_zero2", "ds_zero3"])
 def test_many_micro_batches_sum_to_one(tmp_path, name):
     """DeepSpeed would sum in half precision, where what is small beside the sum is lost."""
-    tiny_llama(tmp_path / "model")
+    runs.tiny_llama(tmp_path / "model")
     # Their gradients have one direction.
-    alike = [{"messages": say("user", str(n)) + say("assistant", "ab")} for n in range(512)]
-    write_jsonl(tmp_path / "rows.jsonl", alike)
-    few = write_jsonl(tmp_path / "few.jsonl", alike[:1])
+    alike = [
+        {"messages": runs.say("user", str(n)) + runs.say("assistant", "ab")} for n in range(512)
+    ]
+    runs.write_jsonl(tmp_path / "rows.jsonl", alike)
+    few = runs.write_jsonl(tmp_path / "few.jsonl", alike[:1])
     norms = []
     for micro in (64, 1):
         output = tmp_path / f"{name}-{micro}"
         sizes = dict(train_batch_size=512, micro_train_batch_size=micro, max_steps=1)
         given = flags(tmp_path, output, eval_dataset_name=few, **sizes)
-        launch(config_launcher(name), recipe("sft"), *given)
-        norms += [line["grad_norm"] for line in training_lines(output)]
+        runs.launch(runs.config_launcher(name), runs.recipe("sft"), *given)
+        norms += [line["grad_norm"] for line in runs.training_lines(output)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
@@ -164,7 +156,7 @@ def test_buffers_are_not_rounded_with_the_weights(tmp_path):
 
     On short rows that is too little to be seen in a number.
     """
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(runs.tiny_llama(tmp_path))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})
     engine = types.SimpleNamespace(

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import architectures
+import runs
 from common import adapters, arguments, folders
 from common.shared_args import SharedArgs
 from preference_recipes.models import cost, load, lora, prepare, scores
@@ -29,28 +30,15 @@ from preference_recipes.models.packing import Packer
 from preference_recipes.tools import export as exporting
 from recipes import ANSWER_REWARD, RECIPES
 from recipes import load as load_recipe
-from runs import (
-    LAUNCHERS,
-    ROLLOUTS,
-    config_launcher,
-    evaluation_lines,
-    launch,
-    recipe,
-    refuses,
-    short_run,
-    slow,
-    timeless,
-    weights,
-)
 
 LORA = dict(lora_r=4, lora_alpha=16)
-PPO = dict(ROLLOUTS, reward_function=ANSWER_REWARD, critic_learning_rate=0.01)
+PPO = dict(runs.ROLLOUTS, reward_function=ANSWER_REWARD, critic_learning_rate=0.01)
 
 
 def flags(inputs, name, output, **more):
     rates = dict(learning_rate=0.01, weight_decay=0.1, warmup_steps=0)
     given = dict(rates, micro_train_batch_size=4, max_steps=4, logging_steps=1)
-    return short_run(inputs, name, output, **given | (PPO if name == "ppo" else {}) | more)
+    return runs.short_run(inputs, name, output, **given | (PPO if name == "ppo" else {}) | more)
 
 
 def adapted(model, **given):
@@ -86,7 +74,7 @@ def test_a_target_that_cannot_have_an_adapter_is_refused(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     call = lambda: adapted(model, lora_target_modules=["q_proj", "lm_head"])
     said = "--lora_target_modules lm_head: no linear layer of LlamaForCausalLM"
-    refuses(said, "There are down_proj, gate_proj, k_proj", call=call)
+    runs.refuses(said, "There are down_proj, gate_proj, k_proj", call=call)
 
 
 def test_a_policy_that_samples_has_no_dropout():
@@ -248,16 +236,18 @@ def mean_logp(model, tokenizer, rows) -> float:
     return total / len(rows)
 
 
-@pytest.mark.parametrize("launcher", ["plain", slow("zero3"), slow("ds_fp16")])
+@pytest.mark.parametrize("launcher", ["plain", runs.slow("zero3"), runs.slow("ds_fp16")])
 def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, tmp_path, launcher):
     """Its log-probs are those of the last evaluation, and the base stands still to the last bit."""
-    way = config_launcher(launcher, 2) if launcher == "ds_fp16" else LAUNCHERS[launcher]
+    way = runs.config_launcher(launcher, 2) if launcher == "ds_fp16" else runs.LAUNCHERS[launcher]
     script, output = tmp_path / "hold.py", tmp_path / "out"
     script.write_text(HELD)
     more = dict(LORA, eval_dataset_name=inputs / "dpo.jsonl", save_steps=4)
     given = flags(inputs, "dpo", output, **more)
     env = {"HELD": str(tmp_path / "held.pt")}
-    assert "saved the actor: " in launch(way, script, recipe("dpo"), *given, env=env).stdout
+    assert (
+        "saved the actor: " in runs.launch(way, script, runs.recipe("dpo"), *given, env=env).stdout
+    )
 
     base = load_file(inputs / "model/model.safetensors")
     held = {
@@ -289,8 +279,8 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
 
     tokenizer = AutoTokenizer.from_pretrained(output / "actor")
     rows = [json.loads(line) for line in (inputs / "dpo.jsonl").read_text().splitlines()]
-    logged = evaluation_lines(output)[-1]["eval/logps/chosen"]
-    assert abs(logged - evaluation_lines(output)[0]["eval/logps/chosen"]) > 0.05
+    logged = runs.evaluation_lines(output)[-1]["eval/logps/chosen"]
+    assert abs(logged - runs.evaluation_lines(output)[0]["eval/logps/chosen"]) > 0.05
     for model in (
         peft.AutoPeftModelForCausalLM.from_pretrained(output / "actor", dtype=torch.float32),
         AutoModelForCausalLM.from_pretrained(output / "actor", dtype=torch.float32),
@@ -316,10 +306,12 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
     scorer, whole, output = tmp_path / "reward", tmp_path / "scorer", tmp_path / "ppo"
     held_out = inputs / "reward.jsonl"
     given = flags(inputs, "reward", scorer, eval_dataset_name=held_out, **LORA)
-    launch([], recipe("reward"), *given)
+    runs.launch([], runs.recipe("reward"), *given)
     export(scorer / "actor", whole, "--merge")
     judged = dict(reward_model_name_or_path=whole, normalize_reward=True)
-    launch([], recipe("ppo"), *flags(inputs, "ppo", output, save_steps=4, **judged, **LORA))
+    runs.launch(
+        [], runs.recipe("ppo"), *flags(inputs, "ppo", output, save_steps=4, **judged, **LORA)
+    )
 
     ids = torch.arange(3, 20)[None]
     adapter = load_file(scorer / "actor/adapter_model.safetensors")
@@ -362,12 +354,12 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
 def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
     """A resumed run takes that base as it is. One that has changed is another model."""
     sft, whole, dpo = tmp_path / "sft", tmp_path / "whole", tmp_path / "dpo"
-    launch([], recipe("sft"), *flags(inputs, "sft", sft, **LORA))
+    runs.launch([], runs.recipe("sft"), *flags(inputs, "sft", sft, **LORA))
     export(sft / "actor", whole, "--merge")
 
     def run(check=True, **more):
         given = flags(inputs, "dpo", dpo, **LORA, save_steps=2, model_name_or_path=whole, **more)
-        return launch([], recipe("dpo"), *given, check=check)
+        return runs.launch([], runs.recipe("dpo"), *given, check=check)
 
     run()
     config = json.loads((dpo / "actor/adapter_config.json").read_text())
@@ -397,12 +389,12 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
     ]
     command = f"python -m preference_recipes.tools.export {name} OUT"
     for way in ways:
-        refuses(f"{name!r} is an adapter", command, call=functools.partial(way, name))
+        runs.refuses(f"{name!r} is an adapter", command, call=functools.partial(way, name))
     find = load.find_adapter_config_file
     monkeypatch.setattr(
         load, "find_adapter_config_file", lambda name: name if name == "org/name" else find(name)
     )
-    refuses("'org/name' is an adapter", call=lambda: load.tokenizer_of("org/name"))
+    runs.refuses("'org/name' is an adapter", call=lambda: load.tokenizer_of("org/name"))
 
     # That command takes a hub name, too.
     monkeypatch.setattr("huggingface_hub.snapshot_download", {"org/name": name}.get)
@@ -422,7 +414,7 @@ def test_a_merge_that_makes_another_model_is_refused(inputs, tmp_path):
         r=2, task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["lm_head"]
     )
     peft.get_peft_model(base, lora_config).save_pretrained(tmp_path / "adapter")
-    refuses(
+    runs.refuses(
         "the whole model would be another one: its logits differ by",
         call=lambda: exporting.merge(str(tmp_path / "adapter"), tmp_path / "whole"),
     )
@@ -449,14 +441,14 @@ def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path):
 
     more = dict(LORA, eval_dataset_name=inputs / "dpo.jsonl", save_steps=2)
     packed, rounded, again = tmp_path / "packed", tmp_path / "out", tmp_path / "again"
-    launch([], recipe("dpo"), *flags(inputs, "dpo", packed, load_in_4bit=True, **more))
+    runs.launch([], runs.recipe("dpo"), *flags(inputs, "dpo", packed, load_in_4bit=True, **more))
     base = {"model_name_or_path": tmp_path / "rounded"}
-    launch([], recipe("dpo"), *flags(inputs, "dpo", rounded, **base, **more))
-    for one, other in zip(timeless(packed), timeless(rounded), strict=True):
+    runs.launch([], runs.recipe("dpo"), *flags(inputs, "dpo", rounded, **base, **more))
+    for one, other in zip(runs.timeless(packed), runs.timeless(rounded), strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
     more |= dict(load_in_4bit=True, save_dtype="bfloat16")
     resumed = flags(inputs, "dpo", again, resume=packed / "checkpoints/global_step_000002", **more)
-    assert "resumed from" in launch([], recipe("dpo"), *resumed).stdout
+    assert "resumed from" in runs.launch([], runs.recipe("dpo"), *resumed).stdout
     saved = load_file(again / "actor/adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
-    assert torch.equal(weights(again), weights(packed).bfloat16().double())
+    assert torch.equal(runs.weights(again), runs.weights(packed).bfloat16().double())

@@ -7,19 +7,9 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
 
+import runs
 from common import optim
 from preference_recipes.models.logprobs import LogProbModel
-from runs import (
-    LAUNCHERS,
-    launch,
-    letters,
-    recipe,
-    short_run,
-    timeless,
-    tiny_llama,
-    training_lines,
-    weights,
-)
 
 GPU = SimpleNamespace(device=torch.device("cuda"), scaler=None)
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None, distributed_type=DistributedType.NO)
@@ -57,7 +47,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 def test_muon_steps_the_matrices_of_hidden_layers_alone(tmp_path):
     """By hand: W -= lr decay W + 0.2 lr sqrt(max(rows, columns)) NS(gradient and momentum, Nesterov's)."""
-    tiny_llama(tmp_path)
+    runs.tiny_llama(tmp_path)
     model = LogProbModel(AutoModelForCausalLM.from_pretrained(tmp_path))
     named = dict(model.named_parameters())
     hidden = [name for name in named if name.endswith("_proj.weight")]
@@ -90,13 +80,13 @@ def test_muon_steps_the_matrices_of_hidden_layers_alone(tmp_path):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    return letters(tmp_path_factory.mktemp("muon"), 40)
+    return runs.letters(tmp_path_factory.mktemp("muon"), 40)
 
 
 def train(folder, name: str, launcher="plain", check=True, **more):
     given = dict(optimizer="muon", learning_rate=0.003, micro_train_batch_size=4, save_steps=2)
-    flags = short_run(folder, "sft", folder / name, **given | more)
-    done = launch(LAUNCHERS[launcher], recipe("sft"), *flags, check=check)
+    flags = runs.short_run(folder, "sft", folder / name, **given | more)
+    done = runs.launch(runs.LAUNCHERS[launcher], runs.recipe("sft"), *flags, check=check)
     return folder / name if check else done.stdout
 
 
@@ -107,19 +97,19 @@ def alone(chats):
 
 def test_with_muon_two_processes_are_one(chats, alone):
     both = train(chats, "both", "ddp", weight_decay=0.1)
-    assert (weights(both) - weights(alone)).norm() <= 1e-5 * weights(alone).norm()
-    for one, two in zip(training_lines(alone), training_lines(both), strict=True):
+    assert (runs.weights(both) - runs.weights(alone)).norm() <= 1e-5 * runs.weights(alone).norm()
+    for one, two in zip(runs.training_lines(alone), runs.training_lines(both), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=3e-6)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
-    first, *_, last = training_lines(alone)
+    first, *_, last = runs.training_lines(alone)
     assert last["loss"] < first["loss"] - 0.3
 
 
 def test_with_muon_a_resumed_run_is_one_never_stopped(chats, alone):
     at_four = alone / "checkpoints/global_step_000004"
     resumed = train(chats, "resumed", weight_decay=0.1, resume=at_four)
-    assert torch.equal(weights(resumed), weights(alone))
-    assert timeless(resumed) == timeless(alone)
+    assert torch.equal(runs.weights(resumed), runs.weights(alone))
+    assert runs.timeless(resumed) == runs.timeless(alone)
 
 
 def test_muon_is_refused_where_it_has_no_whole_matrix(chats):

@@ -18,24 +18,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import runs
 from common.shared_args import SharedArgs
 from plain_loop import Row, expect_lines, expect_weights, means, train
 from preference_recipes.models import scores
 from recipes import load as load_recipe
-from runs import (
-    LAUNCHERS,
-    evaluation_lines,
-    launch,
-    pair_of,
-    recipe,
-    refuses,
-    short_run,
-    some_letters,
-    tiny_llama,
-    training_lines,
-    weights,
-    write_jsonl,
-)
 
 # ---------------------------------------------------------------------------------------------- loading
 
@@ -72,13 +59,13 @@ def test_models_that_cannot_score(tmp_path, tokenizer):
     score_model = lambda path, **settings: scores.score_model(
         str(path), tokenizer, SharedArgs(), **settings
     )
-    tiny = tiny_llama(tmp_path / "tiny")
-    refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: score_model(tiny))
-    other = tiny_llama(tmp_path / "other", vocab_size=300)
+    tiny = runs.tiny_llama(tmp_path / "tiny")
+    runs.refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: score_model(tiny))
+    other = runs.tiny_llama(tmp_path / "other", vocab_size=300)
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
     changed.save_pretrained(other)
-    refuses(other, "another tokenizer", call=lambda: score_model(other, new_head=True))
+    runs.refuses(other, "another tokenizer", call=lambda: score_model(other, new_head=True))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -105,7 +92,7 @@ SETS = {"train": 21, "first": 7, "second": 1}
 def pair(n: int) -> dict:
     """Some with a margin, which may be null."""
     margin = {"margin": [0.5, 1, None, -0.25][n // 2 % 4]} if n % 2 else {}
-    return pair_of(*(some_letters(n, salt, longest=24) for salt in (1, 2, 3))) | margin
+    return runs.pair_of(*(runs.some_letters(n, salt, longest=24) for salt in (1, 2, 3))) | margin
 
 
 PAIRS = {
@@ -117,16 +104,16 @@ PAIRS = {
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
-    tiny_llama(folder / "model", attention_dropout=0.2)  # it must be off
+    runs.tiny_llama(folder / "model", attention_dropout=0.2)  # it must be off
     for name, rows in PAIRS.items():
-        write_jsonl(folder / f"{name}.jsonl", rows)
+        runs.write_jsonl(folder / f"{name}.jsonl", rows)
     return folder
 
 
 def flags(inputs, output, data="train", held_out=("first", "second"), **more) -> list:
     evaluated = [inputs / f"{name}.jsonl" for name in held_out]
     given = SETTINGS | ({"eval_dataset_name": evaluated} if held_out else {})
-    return short_run(inputs, data, output, **given | more)
+    return runs.short_run(inputs, data, output, **given | more)
 
 
 def initial_model(folder) -> torch.nn.Module:
@@ -179,7 +166,9 @@ def evaluation(read, step: int) -> dict:
 @pytest.fixture(scope="module")
 def whole(inputs, tokenizer):
     """A run of two processes; its console, the reference model, and the lines that it should write."""
-    result = launch(LAUNCHERS["ddp"], recipe("reward"), *flags(inputs, inputs / "ddp"))
+    result = runs.launch(
+        runs.LAUNCHERS["ddp"], runs.recipe("reward"), *flags(inputs, inputs / "ddp")
+    )
     model = initial_model(inputs / "model")
     read = reader(model, tokenizer)
     before = evaluation(read, 0)
@@ -190,9 +179,9 @@ def whole(inputs, tokenizer):
 def test_every_logged_number_and_the_weights_of_a_run(whole):
     output, console, model, expected, evaluations = whole
     assert "prompts are computed once" in console and " truncated" in console
-    expect_lines(training_lines(output), expected, rel=2e-5, abs=2e-6)
-    expect_lines(evaluation_lines(output), evaluations, rel=2e-5, abs=2e-6)
-    expect_weights(weights(output), model, bound=1e-5)
+    expect_lines(runs.training_lines(output), expected, rel=2e-5, abs=2e-6)
+    expect_lines(runs.evaluation_lines(output), evaluations, rel=2e-5, abs=2e-6)
+    expect_weights(runs.weights(output), model, bound=1e-5)
     # The run is one in which everything happens.
     assert max(line["grad_norm"] for line in expected) > 2 * SETTINGS["max_grad_norm"]
     assert len({line["accuracy"] for line in expected}) > 2
@@ -253,6 +242,6 @@ def test_a_checkpoint_before_the_first_update_holds_no_moments():
 
 @pytest.mark.parametrize("margin", [float("nan"), True])
 def test_margins_that_python_takes_for_numbers_are_refused_too(inputs, accelerator, margin):
-    write_jsonl(inputs / f"{margin}.jsonl", [{**pair(n), "margin": margin} for n in (0, 2)])
+    runs.write_jsonl(inputs / f"{margin}.jsonl", [{**pair(n), "margin": margin} for n in (0, 2)])
     call = lambda: train_here(*flags(inputs, inputs / f"margin {margin}", data=f"{margin}"))
-    refuses(f"{margin}.jsonl", "row 1", "column 'margin'", "expected a", call=call)
+    runs.refuses(f"{margin}.jsonl", "row 1", "column 'margin'", "expected a", call=call)

@@ -8,33 +8,22 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import runs
 from architectures import config_of
 from preference_recipes.models import prepare
-from runs import (
-    ASSETS,
-    LAUNCHERS,
-    launch,
-    pair_of,
-    recipe,
-    short_run,
-    slow_but,
-    training_lines,
-    weights,
-    write_jsonl,
-)
 
 SAYS = "such as model.multi_modal_projector.mm_input_projection_weight (text never reaches them)"
 RATE, DECAY, UPDATES = 0.01, 0.5, 3
 SETTINGS = dict(train_batch_size=4, micro_train_batch_size=1, max_steps=UPDATES, max_length=60)
 SETTINGS |= dict(learning_rate=RATE, weight_decay=DECAY, lr_scheduler_type="constant")
-ENGINES = slow_but(["zero3"], ["ddp", "zero3", "fsdp2"])
+ENGINES = runs.slow_but(["zero3"], ["ddp", "zero3", "fsdp2"])
 
 
 def save_model(folder, name: str, **changes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=torch.float32)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(runs.ASSETS / "model").save_pretrained(folder)
     return folder
 
 
@@ -48,10 +37,10 @@ def inputs(tmp_path_factory):
     few = dict(num_local_experts=16, num_experts_per_tok=1, output_router_logits=True)
     small = dict(sizes, vocab_size=264, initializer_range=0.1)
     save_model(folder / "mixture", "qwen3_moe", **few, **small)
-    pairs = [pair_of(str(n), "ab" * (n % 3 + 1), "b") for n in range(12)]
+    pairs = [runs.pair_of(str(n), "ab" * (n % 3 + 1), "b") for n in range(12)]
     chats = [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs]
-    write_jsonl(folder / "sft.jsonl", chats)
-    write_jsonl(folder / "reward.jsonl", pairs)
+    runs.write_jsonl(folder / "sft.jsonl", chats)
+    runs.write_jsonl(folder / "reward.jsonl", pairs)
     return folder
 
 
@@ -59,8 +48,8 @@ def run(inputs, model: str, engine: str, name: str = "sft"):
     output = inputs / f"{model}-{engine}-{name}"
     if not output.exists():
         settings = SETTINGS | {"model_name_or_path": inputs / model, "warmup_steps": 0}
-        flags = short_run(inputs, name, output, **settings)
-        said = launch(LAUNCHERS[engine], recipe(name), *flags).stdout
+        flags = runs.short_run(inputs, name, output, **settings)
+        said = runs.launch(runs.LAUNCHERS[engine], runs.recipe(name), *flags).stdout
         (output / "said").write_text(said)
     return output
 
@@ -74,7 +63,7 @@ def assert_the_tower_stands_still(start, end) -> None:
 
 
 def assert_same_weights(one, other) -> None:
-    first, second = weights(one), weights(other)
+    first, second = runs.weights(one), runs.weights(other)
     assert (first - second).norm() <= 1e-5 * first.norm()
 
 
@@ -91,7 +80,7 @@ def test_a_tower_stands_still_under_every_engine(inputs, engine):
     assert (output / "said").read_text().count(SAYS) == 1
     assert_the_tower_stands_still(inputs / "tower", output / "actor")
     assert_same_weights(alone, output)
-    for one, other in zip(training_lines(alone), training_lines(output), strict=True):
+    for one, other in zip(runs.training_lines(alone), runs.training_lines(output), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 

@@ -13,23 +13,11 @@ from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.sampler import Sampler
 
 # As in the recipes' defaults, but for what a test names.
-ARGS = dict(
-    generate_batch_size=0,
-    score_batch_size=4,
-    micro_train_batch_size=4,
-    micro_train_tokens=0,
-    max_length=64,
-    max_new_tokens=8,
-    model_name_or_path="M",
-    reward_function=None,
-    reward_model_name_or_path=None,
-    environment=None,
-    reward_weights=None,
-    normalize_reward=False,
-    attn_implementation=None,
-    load_in_4bit=False,
-    gradient_checkpointing=False,
-)
+ARGS = dict(generate_batch_size=0, score_batch_size=4, max_length=64, max_new_tokens=8)
+ARGS |= dict(micro_train_batch_size=4, micro_train_tokens=0, gradient_checkpointing=False)
+ARGS |= dict(model_name_or_path="M", attn_implementation=None, load_in_4bit=False)
+ARGS |= dict(reward_function=None, reward_model_name_or_path=None, environment=None)
+ARGS |= dict(reward_weights=None, normalize_reward=False)
 
 
 def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Sampler:

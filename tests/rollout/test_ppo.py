@@ -15,22 +15,12 @@ from transformers import AutoModelForSequenceClassification as CLASSIFIER
 from transformers import LlamaForSequenceClassification as LlamaClassifier
 
 import plain_rollouts
+import runs
 from common import arguments, batches
 from plain_loop import expect_weights, vector
 from preference_recipes.tools import export
-from runs import (
-    ASSETS,
-    launch,
-    recipe,
-    say,
-    short_run,
-    timeless,
-    tiny_llama,
-    weights,
-    write_jsonl,
-)
 
-ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo")), run_name="ppo"))
+ppo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("ppo")), run_name="ppo"))
 
 # ---------------------------------------------------------------------------------------------- refusals
 
@@ -40,7 +30,7 @@ def refusal_of(recipe, settings: dict) -> str:
     argv = [f"--{name}={'' if value is None else value}" for name, value in settings.items()]
     name = recipe.__name__  # ppo or grpo
     try:
-        args = arguments.parse(recipe.Args, ASSETS / f"{name}.yaml", argv)
+        args = arguments.parse(recipe.Args, runs.ASSETS / f"{name}.yaml", argv)
         recipe.check_settings(args)
     except SystemExit as refusal:
         return refusal.code.strip().splitlines()[-1]
@@ -114,13 +104,13 @@ WHOLE = {
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppo")
     plain_rollouts.make_inputs(folder, lambda row: {"weight": 1 + row % 3})
-    tiny_llama(folder / "reference", initializer_range=0.2)
+    runs.tiny_llama(folder / "reference", initializer_range=0.2)
     torch.manual_seed(5)
     head = dict(num_labels=1, initializer_range=0.15)
     config = LlamaConfig.from_pretrained(folder / "model", **head)
     config.update({"reward_mean": 0.1, "reward_std": 0.7})
     LlamaClassifier(config).save_pretrained(folder / "reward")
-    AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder / "reward")
+    AutoTokenizer.from_pretrained(runs.ASSETS / "model").save_pretrained(folder / "reward")
     (folder / "rewarding_of_test.py").write_text(REWARDING)
     return folder
 
@@ -128,11 +118,11 @@ def inputs(tmp_path_factory):
 def run(inputs, output, name, *more, **changes) -> None:
     """Runs the recipe with the settings of `WHOLE`; `more` flags win over them."""
     settings, ref, scored = WHOLE[name]
-    flags = short_run(inputs, "prompts", output, **{**settings, **changes})
+    flags = runs.short_run(inputs, "prompts", output, **{**settings, **changes})
     flags += ["--reward_function", "rewarding_of_test:reward"]
     flags += ["--ref_model_name_or_path", inputs / str(ref)] * bool(ref)
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
-    launch([], recipe("ppo"), *flags, *more, cwd=inputs)
+    runs.launch([], runs.recipe("ppo"), *flags, *more, cwd=inputs)
 
 
 class Reference(plain_rollouts.PlainRun):
@@ -330,11 +320,11 @@ def test_the_weights_of_actor_and_critic_after_a_run(whole, tmp_path):
     """The critic is taken out of a checkpoint, as a sequence classifier that anyone can load."""
     output, reference = whole
     last = f"checkpoints/global_step_{len(reference.lines):06d}"
-    assert torch.equal(weights(output), weights(output, f"{last}/actor"))
+    assert torch.equal(runs.weights(output), runs.weights(output, f"{last}/actor"))
     export.export(output / last, tmp_path / "critic", model="critic")
     critic, info = CLASSIFIER.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert critic.config.num_labels == 1 and not info["missing_keys"]
-    expect_weights(weights(output), reference.policy, bound=1e-5)
+    expect_weights(runs.weights(output), reference.policy, bound=1e-5)
     expect_weights(vector(critic), reference.critic, bound=1e-5)
 
 
@@ -343,7 +333,7 @@ def test_evaluation(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     texts, is_cut = [], []
-    prompts = [say("user", "ab" * (1 + row)) for row in range(3)]
+    prompts = [runs.say("user", "ab" * (1 + row)) for row in range(3)]
     for prompt in prompts:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         how = (0.0, plain_rollouts.STOPS, SETTINGS["max_new_tokens"])
@@ -353,9 +343,9 @@ def test_evaluation(inputs):
     answers = [texts[0], "never said", ""]
     rows = [{"prompt": p, "answer": a, "weight": 1} for p, a in zip(prompts, answers)]
     output = inputs / "evaluation"
-    more = ["--eval_dataset_name", write_jsonl(inputs / "eval.jsonl", rows)]
+    more = ["--eval_dataset_name", runs.write_jsonl(inputs / "eval.jsonl", rows)]
     run(inputs, output, "no reference", *more, max_steps=2, learning_rate=0)
-    first, last = [line for line in timeless(output) if "eval/scores" in line]
+    first, last = [line for line in runs.timeless(output) if "eval/scores" in line]
     assert first["eval/exact_match"] == 0.5
     assert first["eval/eos_rate"] == pytest.approx(1 - np.mean(is_cut))
     reward = np.mean([len(text) % 5 - 2.0 for text in texts])
