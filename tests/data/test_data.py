@@ -24,14 +24,15 @@ from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models.load import causal_lm
-from runs import recipe, refuses, write_jsonl
+from runs import message, recipe, refuses, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # As Qwen3's: the last answer gets an empty thought, which is gone when another turn follows.
@@ -50,10 +51,6 @@ CORPUS = [
 
 U1, A1, U2, A2, B2 = "What is one?", "one is one", "And two?", "two is two", "three"
 PROMPT, CHOSEN, REJECTED = "Question: the capital?\nAnswer:", " Paris is", " yes"
-
-
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
 
 
 def user(content: str) -> dict:
@@ -98,9 +95,7 @@ def tokenizer():
     return make_tokenizer()
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def plain(tokenizer, text: str) -> list[int]:
@@ -123,26 +118,37 @@ def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(
 ):
     rows = [{"body": "some text", "messages": [user("x"), assistant("y")]}] * 2
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    columns = formats.column_names(["text=body", "answer=gold"])
-    data = load_rows(
-        accelerator, path, sft_row, tokenizer, columns=columns, max_length=99, loss_on="assistant"
-    )
+    settings = dict(max_length=99, loss_on="assistant")
+
+    def load(named: list[str]):
+        columns = formats.column_names(named)
+        return load_rows(accelerator, path, sft_row, tokenizer, columns, **settings)
+
+    data = load(["text=body", "answer=gold"])
     assert data["input_ids"][:] == [[*plain(tokenizer, "some text"), tokenizer.eos_token_id]] * 2
     assert "answer" not in data.column_names
-    refuses("row 1: --columns text=other: found columns ['body', 'messages']", call=lambda: load_rows(accelerator, path, sft_row, tokenizer, columns=formats.column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
+    said = "row 1: --columns text=other: found columns ['body', 'messages']"
+    refuses(said, call=lambda: load(["text=other"]))
 
 
 LOADING = types.SimpleNamespace(
     load_in_4bit=False, attn_implementation=None, gradient_checkpointing=False
 )
-WITHOUT_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+WITHOUT_END = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
-@pytest.mark.parametrize("template, eos, ends, stops", [
-    (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
-    (CHATML, "<s>", "<|im_end|>", ["<s>", "<|im_end|>"]),  # Gemma, Phi-3, base models of Qwen: EOS is not what ends a turn
-    (WITHOUT_END, "<s>", None, ["<s>"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, eos, ends, stops",
+    [
+        (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
+        # Gemma, Phi-3, base models of Qwen: EOS is not what ends a turn.
+        (CHATML, "<s>", "<|im_end|>", ["<s>", "<|im_end|>"]),
+        (WITHOUT_END, "<s>", None, ["<s>"]),
+    ],
+)
 def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_path):
     """What is learned as its end is what ends a response, here and where the saved actor generates."""
     tokenizer = make_tokenizer(template)
@@ -207,23 +213,21 @@ def write(path, rows: list[dict]) -> str:
     if kind == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
         return str(path)
-    with (gzip.open if path.suffix == ".gz" else open)(
-        path, "wt", encoding="utf-8", newline=""
-    ) as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8", newline="") as file:
         if kind == "csv":
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
             writer.writerows(rows)
+        elif kind == "json":
+            file.write(json.dumps(rows))
         else:
-            file.write(
-                json.dumps(rows)
-                if kind == "json"
-                else "".join(json.dumps(row) + "\n" for row in rows)
-            )
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-STRINGS = [("1+1=", "2", "3"), ("x\ny, \"z\"", "None", "NA"), ("é", "1e3", "true"), ("empty", "", "4"), ("last", "04", "4")]  # fmt: skip
+STRINGS = [("1+1=", "2", "3"), ('x\ny, "z"', "None", "NA"), ("é", "1e3", "true")]
+STRINGS += [("empty", "", "4"), ("last", "04", "4")]
 # No cell of a column says that it is text.
 NUMBERS = [("1", "04", "4"), ("2.50", "1e3", "-0"), ("3", "5", "6")]
 
@@ -276,7 +280,10 @@ def test_a_folder_that_is_named_as_a_file(tmp_path):
 def reference_targets(
     tokenizer, messages: list[dict], learned: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a ChatML conversation up to its last EOS, and whether each lies inside one of the learned turns, by characters."""
+    """Ids of a ChatML conversation up to its last EOS, and whether each lies in a learned turn.
+
+    That is decided by the places of characters.
+    """
     text, spans = "", []
     for i, m in enumerate(messages):
         start = len(text) + len(f"<|im_start|>{m['role']}\n")
@@ -284,10 +291,8 @@ def reference_targets(
         spans += [(start, len(text))] if i in learned else []
         text += "\n" if i < len(messages) - 1 else ""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    inside = [
-        any(a <= start and end <= b for a, b in spans) for start, end in encoded.offset_mapping
-    ]
-    return encoded.input_ids, inside
+    is_inside = lambda start, end: any(a <= start and end <= b for a, b in spans)
+    return encoded.input_ids, [is_inside(*place) for place in encoded.offset_mapping]
 
 
 CHAT = [message("system", "s"), user(U1), assistant(A1), user(U2), assistant(A2)]
@@ -305,14 +310,10 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
     assert row["learned"] == ([False] + [True] * (len(ids) - 1) if loss_on == "all" else targets)
     whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
-    assert (
-        ids[-1] == tokenizer.eos_token_id
-        and row["n_targets"] == sum(row["learned"])
-        and row["length"] == len(ids)
-    )
-    assert row["prompt_ids"] == tokenizer.apply_chat_template(
-        CHAT[:-1], tokenize=True, return_dict=False, add_generation_prompt=True
-    )
+    assert ids[-1] == tokenizer.eos_token_id
+    assert (row["n_targets"], row["length"]) == (sum(row["learned"]), len(ids))
+    how = dict(return_dict=False, add_generation_prompt=True)
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], **how)
 
 
 def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
@@ -332,7 +333,10 @@ SHOWS_TOOLS = (
 
 
 def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path):
-    """A parquet file gives each call the arguments of all, null; a message that calls has no content there, as in OpenAI's format."""
+    """A parquet file gives each call the arguments of all, null.
+
+    A message that calls has no content there, as in OpenAI's format.
+    """
     tokenizer = make_tokenizer(SHOWS_TOOLS)
     rows = []
     texts = []
@@ -359,9 +363,16 @@ def test_templates_that_refuse(tokenizer):
         sft(make_tokenizer(None), {"messages": CHAT})
 
 
-@pytest.mark.parametrize("bos, adds, writes_bos", [
-    (None, None, False), ("<s>", None, False), ("<s>", "<s> $A", True), ("<s>", "<s> $A <|im_end|>", True), (None, "$A <|im_end|>", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bos, adds, writes_bos",
+    [
+        (None, None, False),
+        ("<s>", None, False),
+        ("<s>", "<s> $A", True),
+        ("<s>", "<s> $A <|im_end|>", True),
+        (None, "$A <|im_end|>", False),
+    ],
+)
 def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     tokenizer = make_tokenizer(None, bos=bos, adds=adds, pad=None)
     front, eos = [tokenizer.convert_tokens_to_ids("<s>")] * writes_bos, [tokenizer.eos_token_id]
@@ -371,11 +382,8 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     assert row["learned"] == [False] * len(front + prompt) + [True] * len(chosen + eos)
     assert row["prompt_ids"] == front + prompt
     both = pair(tokenizer, {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED})
-    assert (both["prompt_ids"], both["chosen_ids"], both["rejected_ids"]) == (
-        front + prompt,
-        chosen + eos,
-        rejected + eos,
-    )
+    assert (both["chosen_ids"], both["rejected_ids"]) == (chosen + eos, rejected + eos)
+    assert both["prompt_ids"] == front + prompt
     assert both["length"] == 2 * len(front + prompt) + len(chosen + rejected) + 2
     # Text that a template wrote before holds its own.
     for text in ("<s>" * writes_bos + A1, A1 + "<|im_end|>", A1):
@@ -393,27 +401,18 @@ def test_an_eos_that_the_tokenizer_appends_is_no_bos():
 
 
 def test_a_merge_over_the_boundary_loses_no_character():
-    vocabulary = {
-        token: i
-        for i, token in enumerate(
-            ["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "d", "bc", "ab"]
-        )
-    }
-    tokenizer = make_tokenizer(
-        None, backend=Tokenizer(models.BPE(vocabulary, [("b", "c"), ("a", "b")]))
-    )
-    assert tokenizer.convert_ids_to_tokens(plain(tokenizer, "abcd")) == ["a", "bc", "d"]
+    tokens = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "d", "bc", "ab"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocabulary, [("b", "c"), ("a", "b")]))
+    tokenizer = make_tokenizer(None, backend=backend)
+    tokens_of = tokenizer.convert_ids_to_tokens
+    assert tokens_of(plain(tokenizer, "abcd")) == ["a", "bc", "d"]
     row = pair(tokenizer, {"prompt": "ab", "chosen": "cd", "rejected": "dd"})
-    tokens = [
-        tokenizer.convert_ids_to_tokens(row[name])
-        for name in ("prompt_ids", "chosen_ids", "rejected_ids")
-    ]
-    assert tokens == [["ab"], ["c", "d", "<|im_end|>"], ["d", "d", "<|im_end|>"]]
+    assert tokens_of(row["prompt_ids"]) == ["ab"]
+    assert tokens_of(row["chosen_ids"]) == ["c", "d", "<|im_end|>"]
+    assert tokens_of(row["rejected_ids"]) == ["d", "d", "<|im_end|>"]
     row = sft(tokenizer, {"prompt": "ab", "completion": "cd"})
-    assert (
-        tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["ab", "c", "d", "<|im_end|>"]
-        and row["n_targets"] == 3
-    )
+    assert tokens_of(row["input_ids"]) == ["ab", "c", "d", "<|im_end|>"] and row["n_targets"] == 3
 
 
 # ---------------------------------------------------------------------------------------------- what is left out
@@ -425,17 +424,15 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     rows = [
         (prompt, "bb", "cc"),
         (prompt, answer + "x", "cc"),  # cut
-        ("", "bb", "cc"), ([user("")], "bb", "cc"),
-        (prompt, "", "cc"), (prompt, "bb", ""), ([user("a")], [assistant("")], "b"),
-        (prompt, "bb", "bb"), *[(prompt, answer + x, answer + "y") for x in "xyz"],  # equal only after truncation
+        *[("", "bb", "cc"), ([user("")], "bb", "cc")],
+        *[(prompt, "", "cc"), (prompt, "bb", ""), ([user("a")], [assistant("")], "b")],
+        (prompt, "bb", "bb"),
+        *[(prompt, answer + x, answer + "y") for x in "xyz"],  # equal only after truncation
         *[("a" * length, "b", "cc") for length in range(12, 17)],
         (prompt, "gg", "kk"),
-    ]  # fmt: skip
-    path = str(
-        write_jsonl(
-            tmp_path / "a.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]
-        )
-    )
+    ]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]
+    path = str(write_jsonl(tmp_path / "a.jsonl", rows))
     data = load_rows(accelerator, path, preference_row, tokenizer, max_length=12)
     assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
@@ -471,16 +468,15 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         {"prompt": prompt, "completion": "b" * 6},  # EOS does not fit
         {"prompt": prompt, "completion": ""},
         {"prompt": "a" * 12, "completion": "b"},
-        {"messages": [user("a"), assistant("")]}, {"messages": [user("a")]}, {"messages": []},
-        {"messages": [user("a"), {"role": "bot", "content": "b"}]},
-    ]  # fmt: skip
+        {"messages": [user("a"), assistant("")]},
+        {"messages": [user("a")]},
+        {"messages": []},
+        {"messages": [user("a"), message("bot", "b")]},
+    ]
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
     data = load_rows(accelerator, path, sft_row, tokenizer, max_length=12, loss_on="assistant")
-    assert (
-        data["row"][:] == [1, 2]
-        and data["length"][:] == [12, 12]
-        and data["n_targets"][:] == [6, 6]
-    )
+    assert data["row"][:] == [1, 2] and data["length"][:] == [12, 12]
+    assert data["n_targets"][:] == [6, 6]
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
         f"reading {path} ...\n"
@@ -522,14 +518,8 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     def load(tokenizer=None, columns=None, **changes):
         settings = {"max_length": 50, "loss_on": "assistant", **changes}
         before = len(CALLS)
-        data = load_rows(
-            accelerator,
-            str(path),
-            counted,
-            tokenizer or make_tokenizer(),
-            columns=columns or {},
-            **settings,
-        )
+        tokenizer = tokenizer or make_tokenizer()
+        data = load_rows(accelerator, str(path), counted, tokenizer, columns, **settings)
         return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["learned"])
 
     write_rows("aa")
@@ -537,12 +527,8 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     # More calls than rows: a few rows are read once more without each of their columns.
     assert first[0] >= 3 and load() == (0, *first[1:])
     with_bos = make_tokenizer(bos="<s>", adds="<s> $A")
-    changes = [
-        dict(max_length=3),
-        dict(loss_on="all"),
-        dict(columns={"prompt": "other"}),
-        dict(tokenizer=with_bos),
-    ]
+    changes = [dict(max_length=3), dict(loss_on="all")]
+    changes += [dict(columns={"prompt": "other"}), dict(tokenizer=with_bos)]
     for change in changes:
         calls, *values = load(**change)
         assert calls >= 3 and tuple(values) != first[1:], change
@@ -613,20 +599,12 @@ def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
     pair = {"prompt": "a", "completion": "b", "answer": "b"}
     one = str(write_jsonl(tmp_path / "one.jsonl", [pair, pair | {"prompt": "c"}]))
     two = str(write_jsonl(tmp_path / "two.jsonl", [{"text": "d"}, {"text": ""}, {"text": "e"}]))
-    args = types.SimpleNamespace(
-        dataset_split="train",
-        eval_dataset_name=None,
-        eval_dataset_split="train",
-        strings_as_messages=False,
-        max_length=99,
-        columns=None,
-    )
+    args = SharedArgs(max_length=99)
 
     def load(*names):
         args.dataset_name = list(names)
-        return dataset.load_data(
-            accelerator, args, tokenizer, function=sft_row, loss_on="assistant"
-        )
+        how = dict(function=sft_row, loss_on="assistant")
+        return dataset.load_data(accelerator, args, tokenizer, **how)
 
     data = load(one, one, two)
     texts = [tokenizer.decode(ids) for ids in data.train["input_ids"]]
@@ -648,30 +626,26 @@ def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
     assert capsys.readouterr().out == ""  # before a set is read
 
 
-# ---------------------------------------------------------------------------------------------- the samples of an update
+# ---------------------------------------------------------------------- the samples of an update
 
 
 @pytest.mark.parametrize("n_rows, batch", [(10, 4), (8, 4), (3, 16), (257, 32)])
 def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
     per_epoch = -(-n_rows // batch)
+    rest = n_rows % batch
     epochs = []
     for epoch in range(3):
-        windows = [
-            rows_of_update(n_rows, batch, seed=5, index=epoch * per_epoch + k)
-            for k in range(per_epoch)
-        ]
-        assert [len(window) for window in windows] == [batch] * (n_rows // batch) + [
-            n_rows % batch
-        ] * (n_rows % batch > 0)
+        numbers = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        windows = [rows_of_update(n_rows, batch, seed=5, index=number) for number in numbers]
+        sizes = [batch] * (n_rows // batch) + ([rest] if rest else [])
+        assert [len(window) for window in windows] == sizes
         epochs.append(np.concatenate(windows).tolist())
         assert sorted(epochs[-1]) == list(range(n_rows))
     if n_rows > 3:
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-        assert (
-            rows_of_update(n_rows, n_rows, 5, 0).tolist() == epochs[0]
-        )  # the cut alone depends on the batch size
-        assert rows_of_update(n_rows, n_rows, 6, 0).tolist() != epochs[0]
-        assert rows_of_update(n_rows, n_rows, 6, 0).tolist() != epochs[1]
+        # The cut alone depends on the batch size.
+        assert rows_of_update(n_rows, n_rows, 5, 0).tolist() == epochs[0]
+        assert rows_of_update(n_rows, n_rows, 6, 0).tolist() not in epochs[:2]
 
 
 @pytest.mark.parametrize("n_rows", [1, 5, 24])
@@ -687,28 +661,22 @@ def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
     limit = [tokens] if tokens else []  # by default there is none
     shares = [split(world, window, lengths, micro, *limit) for world in worlds]
     assert {len(share) for share in shares} == {len(shares[0])}
-    in_order = [
-        (row, weight)
-        for step in zip(*shares)
-        for rows, weights in step
-        for row, weight in zip(rows, weights)
-    ]
+    batches = [micro_batch for step in zip(*shares) for micro_batch in step]
+    in_order = [pair for rows, weights in batches for pair in zip(rows, weights)]
     real = [row for row, weight in in_order if weight == 1.0]
     assert sorted(real) == sorted(window.tolist())
     assert [weight for _, weight in in_order] == [1.0] * n_rows + [0.0] * (len(in_order) - n_rows)
+    # Longest first, and the processes of a step next to each other.
     sizes = [lengths[row] for row, _ in in_order]
-    assert sizes == sorted(
-        sizes, reverse=True
-    )  # longest first, and the processes of a step next to each other
-    batches = [rows for share in shares for rows, _ in share]
+    assert sizes == sorted(sizes, reverse=True)
     if not tokens:
-        assert (
-            len(shares[0]) == -(-n_rows // (micro * processes)) and max(map(len, batches)) <= micro
-        )
+        assert len(shares[0]) == -(-n_rows // (micro * processes))
+        assert max(len(rows) for rows, _ in batches) <= micro
         return
-    held = [len(rows) * lengths[rows].max() for rows in batches]  # padding counted
-    assert all(size <= tokens or len(rows) == 1 for size, rows in zip(held, batches))
-    # No fewer steps would do: one process less than all of one step less cannot hold the rows, cut in any order of length.
+    held = [(len(rows) * lengths[rows].max(), len(rows)) for rows, _ in batches]  # with padding
+    assert all(size <= tokens or count == 1 for size, count in held)
+    # No fewer steps would do: one process less than all of one step less cannot hold the rows, cut
+    # in any order of length.
     ordered, least = sorted(lengths[window], reverse=True), 0
     while ordered:
         least, ordered = least + 1, ordered[max(tokens // ordered[0], 1) :]

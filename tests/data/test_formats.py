@@ -1,4 +1,7 @@
-"""Data as people have it: names are names, values keep their type, and the formats of other tools are read as they are."""
+"""Data as people have it, and as other tools write it.
+
+Names are names, values keep their type, and other formats are read as they are.
+"""
 
 import gzip
 import json
@@ -12,7 +15,7 @@ from preference_recipes.data import files, formats, messages
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
-from runs import recipe, refuses, write_jsonl
+from runs import message, recipe, refuses, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
@@ -33,13 +36,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="train"):
@@ -95,7 +92,7 @@ MIXED = [
     {"prompt": "b", "answer": 46, "when": "2024-02-01T10:00:00", "n": 1.5},
     {"prompt": "c], [{é\u2028", "answer": True, "when": None, "n": [1, "x"], "late": {"deep": "1"}},
     {"prompt": "d", "answer": None, "late": {"deep": 1, "other": 12345678901234567890}},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz", "folder"])
@@ -134,18 +131,26 @@ def test_a_column_that_appears_late_is_read(tmp_path, accelerator, tokenizer):
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     data = load(accelerator, tokenizer, path)
     assert len(data) == 1501 and data["answer"][-2:] == ["", "7"]
-    refuses("row 1: --columns text=none", "['answer', 'messages', 'pad']",
-            call=lambda: load(accelerator, tokenizer, path, columns=["text=none"]))  # fmt: skip
+    call = lambda: load(accelerator, tokenizer, path, columns=["text=none"])
+    refuses("row 1: --columns text=none", "['answer', 'messages', 'pad']", call=call)
 
 
-@pytest.mark.parametrize("name, text, parts", [
-    ("a.jsonl", '{"text": "a"}\n{"text": \n', ["row 2", "Expecting value"]),
-    ("a.jsonl", '{"text": "a"}\n["text"]\n', ["row 2", "a JSON object", '["text"]']),
-    ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', ["row 2", "column 'text'", "a string", "found 5"]),
-    ("a.jsonl", '{"text": "a"}\n{"text": "\\ud83d"}\n', ["row 2", "TypeError"]),  # half a character
-    ("a.json", '[{"text": "a"},\n {"text": "b"}', ["',' delimiter", "line 2 column 15"]),
-    ("a.json", '[{"text": "a"},\n 2]', ["row 2", "a JSON object", "found 2"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, text, parts",
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', ["row 2", "Expecting value"]),
+        ("a.jsonl", '{"text": "a"}\n["text"]\n', ["row 2", "a JSON object", '["text"]']),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": 5}\n',
+            ["row 2", "column 'text'", "a string, found 5"],
+        ),
+        # Half a character.
+        ("a.jsonl", '{"text": "a"}\n{"text": "\\ud83d"}\n', ["row 2", "TypeError"]),
+        ("a.json", '[{"text": "a"},\n {"text": "b"}', ["',' delimiter", "line 2 column 15"]),
+        ("a.json", '[{"text": "a"},\n 2]', ["row 2", "a JSON object", "found 2"]),
+    ],
+)
 def test_an_error_names_the_row_at_fault(tmp_path, accelerator, tokenizer, name, text, parts):
     (tmp_path / name).write_text(text)
     refuses(name, *parts, call=lambda: load(accelerator, tokenizer, tmp_path / name))
@@ -154,29 +159,41 @@ def test_an_error_names_the_row_at_fault(tmp_path, accelerator, tokenizer, name,
 # ---------------------------------------------------------------------------------------------- formats
 
 
+def said(sender: str, value: str) -> dict:
+    return {"from": sender, "value": value}
+
+
 SYSTEM, QUESTION = message("system", "Be brief."), message("user", "Why?")
 YES, NO = message("assistant", "Because."), message("assistant", "No.")
-BEFORE = [message("user", "One?"), message("assistant", "One.")]
+BEFORE = FIRST, REPLY = message("user", "One?"), message("assistant", "One.")
+MORE = message("user", "And?")
 HH = "\n\nHuman: Why?\n\nAssistant:"
 
 
-@pytest.mark.parametrize("row, expected", [
-    ({"messages": [QUESTION, YES]}, ([], [QUESTION, YES])),
-    ({"text": "abc"}, ("", "abc")),
-    ({"prompt": "Why?", "completion": "Because."}, ("Why?", "Because.")),
-    ({"prompt": "Why?", "completion": [YES]}, ([QUESTION], [YES])),
-    ({"prompt": [QUESTION], "completion": "Because."}, ([QUESTION], [YES])),
-    ({"prompt": QUESTION, "completion": YES}, ([QUESTION], [YES])),
-    # A key that only other rows have comes as null: templates ask whether it is there.
-    ({"messages": [{**QUESTION, "tool_calls": None}, YES]}, ([], [QUESTION, YES])),
-    # An empty prompt asks nothing: it was learned as an empty turn of the user.
-    ({"prompt": "", "completion": [YES]}, ([], [YES])),
-    ({"prompt": [], "completion": [YES]}, ([], [YES])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"messages": [QUESTION, YES]}, ([], [QUESTION, YES])),
+        ({"text": "abc"}, ("", "abc")),
+        ({"prompt": "Why?", "completion": "Because."}, ("Why?", "Because.")),
+        ({"prompt": "Why?", "completion": [YES]}, ([QUESTION], [YES])),
+        ({"prompt": [QUESTION], "completion": "Because."}, ([QUESTION], [YES])),
+        ({"prompt": QUESTION, "completion": YES}, ([QUESTION], [YES])),
+        # A key that only other rows have comes as null: templates ask whether it is there.
+        ({"messages": [{**QUESTION, "tool_calls": None}, YES]}, ([], [QUESTION, YES])),
+        # An empty prompt asks nothing: it was learned as an empty turn of the user.
+        ({"prompt": "", "completion": [YES]}, ([], [YES])),
+        ({"prompt": [], "completion": [YES]}, ([], [YES])),
+    ],
+)
 def test_conversations(row, expected):
     assert formats.conversation(row) == expected
 
 
+BEGUN = [SYSTEM, *BEFORE, QUESTION]
+
+
+# One row a case: prompt, chosen and rejected, as they are given, then as they are read.
 @pytest.mark.parametrize("row, expected", [
     (("Why?", "Because.", "No."), ("Why?", "Because.", "No.")),
     (([QUESTION], "Because.", "No."), ([QUESTION], [YES], [NO])),
@@ -185,11 +202,12 @@ def test_conversations(row, expected):
     ((None, [QUESTION, YES], [QUESTION, NO]), ([QUESTION], [YES], [NO])),
     # UltraFeedback repeats its string prompt inside both lists; some sets put messages before it.
     (("  Why?", [QUESTION, YES], [QUESTION, NO]), ([QUESTION], [YES], [NO])),
-    (("Why?", [SYSTEM, *BEFORE, QUESTION, YES], [SYSTEM, *BEFORE, QUESTION, NO]), ([SYSTEM, *BEFORE, QUESTION], [YES], [NO])),
+    (("Why?", [*BEGUN, YES], [*BEGUN, NO]), (BEGUN, [YES], [NO])),
     # Equal answers: the prompt is not the whole conversation, so the pair is left out, not refused.
     ((None, [*BEFORE, QUESTION, YES], [*BEFORE, QUESTION, YES]), ([*BEFORE, QUESTION], [YES], [YES])),
     # They part at a user's message: the answer begins with the assistant's turn before it.
-    ((None, [*BEFORE, QUESTION, YES], [*BEFORE, message("user", "And?"), NO]), (BEFORE[:1], [*BEFORE[1:], QUESTION, YES], [*BEFORE[1:], message("user", "And?"), NO])),
+    ((None, [FIRST, REPLY, QUESTION, YES], [FIRST, REPLY, MORE, NO]),
+     ([FIRST], [REPLY, QUESTION, YES], [REPLY, MORE, NO])),
     ((None, HH + " Because.", HH + " Be silent."), (HH, " Because.", " Be silent.")),  # they begin alike
     ((HH, HH + " So.", HH + " No."), (HH, " So.", " No.")),
     (("", HH + " So.", HH + " No."), (HH, " So.", " No.")),
@@ -200,34 +218,50 @@ def test_preferences(row, expected):
     assert formats.preference(dict(zip(("prompt", "chosen", "rejected"), row))) == expected
 
 
-@pytest.mark.parametrize("prompt, chosen, rejected, why", [
-    ([message("system", "Be long."), QUESTION], [SYSTEM, QUESTION, YES], [SYSTEM, QUESTION, NO], "do not begin with all of the prompt in"),
-    ([SYSTEM, QUESTION], [QUESTION, YES], [QUESTION, NO], "do not begin with all of the prompt in"),
-    (None, [QUESTION, YES], [SYSTEM, NO], "do not begin with the same prompt"),
-    # Else the user's message would be learned, or rejected, as part of an answer.
-    ([QUESTION], [YES], [QUESTION, NO], "do not begin with the same prompt"),
-    ([QUESTION], [QUESTION, YES], [NO], "do not begin with the same prompt"),
-    (None, "Because.", "No.", "no column 'prompt'"),
-])  # fmt: skip
+LONG = message("system", "Be long.")
+LACK_THE_PROMPT = "do not begin with all of the prompt in"
+OTHER_PROMPTS = "do not begin with the same prompt"
+
+
+@pytest.mark.parametrize(
+    "prompt, chosen, rejected, why",
+    [
+        ([LONG, QUESTION], [SYSTEM, QUESTION, YES], [SYSTEM, QUESTION, NO], LACK_THE_PROMPT),
+        ([SYSTEM, QUESTION], [QUESTION, YES], [QUESTION, NO], LACK_THE_PROMPT),
+        (None, [QUESTION, YES], [SYSTEM, NO], OTHER_PROMPTS),
+        # Else the user's message would be learned, or rejected, as part of an answer.
+        ([QUESTION], [YES], [QUESTION, NO], OTHER_PROMPTS),
+        ([QUESTION], [QUESTION, YES], [NO], OTHER_PROMPTS),
+        (None, "Because.", "No.", "no column 'prompt'"),
+    ],
+)
 def test_pairs_that_contradict_themselves_are_refused(prompt, chosen, rejected, why):
     with pytest.raises(BadRow, match=why):
         formats.preference({"prompt": prompt, "chosen": chosen, "rejected": rejected})
 
 
-@pytest.mark.parametrize("row, as_messages", [
-    ({"prompt": "Why?", "chosen": "Because.", "rejected": "No."}, True),
-    ({"chosen": HH + " Because.", "rejected": HH + " No."}, True),
-    ({"prompt": HH, "chosen": HH + " Because.", "rejected": HH + " No."}, True),
-    ({"prompt": "Why?", "chosen": [YES], "rejected": [NO]}, False),
-    ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
-    ({"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}, False),
-    ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
-    ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
-    ({"prompt": "Why?", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
-    ({"conversations": [{"from": "human", "value": "Why?"}], "chosen": YES, "rejected": NO}, False),
-    ({"messages": [QUESTION], "prompt": None, "chosen": YES, "rejected": "No."}, False),  # Axolotl's
-    ({"messages": [QUESTION, YES], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
-])  # fmt: skip
+INSIDE = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}  # with the prompt
+TRANSCRIPTS = {"chosen": HH + " Because.", "rejected": HH + " No."}
+
+
+@pytest.mark.parametrize(
+    "row, as_messages",
+    [
+        ({"prompt": "Why?", "chosen": "Because.", "rejected": "No."}, True),
+        (TRANSCRIPTS, True),
+        ({"prompt": HH, **TRANSCRIPTS}, True),
+        ({"prompt": "Why?", "chosen": [YES], "rejected": [NO]}, False),
+        (INSIDE, False),
+        ({"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}, False),
+        ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
+        ({"prompt": [], **INSIDE}, False),
+        ({"prompt": "Why?", **INSIDE}, False),
+        ({"conversations": [said("human", "Why?")], "chosen": YES, "rejected": NO}, False),
+        # Axolotl's.
+        ({"messages": [QUESTION], "prompt": None, "chosen": YES, "rejected": "No."}, False),
+        ({"messages": [QUESTION, YES], **INSIDE}, False),
+    ],
+)
 def test_a_column_system_begins_the_chat(row, as_messages):
     """Beside strings, too, where they are turns; with an empty one the row is as without."""
 
@@ -254,8 +288,10 @@ def test_a_column_system_beside_other_columns():
             chat(row, as_messages)
 
 
-@pytest.mark.parametrize("function", [preference_row, formats.labelled_row, prompt_row, completed_row])  # fmt: skip
-@pytest.mark.parametrize("prompt, answers", [("", ["a", "b"]), ("", [[YES], [NO]]), ([], [[YES], [NO]])])  # fmt: skip
+@pytest.mark.parametrize(
+    "function", [preference_row, formats.labelled_row, prompt_row, completed_row]
+)
+@pytest.mark.parametrize("prompt, answers", [("", "ab"), ("", [[YES], [NO]]), ([], [[YES], [NO]])])
 def test_a_row_that_asks_nothing_is_left_out_whatever_its_system_message(
     tokenizer, function, prompt, answers
 ):
@@ -276,14 +312,11 @@ def test_columns_name_the_users_own():
     found = formats.standard(row, formats.column_names(["text=text"]))
     assert formats.conversation(found) == ("", "a")
     for pairs in (["prompt"], ["other=a"], ["text=a", "text=b"]):
-        refuses("each once, such as prompt=question", call=lambda pairs=pairs: formats.column_names(pairs))  # fmt: skip
+        call = lambda pairs=pairs: formats.column_names(pairs)
+        refuses("each once, such as prompt=question", call=call)
 
 
-# ---------------------------------------------------------------------------------------------- the formats of other tools
-
-
-def said(sender: str, value: str) -> dict:
-    return {"from": sender, "value": value}
+# ---------------------------------------------------------------------- the formats of other tools
 
 
 def call(name: str, **arguments) -> dict:
@@ -306,20 +339,30 @@ ANSWERED = message("assistant", "细胞理论是")
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 
 
-@pytest.mark.parametrize("row, expected", [
-    (ALPACA, ([ASKED], [ANSWERED])),
-    ({**ALPACA, "input": None, "instruction": ASKED["content"]}, ([ASKED], [ANSWERED])),
-    ({**ALPACA, "input": "", "instruction": ""}, ([], [ANSWERED])),  # nothing is asked
-    # As in the original file: everything once more, as a text.
-    ({**ALPACA, "text": "Below is an instruction ... ### Response:\n细胞理论是"}, ([ASKED], [ANSWERED])),
-    ({"conversations": [said("human", "Why?"), said("gpt", "Because.")], "text": "a"}, ([], [QUESTION, YES])),
-    ({"prompt": "Why?", "completion": "Because.", "text": "a"}, ("Why?", "Because.")),
-])  # fmt: skip
+REPEATED = "Below is an instruction ... ### Response:\n细胞理论是"
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        (ALPACA, ([ASKED], [ANSWERED])),
+        ({**ALPACA, "input": None, "instruction": ASKED["content"]}, ([ASKED], [ANSWERED])),
+        ({**ALPACA, "input": "", "instruction": ""}, ([], [ANSWERED])),  # nothing is asked
+        # As in the original file: everything once more, as a text.
+        ({**ALPACA, "text": REPEATED}, ([ASKED], [ANSWERED])),
+        (
+            {"conversations": [said("human", "Why?"), said("gpt", "Because.")], "text": "a"},
+            ([], [QUESTION, YES]),
+        ),
+        ({"prompt": "Why?", "completion": "Because.", "text": "a"}, ("Why?", "Because.")),
+    ],
+)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_alpaca_and_sharegpt(row, expected, name, tmp_path):
     standard = read(row, tmp_path, name)
     assert formats.conversation(standard) == expected
-    assert standard.items() >= {**row, **{key: standard[key] for key in ("messages", "prompt") if key in row}}.items()  # fmt: skip
+    # What is no column of ours stays as it is.
+    assert all(standard[key] == row[key] for key in row.keys() - {"messages", "prompt"})
 
 
 def test_calls_and_tools_of_sharegpt(tmp_path):
@@ -335,12 +378,13 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
     }
     found = read(row, tmp_path)
     assert found["tools"] == [TOOL]
+    called = [call("search", title="Inception", year=None), call("b")]
     assert formats.conversation(found)[1] == [
         message("user", "A film?"),
-        {"role": "assistant", "content": "", "tool_calls": [call("search", title="Inception", year=None), call("b")]},
+        message("assistant", "", tool_calls=called),
         message("tool", '{"year": 2010}'),
         message("assistant", "It is of 2010."),
-    ]  # fmt: skip
+    ]
     assert formats.standard({"messages": [QUESTION], "tools": "[]"}, {})["tools"] is None
     with pytest.raises(BadRow, match="column 'tools': expected a list of JSON schemas"):
         formats.standard({"messages": [QUESTION], "tools": "[{"}, {})
@@ -348,54 +392,70 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
 
 def test_columns_of_alpaca_may_have_other_names():
     """As in Dolly: `context` and `response`."""
-    row = {"instruction": "识别并解释", "context": "细胞理论和日心说。", "response": "细胞理论是", "text": "a"}  # fmt: skip
+    named = {"instruction": "instruction", "input": "context", "output": "response"}
+    row = {named[key]: value for key, value in ALPACA.items()} | {"text": "a"}
     columns = formats.column_names(["input=context", "output=response"])
     for other in ({}, {"conversations": [said("human", "a"), said("gpt", "b")]}, {"prompt": "a"}):
         found = formats.standard(row | other, columns)
         assert formats.conversation(found) == ([ASKED], [ANSWERED])
 
 
-def parts(role: str, *given: tuple[str, str], key="value", **more) -> dict:
-    return {"role": role, "content": [{"type": kind, key: value} for kind, value in given], **more}
+def parts(*given: tuple[str, str], key: str | None = "value", **more) -> dict:
+    """An answer of parts; `key` None: a part's text is under the name of its kind."""
+    content = [{"type": kind, key or kind: value} for kind, value in given]
+    return {"role": "assistant", "content": content, **more}
 
 
-CALLED = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call("search", title="Inception")] * 2}  # fmt: skip
 CALL_TEXT = '{"name": "search", "arguments": {"title": "Inception"}}'
+TWO_CALLS = [("tool_call", CALL_TEXT)] * 2
+CALLED = message("assistant", "", tool_calls=[call("search", title="Inception")] * 2)
+BECAUSE = ("text", "Because.")
 
 
-@pytest.mark.parametrize("given, expected", [
-    (parts("assistant", ("text", "Be"), ("text", "cause."), loss_weight=1.0), {**YES, "loss_weight": 1.0}),
-    (parts("assistant", ("text", "Because."), key="text"), YES),
-    (parts("assistant", ("reasoning", "Hm."), ("tool_call", CALL_TEXT), ("tool_call", CALL_TEXT)), CALLED),
-    (parts("assistant", ("thinking", "So."), ("text", "Because."), key="thinking") | {"content": [{"type": "thinking", "thinking": "So."}, {"type": "text", "text": "Because."}]}, {**YES, "reasoning_content": "So."}),
-    # An empty part says nothing, and a field of this name that a message has already is kept.
-    (parts("assistant", ("thinking", ""), ("text", "Because."), reasoning_content="Why"), {**YES, "reasoning_content": "Why"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        (parts(("text", "Be"), ("text", "cause."), loss_weight=1.0), {**YES, "loss_weight": 1.0}),
+        (parts(BECAUSE, key="text"), YES),
+        (parts(("reasoning", "Hm."), *TWO_CALLS), {**CALLED, "reasoning_content": "Hm."}),
+        (parts(("thinking", "So."), BECAUSE, key=None), {**YES, "reasoning_content": "So."}),
+        # An empty part says nothing, and a field of this name that a message has already is kept.
+        (
+            parts(("thinking", ""), BECAUSE, reasoning_content="Why"),
+            {**YES, "reasoning_content": "Why"},
+        ),
+    ],
+)
 def test_content_as_parts(given, expected, tmp_path):
     found = read({"messages": [QUESTION, given]}, tmp_path, "rows.jsonl")
     assert formats.conversation(found) == ([], [QUESTION, expected])
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
+WITH_IMAGE = {"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}
+CALLS_AS_TEXT = {"role": "assistant", "content": None, "tool_calls": "[]"}
+CALLED_IN_WORDS = [said("human", "a"), said("function_call", "look up b")]
+ASKED_TWICE = {"prompt": "Why?", "completion": [SYSTEM, QUESTION, YES]}
 
 
+# One row a case: a row of data, and what is said against it.
 @pytest.mark.parametrize("row, words", [
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1", "expected text", "'image_url'"]),
+    ({"messages": [WITH_IMAGE, YES]}, ["message 1", "expected text", "'image_url'"]),
     ({"messages": [QUESTION, {**YES, "content": ["Be", "cause."]}]}, ["message 2", "expected text", "found 'Be'"]),
     ({"instruction": "a", "output": ["b", "c"]}, ["message 1", "expected text", "found 'b'"]),
     ({"messages": [QUESTION, YES], "label": True}, ["'label'", "recipes/kto.py"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5"]),
     ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
-    ({"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": "[]"}]}, ["column 'messages'", "a list of messages"]),
+    ({"messages": [QUESTION, CALLS_AS_TEXT]}, ["column 'messages'", "a list of messages"]),
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
-    ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
+    ({"conversations": CALLED_IN_WORDS}, ["message 2", "JSON", "look up b"]),
     ({"instruction": "a", "output": 5}, ["found {'role': 'assistant', 'content': 5} as message 1"]),
     ({"messages": [QUESTION, YES, {"role": "user"}]}, ["column 'messages'", "found {'role': 'user'} as message 3"]),
     ({"prompt": [QUESTION, {}], "completion": "b"}, ["column 'prompt'", "found {} as message 2"]),
     # These were learned: bad answers, an answer that is asked for twice, one without the call before it.
     ({"prompt": "a", "completion": "b", "label": "1"}, ["'label'", "recipes/kto.py"]),
     ({**ALPACA, "kto_tag": False}, ["'kto_tag'", "recipes/kto.py"]),
-    ({"prompt": "Why?", "completion": [SYSTEM, QUESTION, YES]}, ["'completion'", "--columns messages=completion"]),
+    (ASKED_TWICE, ["'completion'", "--columns messages=completion"]),
     ({"messages": [QUESTION, message("tool_call", CALL_TEXT), YES]}, ["message 2", "`tool_calls`"]),
 ])  # fmt: skip
 def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
@@ -428,12 +488,15 @@ def calls_written(name: str, content, calls) -> str:
     return tokenizer.decode(row["input_ids"])
 
 
-@pytest.mark.parametrize("name, written", [
-    ("qwen2_5", '{"name": "add", "arguments": {"x": 1}}'),
-    ("llama3_2", '{"name": "add", "parameters": {"x": 1}}'),
-    ("gptoss", 'to=functions.add<|channel|>commentary json<|message|>{"x": 1}'),
-    ("deepseekv3", 'add\n```json\n{"x": 1}\n```'),  # its template takes only texts
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, written",
+    [
+        ("qwen2_5", '{"name": "add", "arguments": {"x": 1}}'),
+        ("llama3_2", '{"name": "add", "parameters": {"x": 1}}'),
+        ("gptoss", 'to=functions.add<|channel|>commentary json<|message|>{"x": 1}'),
+        ("deepseekv3", 'add\n```json\n{"x": 1}\n```'),  # its template takes only texts
+    ],
+)
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 @pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}, json.dumps('{"x": 1}')])
 def test_a_call_may_be_flat_or_nested_and_its_arguments_a_text(name, written, key, given):

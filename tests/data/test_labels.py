@@ -5,9 +5,10 @@ import pytest
 from preference_recipes.data.formats import labelled_row, preference_row, standard
 from preference_recipes.data.messages import BadRow
 from recipes import load
+from runs import message, pair_of
 
-ASK = {"role": "user", "content": "1+2="}
-SAY = {"role": "assistant", "content": "3"}
+ASK = message("user", "1+2=")
+SAY = message("assistant", "3")
 
 
 def read(tokenizer, row, max_length=64, **settings):
@@ -18,7 +19,7 @@ def read(tokenizer, row, max_length=64, **settings):
 def test_a_label_says_which_list_the_answer_is_in(tokenizer, label):
     row = {"messages": [ASK, SAY], "label": label}
     is_good = str(label) in ("True", "true", "1", "1.0")
-    pair = preference_row({"prompt": [ASK], "chosen": [SAY], "rejected": [{**SAY, "content": "4"}]}, tokenizer, 64)  # fmt: skip
+    pair = preference_row(pair_of("1+2=", "3", "4"), tokenizer, 64)
     found = read(tokenizer, row)
     answer, none = ("chosen_ids", "rejected_ids") if is_good else ("rejected_ids", "chosen_ids")
     assert found["prompt_ids"] == pair["prompt_ids"]
@@ -42,12 +43,15 @@ def test_a_pair_is_a_good_answer_and_a_bad_one(tokenizer):
     assert read(tokenizer, row) == {**preference_row(row, tokenizer, 64), "n_answers": 2}
 
 
-@pytest.mark.parametrize("messages, reason", [
-    ([SAY], "empty prompt"),
-    ([ASK, {**SAY, "content": ""}], "empty answer"),
-    ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
-    ([ASK, SAY, ASK], "answer that does not end with an assistant message"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "messages, reason",
+    [
+        ([SAY], "empty prompt"),
+        ([ASK, {**SAY, "content": ""}], "empty answer"),
+        ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
+        ([ASK, SAY, ASK], "answer that does not end with an assistant message"),
+    ],
+)
 def test_rows_that_are_left_out(tokenizer, messages, reason):
     assert read(tokenizer, {"messages": messages, "label": False})["reason"] == reason
 
