@@ -46,8 +46,6 @@ class Recipe:
         demo_batches_divided_by: for test_golden.py, so that five updates are quick.
         glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
         board_flags: for test_board.py.
-
-
         device_flags: for test_waits.py.
         ten_rows_fast: the format of test_ten_rows.py that is tested in `make test`.
         ten_rows_flags: what a command needs besides a model and a data set.

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -72,6 +71,8 @@ for name in ("zero1", "zero2", "zero3", "offload", "growing"):
 
 def slow(*values):
     """A case that `make test` leaves out."""
+    import pytest  # not above: benchmarks/storm.py imports this file and needs none
+
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
