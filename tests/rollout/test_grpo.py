@@ -27,18 +27,16 @@ def same(prompts, responses, **columns):
     return [1.0] * len(responses)
 """
 SHARED = dict(plain_rollouts.SHARED, rollout_batch_size=4, n_samples_per_prompt=3)
-LENGTH = dict(overlong_buffer=3, overlong_penalty=0.4)
+PENALISED = SHARED | dict(overlong_buffer=3, overlong_penalty=0.4)
+TWO_PASSES = PENALISED | dict(num_epochs_per_rollout=2, advantage_std="group", average="sequence")
+TWO_PASSES |= dict(kl_coef=0.3, temperature=0.8, max_steps=9)
+REFILLED = PENALISED | dict(train_batch_size=3, micro_train_batch_size=3, refill_rounds=2)
+REFILLED |= dict(max_epochs=2, average="constant", mask_truncated=True)
 # 7 prompts: 4 and 3 an epoch, 12 and 9 samples.
 WHOLE = {
     "defaults": dict(SHARED, max_epochs=2),
-    "two passes, kl, length": SHARED
-    | LENGTH
-    | dict(num_epochs_per_rollout=2, advantage_std="group", average="sequence")
-    | dict(kl_coef=0.3, temperature=0.8, max_steps=9),
-    "refilled": SHARED
-    | LENGTH
-    | dict(train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, max_epochs=2)
-    | dict(average="constant", mask_truncated=True),
+    "two passes, kl, length": TWO_PASSES,
+    "refilled": REFILLED,
 }
 
 
