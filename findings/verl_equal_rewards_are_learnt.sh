@@ -7,7 +7,7 @@
 # all of the third are wrong. Where the first one's wrong answers have six tokens and the right ones two, each answer
 # of the other two prompts has the advantage 0.33; the other way round it is -0.33. With GRPO it is 0.
 # Why it matters: the lengths of answers to one prompt decide whether wrong answers to another one are learnt, or
-# right ones unlearnt. In a long run most prompts have equal rewards.
+# right ones unlearnt.
 # Where: in verl/trainer/ppo/core_algos.py, masked_whiten subtracts the mean over the batch's tokens. Group means make
 # the mean over answers 0; that over tokens is 0 only where right and wrong answers are equally long.
 set -euo pipefail
