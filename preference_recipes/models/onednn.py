@@ -1,7 +1,5 @@
 """Products of wide models on a CPU: by oneDNN, and those of attention, which are small, by MKL."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from transformers import AttentionInterface
@@ -28,29 +26,24 @@ def use_onednn() -> None:
 
 
 def attention_by_mkl(module: nn.Module, query, key, value, *args, **kwargs):
-    """Computes transformers' attention by MKL."""
+    """Computes transformers' attention by MKL, forward and backward."""
+    # A backward pass comes to the end first, and goes through all of the attention at once.
+    query, key, value = BackwardFrom.apply("bf16", query, key, value)
+    with replaced(MKL):
+        output, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    (output,) = BackwardFrom.apply("ieee", output)
+    return output, weights
 
-    def attend(*inputs: torch.Tensor) -> torch.Tensor:
-        output, _ = sdpa_attention_forward(module, *inputs, *args, **kwargs)
-        return output
 
-    return ByMKL.apply(attend, query, key, value), None
-
-
-class ByMKL(torch.autograd.Function):
-    """A function of tensors that takes its products from MKL, in the backward pass, too."""
-
-    @staticmethod
-    def forward(ctx, function: Callable, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.inputs = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
-        with replaced(MKL), torch.enable_grad():
-            ctx.output = function(*ctx.inputs)
-        return ctx.output.detach()
+class BackwardFrom(torch.autograd.Function):
+    """Returns tensors as they are; a backward pass that comes by sets what computes products."""
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple:
-        inputs, output = ctx.inputs, ctx.output
-        del ctx.inputs, ctx.output  # else they would live as long as the loss
-        with replaced(MKL):
-            output.backward(gradient)
-        return None, *(each.grad for each in inputs)
+    def forward(ctx, precision: str, *tensors: torch.Tensor) -> tuple:
+        ctx.precision = precision
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        torch.backends.mkldnn.matmul.fp32_precision = ctx.precision
+        return None, *gradients

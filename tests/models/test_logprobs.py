@@ -4,6 +4,7 @@ For real architectures and delicate inputs.
 """
 
 import types
+import weakref
 
 import pytest
 import torch
@@ -360,6 +361,42 @@ def test_attention_is_computed_by_mkl_forward_and_backward(products, monkeypatch
             if flag:
                 torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
     assert asked == ["ieee"] * 4 and setting.fp32_precision == "bf16"
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_attention_by_mkl_is_a_part_of_the_graph(products, monkeypatch, is_checkpointed):
+    """Gradient checkpointing recomputes it once, and keeps nothing; a mask may be learned (Doge)."""
+    products[0].fp32_precision = "bf16"
+    queries = []
+    attend = sdpa_attention_forward
+
+    def noted(module, query, *args, **kwargs):
+        queries.append(weakref.ref(query))
+        return attend(module, query, *args, **kwargs)
+
+    monkeypatch.setattr(onednn, "sdpa_attention_forward", noted)
+    module = types.SimpleNamespace(is_causal=True, training=True)
+
+    def layer(states: torch.Tensor, attention) -> torch.Tensor:
+        mask = states.mean(-1)[:, :, None]
+        output, _ = attention(module, states * 2, states, states.square(), mask)
+        return output.square()
+
+    torch.manual_seed(0)
+    states = torch.randn(2, 4, 40, 16, requires_grad=True)
+    exact = states.detach().double().requires_grad_()
+    layer(exact, attend).sum().backward()
+    if is_checkpointed:
+        settings = dict(use_reentrant=False)
+        output = checkpoint(layer, states, onednn.attention_by_mkl, **settings)
+        assert [query() for query in queries] == [None]
+    else:
+        output = layer(states, onednn.attention_by_mkl)
+    loss = output.sum()
+    for times in (1, 2):  # a graph that is retained may be used again
+        loss.backward(retain_graph=times == 1)
+        torch.testing.assert_close(states.grad.double(), times * exact.grad, rtol=1e-4, atol=1e-3)
+        assert len(queries) == 1 + times * is_checkpointed
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
