@@ -6,8 +6,8 @@
 # What was seen: against 42, -1.0 for "**Answer:** 42", "**Answer:** \boxed{42}", "Answer: **42**", "Answer: 42.",
 # "Answer: \(42\)" and "Answer: 42.0"; 1.0 for "Answer: $42$ or $17$", "Answer: x = 17, y = 42" and "Answer: 42
 # students".
-# Why it matters: right answers of a model that writes bold or full stops count as wrong until it leaves them out; and to
-# list several candidates, the likeliest first, is paid like an answer.
+# Why it matters: right answers of a model that writes bold or full stops count as wrong until it leaves them out; and
+# to list several candidates, the likeliest first, is paid like an answer.
 # Where: verl/utils/reward_score/math_dapo.py compares texts; it takes what follows "Answer:", of that what follows
 # the last "=" and what is between the first two dollar signs, and looks for \boxed only where there is no "Answer:".
 set -euo pipefail
