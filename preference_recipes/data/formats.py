@@ -11,6 +11,7 @@ from typing import Any
 
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
+    SENDERS,
     BadRow,
     as_list,
     as_messages,
@@ -242,7 +243,10 @@ def conversation(row: dict) -> tuple[Text, Text]:
     prompt = question_of(row["prompt"], answer)
     roles = [message["role"] for message in (*prompt[-1:], *answer[:1])]
     if roles in (["user", "user"], ["user", "system"]):  # the model would be asked twice
-        raise BadRow("'completion' holds a prompt, too: read it with --columns messages=completion")
+        raise BadRow(
+            "'completion' holds a prompt, too: remove that, or in sft and kto read it all with "
+            "--columns messages=completion"
+        )
     return prompt, answer
 
 
@@ -382,11 +386,12 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
     if leading == "conversations":
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
     if is_pair(row) and row.get("prompt") is None and is_messages(row.get("messages")):
-        last = as_messages(row["messages"][-1:], "user")
-        if last and last[0]["role"] in ("user", "tool"):  # else it may repeat the answer
+        senders = [each.get("role") or SENDERS.get(each["from"]) for each in row["messages"]]
+        if senders[-1:] in (["user"], ["tool"]):  # else it may repeat the answer
             row = {**row, "prompt": row["messages"]}
-    if row.get("kto_tag") is not None:
-        row = {"label": row["kto_tag"], **row}
+    tag = row.get("kto_tag")
+    if tag is not None and row.get("label") is None:
+        row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # it is no class
     if leading == "instruction":
         question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
         row = {**row, "prompt": [{"role": "user", "content": question}] if question else []}

@@ -19,7 +19,8 @@ PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reaso
 # Where a call has its arguments.
 ARGUMENTS = ("arguments", "parameters")
 # Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
-LOSS_KEYS = ("weight", "loss_weight", "loss_mask", "loss_scale", "loss", "train", "trainable")
+OF_LOSS = ("loss", "loss_weight", "loss_mask", "loss_scale")
+LOSS_KEYS = ("weight", *OF_LOSS, "train", "training", "trainable")
 
 
 class BadRow(Exception):
@@ -107,7 +108,8 @@ def as_message(message: dict, where: str) -> dict:
     for key, value in message.items() if message["role"] == "assistant" else ():
         # What other keys that by their name are about the loss mean is not plain.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
-        if is_unclear or (value and key.startswith(("skip", "mask", "train_"))):
+        is_other = key.startswith("train_") and value not in ("", [], {})
+        if is_unclear or is_other or (value and key.startswith(("skip", "mask"))):
             raise BadRow(
                 f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
                 "give train: false to a turn that is not learned"

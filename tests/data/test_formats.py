@@ -455,6 +455,7 @@ ASKED_TWICE = {"prompt": "Why?", "completion": [SYSTEM, QUESTION, YES]}
     # These were learned: bad answers, an answer that is asked for twice, one without the call before it.
     ({"prompt": "a", "completion": "b", "label": "1"}, ["'label'", "recipes/kto.py"]),
     ({**ALPACA, "kto_tag": False}, ["'kto_tag'", "recipes/kto.py"]),
+    ({"messages": [QUESTION, YES], "kto_tag": 0}, ["'kto_tag'", "recipes/kto.py"]),
     (ASKED_TWICE, ["'completion'", "--columns messages=completion"]),
     ({"messages": [QUESTION, message("tool_call", CALL_TEXT), YES]}, ["message 2", "`tool_calls`"]),
 ])  # fmt: skip
@@ -470,6 +471,13 @@ def test_columns_of_other_data_are_no_format():
     assert formats.conversation({"prompt": "a", "completion": "b", "label": 2}) == ("a", "b")
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
     assert formats.preference(pair) == ("a", "b", "c")
+    pair = {
+        "messages": [QUESTION, {**YES, "weight": 0.5}],
+        "prompt": None,
+        "chosen": [QUESTION, YES],
+        "rejected": [QUESTION, NO],
+    }
+    assert formats.preference(formats.standard(pair, {})) == ([QUESTION], [YES], [NO])
 
 
 def test_a_pair_that_ends_with_the_users_turn_or_without_an_answer_is_left_out(tokenizer):

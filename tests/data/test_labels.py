@@ -31,7 +31,8 @@ def test_a_label_says_which_list_the_answer_is_in(tokenizer, label):
 def test_prompt_and_completion_are_the_same_row(tokenizer):
     whole = read(tokenizer, {"messages": [ASK, SAY], "label": True})
     assert read(tokenizer, {"prompt": [ASK], "completion": [SAY], "label": True}) == whole
-    assert read(tokenizer, standard({"messages": [ASK, SAY], "kto_tag": True}, {})) == whole
+    tagged = {"messages": [ASK, SAY], "kto_tag": True, "label": None}  # null: of other rows
+    assert read(tokenizer, standard(tagged, {})) == whole
     strings = {"prompt": "1+2=", "completion": "3", "label": True}
     assert read(tokenizer, strings, strings_as_messages=True) == whole
     plain = read(tokenizer, strings)

@@ -661,7 +661,7 @@ def test_of_several_templates_the_one_for_tools_writes_tools():
     "key, value",
     [
         *[("train", False), ("weight", 0), ("loss_weight", 0.0), ("loss_mask", 0)],
-        *[("loss_scale", 0.0), ("loss", False)],
+        *[("loss_scale", 0.0), ("loss", False), ("training", False)],
     ],
 )
 def test_a_turn_that_says_so_is_not_learned(key, value):
@@ -682,7 +682,14 @@ def test_a_turn_that_says_so_is_not_learned(key, value):
 
 @pytest.mark.parametrize(
     "key, value",
-    [("weight", 0.5), ("loss", "no"), ("mask", True), ("skip_loss", 1), ("train_detail", "0:8")],
+    [
+        ("weight", 0.5),
+        ("loss", "no"),
+        ("mask", True),
+        ("skip_loss", 1),
+        ("train_detail", "0:8"),
+        ("train_on_turn", False),
+    ],
 )
 def test_a_turn_that_is_unclear_about_its_loss_is_refused(key, value):
     row = {"messages": [CHAT[0], {**CHAT[1], key: value}]}
