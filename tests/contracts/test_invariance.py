@@ -38,7 +38,7 @@ SLOW = [
     # DeepSpeed's own Adam: the norms of the groups reach into it.
     ("offload", TWOS, ["ppo"]),
     ("zero2", BY_TOKENS | LORA, ["ppo"]),
-    ("zero3", BY_TOKENS | SHARED | AGAIN | LORA, ["dpo"]),
+    ("zero3", BY_TOKENS | SHARED | AGAIN | LORA, ["dpo", "ppo"]),
     ("fsdp2", FOURS | SHARED | LORA, ["dpo", "grpo"]),
 ]
 CASES = [
