@@ -166,7 +166,7 @@ def split_conversations(
     shared = [message["content"].strip() for message in chosen[:end]]
     stated = as_messages(prompt, "user") if prompt else []
     if not all(message["content"].strip() in shared for message in stated):
-        raise BadRow("'chosen' and 'rejected' do not begin with all of the prompt in 'prompt'")
+        raise BadRow("'chosen' and 'rejected' do not begin with all of the prompt in the row")
     return chosen[:end], chosen[end:], rejected[end:]
 
 

@@ -11,7 +11,7 @@ MKL = (torch.backends.mkldnn.matmul, "fp32_precision", "ieee")  # what `replaced
 
 
 def use_onednn() -> None:
-    """Takes fp32 products on a CPU from oneDNN instead of MKL: on AMD's, half the time.
+    """Takes fp32 products on a CPU from oneDNN instead of MKL: on some of AMD's, half the time.
 
     Despite its name, the setting "bf16" only permits rounding to bf16, where a CPU has matrix units
     for it (AMX). On such a CPU everything stays as it was.
