@@ -387,11 +387,11 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
     if is_pair(row) and row.get("prompt") is None and is_messages(row.get("messages")):
         senders = [each.get("role") or SENDERS.get(each["from"]) for each in row["messages"]]
-        if senders[-1:] in (["user"], ["tool"]):  # else it may repeat the answer
+        if senders[-1:] in (["user"], ["tool"]):  # else they may hold the answer
             row = {**row, "prompt": row["messages"]}
     tag = row.get("kto_tag")
     if tag is not None and row.get("label") is None:
-        row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # it is no class
+        row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 and 1 are no classes
     if leading == "instruction":
         question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
         row = {**row, "prompt": [{"role": "user", "content": question}] if question else []}
