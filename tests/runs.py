@@ -77,7 +77,7 @@ def slow(*values):
 
 
 def slow_but(fast: Iterable, cases: Iterable) -> list:
-    """Cases, of which `make test` has these alone."""
+    """These cases, but those that are not among the fast ones marked as slow."""
     return [case if case in fast else slow(case) for case in cases]
 
 

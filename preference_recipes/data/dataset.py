@@ -103,7 +103,7 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
     """Returns the usable rows of a data set as token ids; prints which were left out, and why.
 
-    They have the columns of the row function; `row`, from 1; `answer` as text, if the data has one.
+    Columns: those of the row function; `row`, the number in the file, from 1; maybe `answer`.
     """
     accelerator.print(f"reading {name} ...", flush=True)
     # The first process of each machine fills the cache, and the others read what it wrote.
@@ -142,7 +142,7 @@ class Converter:
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
-        These are `notes`; `row`, its number from 1, as in `BadRow`; `answer`, "" if it has none.
+        These are `notes`; `row`, its number from 1; and `answer`, "" if it has none.
         """
         try:
             row = formats.standard(row, self.columns)

@@ -162,7 +162,7 @@ def split_conversations(
         if begin and chosen[end - 1]["role"] != "assistant":
             break
     else:
-        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt and an answer")
+        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt, then an answer")
     shared = [message["content"].strip() for message in chosen[:end]]
     stated = as_messages(prompt, "user") if prompt else []
     if not all(message["content"].strip() in shared for message in stated):
@@ -211,7 +211,7 @@ def labelled(row: dict) -> tuple[Text, Text, bool]:
     """
     label = str(row.get("label")).lower()
     expected = "true or false, whether the answer is good, or 'chosen' and 'rejected' instead"
-    refuse_unless(label in LABELS, {"label": None, **row}, "label", expected)
+    refuse_unless(label in LABELS, row, "label", expected)
     prompt, answer = conversation({**row, "label": None})
     if isinstance(answer, list) and not prompt:  # of `messages`
         prompt = question_of(answer[:-1], answer[-1:])
@@ -236,7 +236,7 @@ def conversation(row: dict) -> tuple[Text, Text]:
         fits = is_messages(row["messages"])
         refuse_unless(fits, row, "messages", "a list of messages with role and content")
         return [], as_messages(row["messages"], "user")
-    require(row, "prompt", "completion", expected="'messages', 'text' or 'prompt' and 'completion'")
+    require(row, "prompt", "completion", expected="'messages', 'text', or 'prompt' + 'completion'")
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return row["prompt"], row["completion"]
     answer = as_messages(row["completion"], "assistant")
@@ -285,9 +285,9 @@ def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
     """Raises `BadRow` with the value that was found, or its first bad message, unless it fits."""
     if fits:
         return
-    parts = as_list(row[column])
+    parts = as_list(row.get(column))
     bad = [n for n, part in enumerate(parts) if isinstance(part, dict) and not is_message(part)]
-    found = f"{parts[bad[0]]!r:.80} as message {bad[0] + 1}" if bad else f"{row[column]!r:.80}"
+    found = f"{parts[bad[0]]!r:.80} as message {bad[0] + 1}" if bad else f"{row.get(column)!r:.80}"
     raise BadRow(f"column {column!r}: expected {expected}, found {found}")
 
 
@@ -385,13 +385,14 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
     leading = leading_column(row)
     if leading == "conversations":
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
-    if is_pair(row) and row.get("prompt") is None and is_messages(row.get("messages")):
-        senders = [each.get("role") or SENDERS.get(each["from"]) for each in row["messages"]]
-        if senders[-1:] in (["user"], ["tool"]):  # else they may hold the answer
-            row = {**row, "prompt": row["messages"]}
+    messages = row.get("messages")
+    if messages and is_messages(messages) and is_pair(row) and row.get("prompt") is None:
+        sender = messages[-1].get("role") or SENDERS.get(messages[-1]["from"])
+        if sender in ("user", "tool"):  # others may hold the answer of a pair
+            row = {**row, "prompt": messages}
     tag = row.get("kto_tag")
     if tag is not None and row.get("label") is None:
-        row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 and 1 are no classes
+        row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 would pass for a class
     if leading == "instruction":
         question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
         row = {**row, "prompt": [{"role": "user", "content": question}] if question else []}

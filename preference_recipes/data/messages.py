@@ -19,8 +19,8 @@ PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reaso
 # Where a call has its arguments.
 ARGUMENTS = ("arguments", "parameters")
 # Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
-OF_LOSS = ("loss", "loss_weight", "loss_mask", "loss_scale")
-LOSS_KEYS = ("weight", *OF_LOSS, "train", "training", "trainable")
+LOSS_KEYS = ["loss", "loss_mask", "loss_scale", "loss_weight", "weight"]
+LOSS_KEYS += ["train", "trainable", "training"]
 
 
 class BadRow(Exception):
@@ -106,10 +106,10 @@ def as_message(message: dict, where: str) -> dict:
     if calls:
         message["tool_calls"] = [nested(call, where) for call in calls]
     for key, value in message.items() if message["role"] == "assistant" else ():
-        # What other keys that by their name are about the loss mean is not plain.
+        # Other keys whose names are about the loss may mean anything.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
-        is_other = key.startswith("train_") and value not in ("", [], {})
-        if is_unclear or is_other or (value and key.startswith(("skip", "mask"))):
+        is_unknown = key.startswith("train_") and value not in ("", [], {})
+        if is_unclear or is_unknown or (value and key.startswith(("skip", "mask"))):
             raise BadRow(
                 f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
                 "give train: false to a turn that is not learned"
@@ -185,4 +185,5 @@ def without_nulls(value: Any) -> Any:
         return {str(key): without_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, (list, tuple)):
         return [without_nulls(part) for part in value]
-    return value if isinstance(value, (str, int, float, type(None))) else str(value)  # a date
+    is_json = value is None or isinstance(value, (str, int, float))
+    return value if is_json else str(value)  # such as a date

@@ -54,7 +54,7 @@ def is_read(row: dict, path: Path, converter) -> bool:
 def learned(row: dict, converter) -> dict:
     """Returns what a row becomes, as far as a model or a reward function reads it."""
     values = converter.convert_row(row, 0)
-    # Reward functions get all columns; but the keys of messages count where the ids show them.
+    # Reward functions get whole columns. In those that become ids a key must change the ids.
     columns = json.loads(values.pop("columns", "{}"))
     names = columns.keys() - {"tools", "chat_template_kwargs"}
     seen = {name: name in formats.FORMAT_COLUMNS or columns[name] for name in names}

@@ -91,17 +91,15 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     ]
     if targets == [ALL_LINEAR]:
         return layers
-    # By its own name, or by the end of it after a dot.
-    ends = [f".{target}" for target in targets]
-    for target, end in zip(targets, ends):  # peft would leave out what it does not find
-        if not any(f".{layer}".endswith(end) for layer in layers):
+    for target in targets:  # peft would leave out what it does not find
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             kinds = sorted({layer.rpartition(".")[2] for layer in layers})
             sys.exit(
                 f"--lora_target_modules {target}: no linear layer of {type(model).__name__} that "
                 f"could get an adapter has this name. There are {', '.join(kinds)} (embeddings, "
                 "the output layer and score heads get none)"
             )
-    return [layer for layer in layers if f".{layer}".endswith(tuple(ends))]
+    return [name for name in layers if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
 # ============================================================ the base

@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import replaced
 
-MKL = (torch.backends.mkldnn.matmul, "fp32_precision", "ieee")  # what `replaced` sets for it
+ONEDNN, MKL = "bf16", "ieee"  # values of torch's `fp32_precision` that choose them
 
 
 def use_onednn() -> None:
@@ -16,27 +16,27 @@ def use_onednn() -> None:
     Despite its name, the setting "bf16" only permits rounding to bf16, where a CPU has matrix units
     for it (AMX). On such a CPU everything stays as it was.
     """
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    torch.backends.mkldnn.matmul.fp32_precision = ONEDNN
     # bf16 would round these elements to 1.
     product = torch.full((256, 256), 1 + 2**-12) @ torch.eye(256)
     if product.min() > 1:
         AttentionInterface.register("sdpa", attention_by_mkl)
     else:
-        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+        torch.backends.mkldnn.matmul.fp32_precision = MKL
 
 
 def attention_by_mkl(module: nn.Module, query, key, value, *args, **kwargs):
-    """Computes transformers' attention by MKL, forward and backward."""
-    # A backward pass comes to the end first, and goes through all of the attention at once.
-    query, key, value = BackwardFrom.apply("bf16", query, key, value)
-    with replaced(MKL):
+    """Computes transformers' attention by MKL, in the backward pass, too."""
+    # The backward pass runs from the output to the inputs: to MKL first, and back at the end.
+    query, key, value = SwitchInBackward.apply(ONEDNN, query, key, value)
+    with replaced((torch.backends.mkldnn.matmul, "fp32_precision", MKL)):
         output, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-    (output,) = BackwardFrom.apply("ieee", output)
+    (output,) = SwitchInBackward.apply(MKL, output)
     return output, weights
 
 
-class BackwardFrom(torch.autograd.Function):
-    """Returns tensors as they are; a backward pass that comes by sets what computes products."""
+class SwitchInBackward(torch.autograd.Function):
+    """Returns tensors unchanged. A backward pass that reaches them sets what computes products."""
 
     @staticmethod
     def forward(ctx, precision: str, *tensors: torch.Tensor) -> tuple:

@@ -51,23 +51,17 @@ CASES = [
 SETTINGS = {
     # Rollouts of 16 and 4 prompts. The KL of the third is so near the target
     # that the step to the next coefficient is not clipped. The last update reads that one.
-    "ppo": dict(
-        **dict(reward_function="rewarding:vowels", reward_model_name_or_path="scorer"),
-        **dict(normalize_reward=True, kl_target=0.2, kl_horizon=50),
-        **dict(n_rows=20, n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11),
-        **dict(critic_learning_rate=0.003, learning_rate=0.003),
-    ),
+    "ppo": dict(reward_function="rewarding:vowels", reward_model_name_or_path="scorer")
+    | dict(normalize_reward=True, kl_target=0.2, kl_horizon=50)
+    | dict(n_rows=20, n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11)
+    | dict(critic_learning_rate=0.003, learning_rate=0.003),
     # Without the responses that are cut, so that updates differ in size.
-    "grpo": dict(
-        **dict(reward_function=["rewarding:ties", "rewarding:brief"], reward_weights=[1, 0.5]),
-        **dict(n_rows=20, rollout_batch_size=8, n_samples_per_prompt=4, max_steps=7),
-        **dict(learning_rate=0.003, kl_coef=0.1, mask_truncated=True),
-    ),
+    "grpo": dict(reward_function=["rewarding:ties", "rewarding:brief"], reward_weights=[1, 0.5])
+    | dict(n_rows=20, rollout_batch_size=8, n_samples_per_prompt=4, max_steps=7)
+    | dict(learning_rate=0.003, kl_coef=0.1, mask_truncated=True),
     # Rollouts of 8, 8 and 4 prompts, two updates each.
-    "distill": dict(
-        **dict(n_rows=20, rollout_batch_size=8, n_samples_per_prompt=2, num_epochs_per_rollout=2),
-        **dict(learning_rate=0.003, loss_type="sampled", max_steps=7),
-    ),
+    "distill": dict(n_rows=20, rollout_batch_size=8, n_samples_per_prompt=2)
+    | dict(num_epochs_per_rollout=2, learning_rate=0.003, loss_type="sampled", max_steps=7),
 }
 REWARDING = """
 def vowels(prompts, responses, **columns):
