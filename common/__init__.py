@@ -38,6 +38,14 @@ def replaced(*changes: tuple[Any, str, Any]):
             setattr(owner, name, value)
 
 
+def carried(dataclass: type) -> type:
+    """Lets checkpoints hold the objects of a dataclass: they are read without running code."""
+    import torch  # slow to import: not for those who only ask where files are
+
+    torch.serialization.add_safe_globals([dataclass])
+    return dataclass
+
+
 def speaks_for_all() -> bool:
     """Whether this process prints for all of them, where there is no Accelerator to ask yet."""
     return os.environ.get("RANK", "0") == "0"

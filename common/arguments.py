@@ -4,19 +4,14 @@ import argparse
 import dataclasses
 import gc
 import math
-import os
-import pkgutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import transformers
 import yaml
 from accelerate.tracking import get_available_trackers
 from transformers import HfArgumentParser
-from transformers.utils import import_utils
 
-from common import ASSETS, counted, replaced, speaks_for_all
+from common import ASSETS, counted, speaks_for_all
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -32,14 +27,6 @@ MAY_CHANGE |= {"dataset_name", "eval_dataset_name", "eval_dataset_split"}
 # What a micro-batch holds on a GPU, unless the user sets it.
 TOKENS_ON_GPU = 16_384
 
-# transformers (to 5.23) reads its 2,500 files of models when it is imported, and all of them again
-# for its folder `models`: a twentieth of the start, see findings. The first result does for both.
-MODELS = Path(transformers.__file__).with_name("models")
-if hasattr(import_utils, "create_import_structure_from_path"):  # not in every version
-    known = import_utils.create_import_structure_from_path(MODELS)
-    with replaced((import_utils, "create_import_structure_from_path", lambda path: known)):
-        import transformers.models
-
 
 class Parser(HfArgumentParser):
     """Reads a recipe's arguments; an error is one line below the usage."""
@@ -49,7 +36,9 @@ class Parser(HfArgumentParser):
         usage = "%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]"
         super().__init__(args_class, allow_abbrev=False, usage=usage)
 
-    def add_argument(self, *flags: str, limits=None, with_lora=None, **settings) -> argparse.Action:
+    def add_argument(
+        self, *flags: str, limits=None, with_lora=None, only_with=None, **settings
+    ) -> argparse.Action:
         """Adds an argument as `argparse` does, in one spelling and with its range in the help."""
         flags = tuple(flag for flag in flags if "-" not in flag.lstrip("-"))
         if limits:
@@ -104,7 +93,24 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         parser.error(f"--report_to {name}: expected one of {', '.join(trackers)}, or none")
     if args.stop_after and not (args.keep_best and args.eval_steps):
         parser.error(f"--stop_after {args.stop_after} needs --keep_best and --eval_steps")
+    refuse_unused(args)
     return args
+
+
+def refuse_unused(args) -> None:
+    """Refuses arguments that were changed and would be ignored, see `only_with` of `arg`."""
+    defaults = type(args)()
+    for field in dataclasses.fields(args):
+        needed, _, values = (field.metadata["only_with"] or "").partition("=")
+        value = getattr(args, field.name)
+        if not needed or value == getattr(defaults, field.name):
+            continue
+        given = getattr(args, needed)
+        if not values and not given:
+            sys.exit(f"--{field.name} {value}: not used: give --{needed}, too")
+        if values and given not in values.split(","):
+            allowed = " or ".join(values.split(","))
+            sys.exit(f"--{field.name} {value}: not used with --{needed} {given}, only {allowed}")
 
 
 def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
@@ -121,15 +127,6 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
             words = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *(str(word).replace("{assets}", str(ASSETS)) for word in words)]
     return flags
-
-
-def load_function(name: str) -> Callable:
-    """Loads the function or class `MODULE:NAME`. The current directory is searched, too."""
-    here = os.getcwd()
-    sys.path.append(here)
-    function = pkgutil.resolve_name(name)
-    os.chdir(here)  # wherever the module went
-    return function
 
 
 def accumulation_steps(args, on_gpu: bool, processes: int) -> int:

@@ -16,7 +16,6 @@ Every metric: docs/kto.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from pathlib import Path
 from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import numpy as np
 import torch
@@ -179,11 +176,8 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
-    identity |= reference.fingerprints
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, **parts)
+    same = [data, policy, reference]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}"
     console.begin(checkpoint, data=what)
@@ -258,9 +252,9 @@ def evaluate(
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:
-                from preference_recipes.rollouts import answers  # only here: it loads generation
+                from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)

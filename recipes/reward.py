@@ -15,7 +15,6 @@ Every metric: docs/reward.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import torch
 import torch.nn.functional as F
@@ -179,10 +176,8 @@ def main():
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
-    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, scorer)}
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
+    same = [data, scorer]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same, moments=moments)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}"
     console.begin(checkpoint, data=what)

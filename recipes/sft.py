@@ -14,7 +14,6 @@ Every metric: docs/sft.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 
 import torch
 
@@ -187,10 +184,8 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, **parts)
+    same = [data, policy]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
     console.begin(checkpoint, data=what)
@@ -261,9 +256,9 @@ def evaluate(
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:
-                from preference_recipes.rollouts import answers  # only here: it loads generation
+                from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)

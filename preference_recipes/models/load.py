@@ -1,9 +1,11 @@
 """Loading a tokenizer and a model, and refusing what would be trained otherwise than was meant."""
 
+import contextlib
 import hashlib
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import distributed, folders, in_one_line, print_once, record
+from common import distributed, folders, in_one_line, print_once
 from common.adapters import has_adapter
 from preference_recipes.data import rendering
 from preference_recipes.models import architecture
@@ -21,7 +23,7 @@ from preference_recipes.models import architecture
 # ============================================================ tokenizers
 def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
-    date = distributed.on_main_process(accelerator, record.date_of_run, args)
+    date = distributed.on_main_process(accelerator, date_of_run, args)
     return tokenizer_of(
         args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
     )
@@ -60,6 +62,18 @@ def tokenizer_of(
     prints_date = "strftime_now" in str(tokenizer.chat_template)
     tokenizer.chat_date = date if prints_date else None
     return tokenizer
+
+
+def date_of_run(args) -> str:
+    """Returns the date that chat templates print, as in 2026-01-31: in UTC, of the first start."""
+    checkpoints = [] if args.resume == "never" else [Path(args.resume)]
+    if args.resume == "auto":
+        checkpoints = folders.by_step(Path(args.output_dir or "", "checkpoints"))[::-1]
+    for path in checkpoints:
+        with contextlib.suppress(OSError, ValueError, LookupError):  # `Checkpoint.find` names it
+            if date := folders.read_json(path / "state.json")["arguments"]["date"]:
+                return date
+    return f"{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 # ============================================================ models

@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 from common import engine
 from common.adapters import has_adapter
-from common.shared_args import refuse_changed
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 
@@ -65,9 +64,7 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
         from preference_recipes.models import lora
 
         lora.add_adapters(accelerator, model, args)
-        return
-    of_adapters = ["lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"]
-    refuse_changed(args, of_adapters, "there are no adapters: give --lora_r, such as 16, too")
+        model.fingerprints = load.base_fingerprints(accelerator, model)
 
 
 def disable_dropout(wrapper: nn.Module) -> None:

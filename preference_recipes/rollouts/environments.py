@@ -8,6 +8,8 @@ import concurrent.futures
 import functools
 import inspect
 import json
+import os
+import pkgutil
 import re
 import sys
 import threading
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from common import arguments, in_one_line
+from common import in_one_line
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
@@ -34,7 +36,7 @@ class UserClass(NamedTuple):
 
 @functools.cache
 def load(name: str) -> UserClass:
-    make = arguments.load_function(name)
+    make = load_function(name)
     instance = make()
     tools = []
     if not hasattr(instance, "step"):
@@ -52,6 +54,15 @@ def tools_of(instance: Any) -> list[str]:
 
 
 # ============================================================ calls of a user's code
+def load_function(name: str) -> Callable:
+    """Loads the function or class `MODULE:NAME`. The current directory is searched, too."""
+    here = os.getcwd()
+    sys.path.append(here)
+    function = pkgutil.resolve_name(name)
+    os.chdir(here)  # wherever the module went
+    return function
+
+
 class Calls:
     """Calls of environments, which run beside each other and beside whoever started them.
 

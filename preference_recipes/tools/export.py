@@ -142,16 +142,16 @@ def merge(adapter: str, out: Path) -> None:
 
 def convert(folder: Path, dtype: str) -> None:
     """Converts the floating-point weights of a Hugging Face folder, and its config with them."""
-    from common import actor  # slow to import
+    from common import saving  # slow to import
 
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             names = file.keys()
-            tensors = {name: actor.converted(file.get_tensor(name), dtype) for name in names}
+            tensors = {name: saving.converted(file.get_tensor(name), dtype) for name in names}
         save_file(tensors, path, metadata=metadata)
     if (folder / "config.json").is_file():  # an adapter has none
-        actor.write_dtype(folder, dtype)
+        saving.write_dtype(folder, dtype)
 
 
 def main(words: list[str] | None = None, command: str | None = None) -> None:
