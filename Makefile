@@ -21,7 +21,7 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm findings lint lock install install-test
+.PHONY: help sft reward dpo kto ppo grpo distill card rlhf fork prove test test-slow test-all test-minimum test-vllm findings lint lock install install-test
 
 sft reward dpo kto ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -31,6 +31,9 @@ card: $(VENV)/installed  ## train by GRPO in conversations with an environment
 
 rlhf: $(VENV)/installed  ## run the demos of SFT, reward, PPO and DPO in turn, and print one table
 	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)
+
+fork: $(VENV)/installed  ## copy a recipe with the changes of NAME="sapo maxrl" (forks/README.md) to TO=FILE
+	$(VENV)/bin/preference-recipes copy $$(sed -n "s#^--- recipes/\(.*\).py#\1#p" forks/$(firstword $(NAME)).diff) $(TO) --fork $(NAME)
 
 prove: $(VENV)/installed-test  ## tell whether RECIPE=FILE keeps what is promised; faster with ARGS=--quick
 	$(VENV)/bin/python -m pytest tests/contracts/test_recipe.py --recipe '$(RECIPE)' -raP $(ARGS)

@@ -2,9 +2,15 @@
 
 import contextlib
 import functools
+import gc
 import os
 from pathlib import Path
 from typing import Any
+
+# Imports make millions of objects that stay. At Python's own threshold the collector looks through
+# them so often that a recipe starts a fifth later. `arguments.parse` goes back to that threshold.
+COLLECTED_AFTER = gc.get_threshold()
+gc.set_threshold(100_000, 50, 50)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.

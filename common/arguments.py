@@ -11,7 +11,7 @@ import yaml
 from accelerate.tracking import get_available_trackers
 from transformers import HfArgumentParser
 
-from common import ASSETS, counted, speaks_for_all
+from common import ASSETS, COLLECTED_AFTER, counted, speaks_for_all
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -60,7 +60,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         argv: the arguments without the program's name; default `sys.argv[1:]`.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
-    gc.enable()  # it is off while a recipe loads its modules
+    gc.set_threshold(*COLLECTED_AFTER)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith((".yaml", ".yml")):

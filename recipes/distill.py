@@ -118,18 +118,17 @@ def token_losses(
     output = model(batch, args.temperature, lessons=lessons, beta=beta)
     logps = output["logps"]
     mask = stored["mask"]
-    old_logps = logps.detach() if is_first else stored["logps"]
+    values = {}
     if is_sampled:
+        old_logps = logps.detach() if is_first else stored["logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
+        if in_training:  # where a server sampled, its log-probs differ from those of training
+            losses, values = correction.weighted(losses, old_logps, stored, args, is_first)
     else:
         losses = output["divergence"]
-    values = {}
-    if in_training and is_sampled:
-        # Where a server sampled, its log-probs differ from those of training.
-        losses, values = correction.weighted(losses, old_logps, stored, args, is_first)
-    elif in_training and is_first:
-        # A divergence needs no weight: its gradient does not depend on how a token was drawn.
-        values = correction.sampler_differences(logps, stored["sampler_logps"], mask)
+        if in_training and is_first:
+            # It needs no weight: its gradient does not depend on how a token was drawn.
+            values = correction.sampler_differences(logps, stored["sampler_logps"], mask)
     values |= {
         "loss": (losses, mask),
         "kl/reverse": (output["reverse_kl"], mask),

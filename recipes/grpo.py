@@ -61,12 +61,6 @@ class Args(RewardArgs):
     )
     n_samples_per_prompt: int = arg(8, "responses to a prompt, its group", at_least=1)
     max_new_tokens: int = arg(1024, "longest response", at_least=1)
-    baseline: Literal["group", "rloo", "none"] = arg(
-        "group", "subtracted from a score: the mean of its group, of the others, or 0"
-    )
-    advantage_std: Literal["batch", "group", "none"] = arg(
-        "batch", "the standard deviation that advantages are divided by: of the rollout, the group"
-    )
     loss_type: Literal["clip", "cispo"] = arg("clip", "clip is PPO's; cispo: see docs/grpo.md")
     ratio: Literal["token", "sequence"] = arg("token", "of each token, or of a whole response")
     average: Literal["token", "sequence", "constant"] = arg("token", "of losses: docs/grpo.md")
@@ -74,6 +68,12 @@ class Args(RewardArgs):
     clip_range_high: float = arg(0.28, "clips the ratio above 1", at_least=0)
     kl_coef: float = arg(0.0, "weight of the KL to the reference", at_least=0)
     kl_estimator: Literal["k3", "k2"] = arg("k3", "estimate of the KL", only_with="kl_coef")
+    baseline: Literal["group", "rloo", "none"] = arg(
+        "group", "subtracted from a score: the mean of its group, of the others, or 0"
+    )
+    advantage_std: Literal["batch", "group", "none"] = arg(
+        "batch", "the standard deviation that advantages are divided by: of the rollout, the group"
+    )
     drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
     refill_rounds: int = arg(0, "rounds that sample others for groups left out", at_least=0)
     mask_truncated: bool = arg(False, "do not train on responses truncated at --max_new_tokens")
@@ -115,11 +115,10 @@ def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) ->
     Sources: baseline rloo, arXiv:2402.14740. Standard deviation: group, arXiv:2402.03300 section
     4.1.2; batch, REINFORCE++, arXiv:2501.03262; none, Dr. GRPO, arXiv:2503.20783.
     """
-    scores = scores.double()
+    advantages = scores.double()
     n = scores.shape[1]
-    advantages = scores
     if args.baseline != "none":
-        advantages = scores - scores.mean(1, keepdim=True)
+        advantages = advantages - advantages.mean(1, keepdim=True)
     if args.baseline == "rloo":  # the mean of the others is subtracted, not that of all
         advantages = advantages * n / (n - 1)
 
@@ -131,7 +130,7 @@ def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) ->
         # Measured from zero: from their mean it is 0 when all that is trained on is alike.
         deviation = advantages[is_trained].norm() / math.sqrt(is_trained.sum() - 1)
         advantages = advantages / (deviation + EPSILON)
-    return advantages.float()
+    return advantages.to(scores.dtype)
 
 
 def policy_losses(
@@ -448,15 +447,16 @@ def evaluate(run: Run, actor: Actor, source: Source, judge: Judge) -> None:
 def check_settings(args: Args) -> None:
     """Refuses settings that contradict each other."""
     rewards.check_settings(args)
-    rollout.check_rollout_size(args)
     if args.n_samples_per_prompt == 1 and args.baseline != "none":
-        sys.exit(f"--baseline {args.baseline} needs --n_samples_per_prompt 2 or more, or take none")
+        group = f"--n_samples_per_prompt 1 --baseline {args.baseline}"
+        sys.exit(f"{group}: there is nothing to compare with. Take 2 or more, or --baseline none")
     if args.baseline == "none" and args.advantage_std == "group":
         sys.exit("--baseline none --advantage_std group divides equal scores by almost zero")
     if args.refill_rounds and groups_that_teach(torch.zeros(1, 2), args).all():
         sys.exit("--refill_rounds replaces groups left out: none is, see --drop_equal_groups")
     if args.refill_rounds and args.rollouts_ahead:
         sys.exit("--refill_rounds decides the next prompts: --rollouts_ahead cannot know them")
+    rollout.check_rollout_size(args)
 
 
 if __name__ == "__main__":

@@ -52,12 +52,11 @@ def small_run(folder: Path, **settings) -> Checkpoint:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step))
     return Checkpoint(
         run,
-        actor=NoFolder(run, model, tokenizer=None),
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        means=Means(accelerator),
-        identity={"data": "d"},
+        NoFolder(run, model, tokenizer=None),
+        optimizer,
+        scheduler,
+        Means(accelerator),
+        same=[types.SimpleNamespace(fingerprints={"data": "d"})],
         extra=Extra(),
     )
 

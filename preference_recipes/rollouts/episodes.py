@@ -23,6 +23,16 @@ from preference_recipes.rollouts.sampler import Response, Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_groups
 
 
+def load_environment(name: str, tokenizer) -> UserClass:
+    """Loads the class of `--environment`; exits if the chat template has no place for its turns."""
+    user_class = environments.load(name)
+    try:
+        chat.check_turns(tokenizer, user_class.tools)
+    except BadRow as error:
+        sys.exit(f"--environment {name}: {error}")
+    return user_class
+
+
 @dataclasses.dataclass
 class Episode:
     """One conversation; `ids` are its tokens after the prompt, of the model or the template."""
@@ -63,10 +73,6 @@ class Stage:
     """
 
     def __init__(self, sampler: Sampler, generator: Any, user_class: UserClass):
-        try:
-            chat.check_turns(sampler.tokenizer, user_class.tools)
-        except BadRow as error:
-            sys.exit(f"--environment {user_class.name}: {error}")
         self.sampler = sampler
         self.generator = generator
         self.user_class = user_class

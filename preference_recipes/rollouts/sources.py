@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from preference_recipes.rollouts import environments, generation
-from preference_recipes.rollouts.episodes import Stage
+from preference_recipes.rollouts import generation
+from preference_recipes.rollouts.episodes import Stage, load_environment
 from preference_recipes.rollouts.rollout import Position
 from preference_recipes.rollouts.sampler import Response, Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each
@@ -34,7 +34,8 @@ class Source:
         self.generator = Servers(sampler) if sampler.args.vllm_url else Transformers(sampler)
         self.stage: Stage | None = None
         if environment is not None:
-            self.stage = Stage(sampler, self.generator, environments.load(environment))
+            user_class = load_environment(environment, sampler.tokenizer)
+            self.stage = Stage(sampler, self.generator, user_class)
 
     def sample(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Draws responses to prompts.

@@ -32,8 +32,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, st
         device=torch.device("cuda"),
         state=types.SimpleNamespace(deepspeed_plugin=plugin),
     )
-    parts = dict(model=None, optimizer=None, scheduler=None, means=made.means)
-    checkpoint = Checkpoint(made.run, actor=made.actor, identity={"data": "d"}, **parts)
+    checkpoint = Checkpoint(made.run, made.actor, None, None, made.means, same=[])
     before = {**checkpoint.identity, "launched as": f"DeepSpeed {launched}"}
     call = lambda: checkpoint.refuse_another_run(tmp_path, before)
     now = f"DeepSpeed ZeRO-{stage} {precision} on cuda, 8 processes"

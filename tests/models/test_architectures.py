@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from architectures import ARCHITECTURES, build, config_of
-from common import actor
+from common import saving
 from preference_recipes.models import architecture, checks, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
@@ -164,7 +164,7 @@ def test_saved_and_loaded_again(name, tmp_path):
     """Through what saves an actor; the folder loads with plain transformers, bit for bit."""
     wrapper = LogProbModel(build(name))
     prepare.disable_dropout(wrapper)
-    state_dict = actor.weights_of(wrapper.model, wrapper.state_dict(), wrapper)
+    state_dict = saving.weights_of(wrapper.model, wrapper.state_dict(), wrapper)
     wrapper.model.save_pretrained(tmp_path, state_dict=state_dict)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(3, 290, (1, 20), generator=torch.Generator().manual_seed(2))

@@ -196,9 +196,9 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
 HELD = """
 import os, runpy, sys
 import torch
-from common import actor, engine, zero
+from common import engine, saving, zero
 
-save = actor.save
+save = saving.save
 
 
 def hold(accelerator, args, prepared, *rest, **settings):
@@ -212,7 +212,7 @@ def hold(accelerator, args, prepared, *rest, **settings):
     return save(accelerator, args, prepared, *rest, **settings)
 
 
-actor.save = hold
+saving.save = hold
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

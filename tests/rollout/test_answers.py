@@ -10,7 +10,7 @@ import architectures
 import templates
 from bare_runs import bare_sampler
 from preference_recipes.data import chat, dataset
-from preference_recipes.rollouts import answers, rewards
+from preference_recipes.rollouts import answers, results, rewards
 from preference_recipes.rollouts.answers import decode_answers
 
 # What a response says, the column `answer`, and whether the response is right.
@@ -184,6 +184,6 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), **sizes)
     actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
-    shares, examples = answers.exact_match(actor, eval_set, "eval/sums/")
+    shares, examples = results.exact_match(actor, eval_set, "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert list(shares) == (["eval/sums/exact_match"] if rows else [])

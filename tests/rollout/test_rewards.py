@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from bare_runs import SHARING, bare_sampler, data_of
+from bare_runs import bare_judge, bare_source, data_of
 from preference_recipes.rollouts import rewards
 from preference_recipes.rollouts.samples import Samples
 from runs import LAUNCHERS, REPOSITORY, launch, refuses
@@ -33,16 +33,16 @@ def samples_of(tokenizer, **columns) -> Samples:
 
 
 def judge_of(weights: dict | None = None, **functions) -> rewards.Judge:
-    judge = rewards.Judge(bare_sampler())
+    judge = bare_judge()
     judge.functions = functions
     judge.weights = weights or dict.fromkeys(functions, 1.0)
     return judge
 
 
 def score(accelerator, tokenizer, judge, samples=None, step: int = 7) -> rewards.Scores:
-    sampler = bare_sampler(accelerator, tokenizer)
-    sampler.progress.global_step = step
-    return judge.score(sampler, samples or samples_of(tokenizer), SHARING)
+    source = bare_source(accelerator, tokenizer)
+    source.sampler.progress.global_step = step
+    return judge.score(source, samples or samples_of(tokenizer))
 
 
 def length(prompts, responses):
@@ -194,7 +194,7 @@ def test_what_may_not_be_returned(accelerator, tokenizer, kind):
 def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch):
     def load(functions, weights=None):
         settings = dict(reward_function=functions, reward_weights=weights)
-        return rewards.Judge(bare_sampler(data=data_of(['{"prompt": "p", "a": 1}']), **settings))
+        return bare_judge(data=data_of(['{"prompt": "p", "a": 1}']), **settings)
 
     monkeypatch.chdir(tmp_path)
     for module in ("one_of_test", "two_of_test"):
@@ -224,7 +224,7 @@ def test_the_columns_of_several_sets_are_those_of_all_its_sets(accelerator, toke
 
     sets = [{"answer": "1"}, {"level": 2, "other": 3}]
     texts = [[json.dumps({"prompt": "p", **row})] * 3 for row in sets]
-    judge = rewards.Judge(bare_sampler(data=data_of(*texts)))
+    judge = bare_judge(data=data_of(*texts))
     judge.functions = {"f": function}
     judge.weights = {"f": 1.0}
     score(accelerator, tokenizer, judge, samples_of(tokenizer, answer=["a", "b", "c"]))
