@@ -38,9 +38,7 @@ def main() -> None:
     copier = commands.add_parser("copy", help="copy a recipe or a launch config, to change it")
     copier.add_argument("name", help="as `list` shows it, such as dpo or ddp.yaml")
     copier.add_argument("file", type=Path, help="the copy; nothing is overwritten")
-    copier.add_argument(
-        "--fork", nargs="+", default=[], help="changes, as `list` shows them"
-    )
+    copier.add_argument("--fork", nargs="+", default=[], help="changes, as `list` shows them")
     args = parser.parse_args()
     if args.command == "list":
         list_files()

@@ -26,7 +26,7 @@ STORED = json.loads(trl_grpo.STORED.read_text())
 
 
 def losses_of(
-    given: dict, args: types.SimpleNamespace, module=grpo
+    given: dict, args: types.SimpleNamespace, module=grpo, batch: dict | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
     """What a recipe makes of these tensors after a first update: log-probs, losses, weights, values.
 
@@ -43,7 +43,7 @@ def losses_of(
         "sampler_logps": given["sampler_logps"],
     }
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
-    losses, weights, values = module.sample_losses(model, {}, stored, args, is_first=False)
+    losses, weights, values = module.sample_losses(model, batch or {}, stored, args, is_first=False)
     return logps, losses, weights, values
 
 
