@@ -343,8 +343,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
         state.advance(args)  # a skipped update has used up its samples, too

@@ -177,8 +177,16 @@ def pair_losses(
     else:
         ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
         chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
-        of_answers = (chosen_log_ratios, rejected_log_ratios, *tokens.chunk(2))
-        losses = preference_loss(*of_answers, args.beta, args.loss_type, args.label_smoothing)
+        chosen_tokens, rejected_tokens = tokens.chunk(2)
+        losses = preference_loss(
+            chosen_log_ratios,
+            rejected_log_ratios,
+            chosen_tokens,
+            rejected_tokens,
+            args.beta,
+            args.loss_type,
+            args.label_smoothing,
+        )
         chosen_rewards = args.beta * chosen_log_ratios
         rejected_rewards = args.beta * rejected_log_ratios
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)  # means over the vocabulary
@@ -241,8 +249,10 @@ def main():
     same = [data, policy, reference]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}"
-    console.begin(checkpoint, data=what)
+    console.begin(
+        checkpoint,
+        data=f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}",
+    )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -270,8 +280,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 

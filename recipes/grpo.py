@@ -223,16 +223,16 @@ def sample_losses(
         kl, terms = kl_losses(logps, stored["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
         values["kl"] = (kl, mask)
-    of_samples, shares = average_tokens(losses, mask, args)
+    averaged, shares = average_tokens(losses, mask, args)
     values |= {
-        "loss": (of_samples, shares),
+        "loss": (averaged, shares),
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
         "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
         "entropy": (output["entropy"], mask),
         "policy/approxkl_avg": (log_ratios**2 / 2, mask),
         "val/ratio": (ratios.expand_as(mask), mask),
     }
-    return of_samples, shares, values
+    return averaged, shares, values
 
 
 # ============================================================ the rollout
@@ -408,8 +408,8 @@ def main():
                 run.count_flop(batch, weights)
 
             applied = run.count(update, grad_norm)  # False: gradients overflowed
-            of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-            means.close_update(applied, grad_norm=grad_norm, **of_update)
+            latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+            means.close_update(applied, grad_norm=grad_norm, **latest)
             if applied:
                 scheduler.step()
             state.advance(args)  # a skipped update has used up its samples, too

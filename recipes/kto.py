@@ -179,8 +179,10 @@ def main():
     same = [data, policy, reference]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}"
-    console.begin(checkpoint, data=what)
+    console.begin(
+        checkpoint,
+        data=f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}",
+    )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -210,8 +212,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 

@@ -275,11 +275,13 @@ def make_rollout(
         estimate = kl_estimate(computed["logps"], computed["ref_logps"], args.kl_estimator)
         kl = estimate.where(mask, 0.0)
     kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0
-    of_tokens = token_rewards(scores.total, kl, mask, kl_coef)
-    advantages, returns = gae(of_tokens, computed["values"], mask, args.gamma, args.gae_lambda)
+    per_token_rewards = token_rewards(scores.total, kl, mask, kl_coef)
+    advantages, returns = gae(
+        per_token_rewards, computed["values"], mask, args.gamma, args.gae_lambda
+    )
     tokens = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
     tokens |= {"returns": returns, "advantages": whiten(advantages, mask)}
-    log_rollout(run, sampler, samples, scores, tokens, kl, of_tokens)
+    log_rollout(run, sampler, samples, scores, tokens, kl, per_token_rewards)
     is_trained = torch.ones(len(samples), dtype=torch.bool)
     return Rollout(samples, run.global_step, tokens, is_trained)
 
@@ -299,17 +301,17 @@ def log_rollout(
     scores: Scores,
     tokens: dict[str, torch.Tensor],
     kl: torch.Tensor,
-    of_tokens: torch.Tensor,
+    per_token_rewards: torch.Tensor,
 ) -> None:
     """Adds a rollout's metrics to the next log line, and records its samples.
 
     Args:
         tokens: as in `Rollout.tokens`.
         kl: to the reference, `[N, T]`.
-        of_tokens: their rewards, `[N, T]`.
+        per_token_rewards: `[N, T]`.
     """
     mask = tokens["mask"]
-    rlhf_rewards = of_tokens.sum(1)
+    rlhf_rewards = per_token_rewards.sum(1)
     explained = explained_variance(tokens["values"], tokens["returns"], mask)
     values = {
         "objective/entropy": -tokens["logps"].sum(1),
@@ -344,9 +346,9 @@ def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
 
 def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
     """Returns the optimizer's groups: actor and critic have learning rates of their own."""
-    of_actor = optim.parameter_groups(policy.model, args, lr=args.learning_rate)
-    of_critic = optim.parameter_groups(policy.critic, args, lr=args.critic_learning_rate)
-    return of_actor + of_critic
+    actor_groups = optim.parameter_groups(policy.model, args, lr=args.learning_rate)
+    critic_groups = optim.parameter_groups(policy.critic, args, lr=args.critic_learning_rate)
+    return actor_groups + critic_groups
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.

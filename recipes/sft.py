@@ -160,8 +160,7 @@ def main():
     args = arguments.parse(Args, demo="sft.yaml")
     accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    how = dict(function=sft_row, loss_on=args.loss_on)
-    data = dataset.load_data(accelerator, args, tokenizer, **how)
+    data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     train = Sequences(data.train)
     held_out = {prefix: Sequences(eval_set) for prefix, eval_set in data.eval_sets.items()}
@@ -187,8 +186,8 @@ def main():
     same = [data, policy]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
-    console.begin(checkpoint, data=what)
+    size = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
+    console.begin(checkpoint, data=size)
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -218,8 +217,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 

@@ -18,7 +18,7 @@ ON = {
     "curriculum": "--curriculum --advantage_std group",
     "dpo_norm": "--loss_type sigmoid_norm --beta 5",
     "dppo": "--loss_type dppo_kl --clip_range 0.1 --clip_range_high 0.1",
-    "echo": "--environment card:CardGame --echo_coef 0.1",
+    "echo": "--environment assets.card:Card --echo_coef 0.1",
     "ema": "--ema_decay 0.5",
     "gdpo": "--reward_scaling each",
     "gkd": "--on_policy_share 0.5",
