@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-# Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.
-INSTALLED = REPOSITORY / "preference_recipes"
-FILES = INSTALLED if (INSTALLED / "recipes").is_dir() else REPOSITORY
+# Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
+FILES = Path(__file__).resolve().parent.parent
 ASSETS = FILES / "assets"
 
 

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """On-policy distillation: a student answers, and learns what its teacher would have said.
 
 Agarwal et al. 2023, arXiv:2306.13649 (GKD); for the loss of sampled tokens Lu et al. 2025,
@@ -24,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+
 if __name__ == "__main__":
     gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """Supervised fine-tuning: raise the likelihood of demonstrated answers.
 
 Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Loss of an update, over its target tokens y_t:
@@ -21,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+
 if __name__ == "__main__":
     gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
 

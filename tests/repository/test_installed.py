@@ -13,15 +13,18 @@ from typing import NamedTuple
 import pytest
 
 from recipes import NAMES
-from runs import OFFLINE, REPOSITORY, copy_repository, recipe, training_lines
+from runs import OFFLINE, REPOSITORY, copy_repository, recipe, slow_but, training_lines
 
 pytest.importorskip("pip")  # it installs the wheel
-pytest.importorskip("setuptools", "77")  # it builds the wheel
+pytest.importorskip("hatchling")  # it builds the wheel
 if not (REPOSITORY / ".git").exists():
     pytest.skip("git knows which files are the repository's", allow_module_level=True)
 
 # Where a wheel has the folders of the repository that are inside no package there.
-MOVED = {name: f"preference_recipes/{name}" for name in ("accelerate_configs", "assets", "recipes")}
+MOVED = {
+    name: f"preference_recipes/{name}"
+    for name in ("accelerate_configs", "assets", "common", "recipes")
+}
 FEW_UPDATES = ["--max_steps", 2, "--exact_match_rows", 0, "--report_to", "none"]
 
 
@@ -51,10 +54,32 @@ class Built(NamedTuple):
 
 def build(kind: str, source: Path, folder: Path) -> Path:
     """Builds a distribution of the files in a folder, as pip does, without a network."""
-    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
+    code = f"from hatchling import build; print(build.build_{kind}({str(folder)!r}))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
     return folder / done.stdout.splitlines()[-1]
+
+
+def make_environment(folder: Path, *install) -> Path:
+    """Makes an environment in which pip has installed `install`, and a stranger's `common`.
+
+    What a recipe needs is taken from the tests' environment; an editable installation there is not.
+    """
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/*/site-packages")
+    paths = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(paths))
+    make_strangers_common(packages)
+    if install:
+        command = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install"]
+        flags = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*command, *flags, *install], check=True)
+    return folder
+
+
+def make_strangers_common(folder: Path) -> None:
+    (folder / "common").mkdir()
+    (folder / "common/__init__.py").write_text("FILES = 'of a stranger'\n")
 
 
 @pytest.fixture(scope="module")
@@ -65,36 +90,101 @@ def built(tmp_path_factory) -> Built:
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
     wheel = build("wheel", folder / source.name.removesuffix(".tar.gz"), folder)
-
-    environment = folder / "environment"
-    venv.create(environment, symlinks=True)
-    python = environment / "bin/python"
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    subprocess.run([*command, "--no-index", "--no-deps", wheel], check=True)
-    # What it needs is taken from the tests' environment; an editable installation there is not.
-    (packages,) = environment.glob("lib/*/site-packages")
-    paths = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "dependencies.pth").write_text("\n".join(paths))
-    return Built(files, source, wheel, environment)
+    return Built(files, source, wheel, make_environment(folder / "environment", wheel))
 
 
 def test_the_source_distribution_is_the_repository(built):
     with tarfile.open(built.source) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    made = {"PKG-INFO", "setup.cfg"}
-    assert {name for name in names - made if ".egg-info/" not in name} == built.files
+    assert names - {"PKG-INFO"} == built.files
 
 
 def test_the_wheel_has_every_file_of_its_folders(built):
-    """Each once, and no tests, docs or benchmarks."""
+    """Each once, all in one package, and no tests, docs or benchmarks."""
     expected = set()
     for name in built.files:
         folder, _, rest = name.partition("/")
-        if folder in ("common", "preference_recipes", *MOVED) and rest:
+        if folder in ("preference_recipes", *MOVED) and rest:
             expected.add(f"{MOVED.get(folder, folder)}/{rest}")
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
     assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
+
+
+def test_built_again_later_both_are_the_same_bytes(built, tmp_path):
+    clone = tmp_path / "clone"
+    copy_repository(clone)
+    for file in clone.rglob("*.*"):
+        os.utime(file, (1, 1))
+    for kind, made in (("sdist", built.source), ("wheel", built.wheel)):
+        assert build(kind, clone, tmp_path).read_bytes() == made.read_bytes()
+
+
+# ============================================================ whose `common` it is
+
+# The first lines of a recipe, as far as it looks for `common`.
+HEAD = recipe("dpo").read_text().partition("import preference_recipes")
+PRINT = "\nimport importlib.util\nimport common\nprint('found:', common.FILES)\n"
+PRINT += "print('found:', importlib.util.find_spec('rollouts'))\n"
+CELL = "import nbclient, nbformat; from nbformat import v4; cell = v4.new_code_cell('%run {}'); "
+CELL += "nbclient.execute(v4.new_notebook(cells=[cell])); print(cell.outputs[0].text)"
+STARTS = {
+    "python": ["python"],
+    "torchrun": ["python", "-m", "torch.distributed.run", "--nproc_per_node", 1],
+    "accelerate": ["python", "-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1],
+    "pytest": ["python", "-m", "pytest", "-qs", "-p", "no:cacheprovider"],
+    "notebook": ["python", "-c", CELL],
+}
+
+
+@pytest.fixture(scope="module")
+def found(built, tmp_path_factory):
+    """By kind of installation: an environment, where a recipe lies, where our files are."""
+    folder = tmp_path_factory.mktemp("found")
+    for name in ("plain", "fork", "clone"):
+        (folder / name).mkdir()
+    copy_repository(folder / "clone")
+    editable = make_environment(folder / "editable", "-e", folder / "clone")
+    (packages,) = built.environment.resolve().glob("lib/*/site-packages")
+    clone, installed = folder / "clone", packages / "preference_recipes"
+    for place in (folder / "fork", clone / "recipes", installed / "recipes"):
+        make_strangers_common(place)
+    (folder / "fork/preference_recipes").mkdir()  # a clone may have this name, too
+    return {
+        "clone": (make_environment(folder / "bare"), clone / "recipes", clone),
+        "editable": (editable, folder / "fork", clone),
+        "wheel": (built.environment, folder / "fork", installed),
+        "recipe of the wheel": (built.environment, installed / "recipes", installed),
+    }
+
+
+@pytest.mark.parametrize("start", slow_but(["python", "pytest"], STARTS))
+@pytest.mark.parametrize("kind", ["clone", "editable", "wheel", "recipe of the wheel"])
+def test_a_recipe_finds_our_common_whatever_lies_beside_it(built, found, kind, start, tmp_path):
+    """A stranger's `common` is in its folder and in site-packages."""
+    environment, folder, files = found[kind]
+    script = folder / "test_copy.py"  # a name that pytest takes
+    script.write_text("".join(HEAD[:2]) + PRINT)
+    command = [str(word).format(script) for word in STARTS[start]]
+    if start != "notebook":
+        command.append(script)
+    said = built._replace(environment=environment).run(*command, cwd=tmp_path, check=False).stdout
+    script.unlink()
+    assert re.findall("found: (.*)", said) == [str(files), "None"], said
+
+
+def test_where_a_strangers_common_came_first_one_line_says_so(built, tmp_path):
+    command = ["python", "-c", "import common\nimport preference_recipes"]
+    said = built.run(*command, cwd=tmp_path, check=False).stdout.splitlines()
+    (packages,) = built.environment.glob("lib/*/site-packages")
+    assert said[-1] == (
+        f"ImportError: <module 'common' from '{packages}/common/__init__.py'> was imported before "
+        f"preference_recipes, whose `common` is {packages.resolve()}/preference_recipes/common: "
+        "import preference_recipes first"
+    )
+
+
+# ============================================================ the command
 
 
 def test_list_names_recipes_and_configs(built, tmp_path):
