@@ -1,12 +1,17 @@
 """What pip installs, from a wheel outside the repository: the command, recipes, configs and the demo."""
 
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import venv
 import zipfile
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -236,3 +241,60 @@ def test_a_copy_runs_under_a_config_that_names_a_json(built, tmp_path):
     (first, second) = training_lines(tmp_path / "out")
     assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert (second["global_step"], first["skipped_steps"]) == (2, 0)
+
+
+# ============================================================ one file by URL
+
+
+@pytest.fixture(scope="module")
+def site(built, tmp_path_factory):
+    """A server with the recipes, and an index with our wheel and the names of what it needs.
+
+    Only the names: as everywhere here, the packages themselves are those of the tests' environment.
+    """
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(built.wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        told = archive.read(name).decode()
+    needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", told, re.MULTILINE)
+    for name in [*needed, "peft"]:
+        version = metadata.version(name)
+        made = f"{name.replace('-', '_')}-{version}"
+        (folder / "simple" / name).mkdir(parents=True)
+        wheel = folder / "simple" / name / f"{made}-py3-none-any.whl"
+        head = f"Name: {name}\nVersion: {version}\n"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"{made}.dist-info/METADATA", f"Metadata-Version: 2.1\n{head}")
+            archive.writestr(f"{made}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"{made}.dist-info/RECORD", "")
+            if name == "torch":
+                (path,) = built.environment.glob("lib/*/site-packages/dependencies.pth")
+                archive.write(path, path.name)
+    (folder / "simple/preference-recipes").mkdir()
+    shutil.copy(built.wheel, folder / "simple/preference-recipes")
+    shutil.copytree(REPOSITORY / "recipes", folder / "recipes")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["URL", "clone"])
+def test_uv_runs_one_file(built, found, site, place, tmp_path, monkeypatch):
+    """`uv run URL` in an empty folder, and `uv run recipes/dpo.py` in a clone, which finds its own files."""
+    settings = dict(DEFAULT_INDEX=f"{site}/simple", CACHE_DIR=tmp_path / "cache", NO_CONFIG=1)
+    settings |= dict(PYTHON=sys.executable, PYTHON_DOWNLOADS="never")
+    for name, value in settings.items():
+        monkeypatch.setenv(f"UV_{name}", str(value))
+    uv = pytest.importorskip("uv").find_uv_bin()
+    clone = found["clone"][2]
+    script, folder = (
+        ("recipes/dpo.py", clone) if place == "clone" else (f"{site}/recipes/dpo.py", tmp_path)
+    )
+    said = built.run(uv, "run", script, *FEW_UPDATES, "--output_dir", tmp_path / "out", cwd=folder)
+    demo = re.search("running the demo, (.*)", said.stdout)[1]
+    assert (demo == f"{clone}/assets/dpo.yaml") == (place == "clone"), said.stdout
+    first = training_lines(tmp_path / "out")[0]
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
