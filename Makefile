@@ -21,7 +21,7 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm findings lint lock install install-test
+.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm findings lint lock release install install-test
 
 sft reward dpo kto ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -65,6 +65,19 @@ lint: $(VENV)/installed-test  ## check ruff's rules and format, and types in com
 # Each line of constraints.txt is a version, maybe with a marker. --no-config: from the public index only.
 lock:  ## write uv.lock again after a change of pyproject.toml or constraints.txt; needs uv
 	sed "/^#/d; s/.*/--upgrade-package '&'/" constraints.txt | xargs uv lock --no-config
+
+# In steps: built twice, the same bytes; metadata; contents, by the tests; the wheel in an environment of its own.
+RELEASE = $(abspath dist)
+UV = $(abspath $(VENV))/bin/uv
+release: $(VENV)/installed-test  ## build what goes to PyPI into dist/, check and try it, print the command that uploads it
+	@test -z "$$(git status --porcelain)" || { echo "commit first: dist/ would hold what git does not"; exit 1; }
+	rm -rf $(RELEASE) && $(UV) build -q --out-dir $(RELEASE) && $(UV) build -q --out-dir $(RELEASE)/again
+	cd $(RELEASE) && for file in *.whl *.tar.gz; do cmp $$file again/$$file || exit 1; done && rm -r again
+	$(UV) tool run twine check --strict $(RELEASE)/*.whl $(RELEASE)/*.tar.gz
+	$(VENV)/bin/python -m pytest -q tests/repository/test_installed.py
+	set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; cd $$folder; $(UV) venv -q --python $(abspath $(VENV))/bin/python .venv; \
+		$(UV) pip install -q --python .venv $(RELEASE)/*.whl; mkdir empty; cd empty; ../.venv/bin/preference-recipes run dpo
+	@sha256sum $(RELEASE)/* && echo "to upload: $(UV) publish $(RELEASE)/*"
 
 install: $(VENV)/installed  ## only install
 

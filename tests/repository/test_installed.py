@@ -106,6 +106,7 @@ def test_the_source_distribution_is_the_repository(built):
 
 def test_the_wheel_has_every_file_of_its_folders(built):
     """Each once, all in one package, and no tests, docs or benchmarks."""
+    assert built.wheel.stat().st_size < 6e6 and built.source.stat().st_size < 8e6  # bytes
     expected = set()
     for name in built.files:
         folder, _, rest = name.partition("/")

@@ -76,6 +76,7 @@ def test_every_import_is_a_declared_dependency():
     # None is declared for nothing.
     programs = {"ruff", "mypy", "pytest-timeout", "pytest-xdist"}
     programs |= {"hatchling", "ipykernel", "nbclient", "uv"}  # what test_installed.py starts
+    programs |= {"furo", "myst-parser", "sphinx"}  # `make docs`
     # torch, transformers, datasets and accelerate load these.
     loaded_by_others = {"tensorboard", "bitsandbytes", "pyarrow", "trackio"}
     assert everything - (needed.keys() | around.keys()) <= programs | loaded_by_others
