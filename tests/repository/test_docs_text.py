@@ -2,19 +2,24 @@
 
 import ast
 import dataclasses
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from common import arguments
 from recipes import NAMES, load
-from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe
+from runs import ASSETS, LAUNCHERS, OFFLINE, REPOSITORY, copy_repository, launch, recipe
 
 PAGES = [
     REPOSITORY / "README.md",
+    REPOSITORY / "AGENTS.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     REPOSITORY / "benchmarks/README.md",
     REPOSITORY / "assets/README.md",
@@ -149,6 +154,28 @@ def test_every_link_leads_somewhere(page):
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
         assert target.suffix != ".png" or "demo" in name or target.stat().st_size < 100_000, link
+
+
+@pytest.mark.slow
+def test_the_commands_of_agents_md_run(tmp_path):
+    """In a copy of the repository; of the proof one promise."""
+    copy_repository(tmp_path)
+    text = (REPOSITORY / "AGENTS.md").read_text()
+    assert len(text.splitlines()) <= 80
+    script = "".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    make = f"make VENV={sys.prefix} -o {sys.prefix}/installed-test prove"
+    script = script.replace("make prove", make).replace("--quick", "'--quick -k still'")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", script],
+        cwd=tmp_path,
+        env=os.environ | OFFLINE | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for said in ("⟦", '"global_step": 4', "97+70=", "1 passed"):
+        assert said in done.stdout
 
 
 def test_every_argument_is_documented():
