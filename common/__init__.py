@@ -36,13 +36,8 @@ def replaced(*changes: tuple[Any, str, Any]):
             setattr(owner, name, value)
 
 
-def speaks_for_all() -> bool:
-    """Whether this process prints for all of them, where there is no Accelerator to ask yet."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @functools.cache
 def print_once(text: str) -> None:
-    """Prints a line once, on the main process."""
-    if speaks_for_all():
+    """Prints a line once, on the main process, also where there is no Accelerator yet."""
+    if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import transformers
 import yaml
 from accelerate.tracking import get_available_trackers
 from transformers import HfArgumentParser
 from transformers.utils import import_utils
 
-from common import ASSETS, counted, replaced, speaks_for_all
+from common import ASSETS, counted, print_once, replaced
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -80,8 +81,9 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     given = parser.parse_args(words)
     if given.model_name_or_path is None and given.dataset_name is None:
         words = yaml_to_flags(ASSETS / demo, parser) + words
-        if speaks_for_all():
-            print(f"no model and no data set given: running the demo, {ASSETS / demo}", flush=True)
+        print_once(f"no model and no data set given: running the demo, {ASSETS / demo}")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # more would wait for each other: the demo's model is tiny
     elif given.model_name_or_path is None or given.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
