@@ -1,7 +1,6 @@
 """The libraries that recipes build on. Importing this package also makes `common` ours.
 
-Others have packages of that name, too. A wheel has ours in this folder, and also the repository's
-folders `recipes`, `accelerate_configs` and `assets`.
+A wheel has the repository's `common`, `recipes`, `accelerate_configs` and `assets` in this folder.
 """
 
 import sys
@@ -18,7 +17,5 @@ if "common" not in sys.modules:
     sys.modules["common"] = util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["common"])
 elif getattr(sys.modules["common"], "FILES", None) != COMMON.parent:
-    raise ImportError(
-        f"{sys.modules['common']} was imported before preference_recipes, whose `common` is "
-        f"{COMMON}: import preference_recipes first"
-    )
+    other = sys.modules["common"]
+    raise ImportError(f"import preference_recipes before {other}: its own `common` is {COMMON}")

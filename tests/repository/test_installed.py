@@ -183,11 +183,10 @@ def test_where_a_strangers_common_came_first_one_line_says_so(built, tmp_path):
     command = ["python", "-c", "import common\nimport preference_recipes"]
     said = built.run(*command, cwd=tmp_path, check=False).stdout.splitlines()
     (packages,) = built.environment.glob("lib/*/site-packages")
-    assert said[-1] == (
-        f"ImportError: <module 'common' from '{packages}/common/__init__.py'> was imported before "
-        f"preference_recipes, whose `common` is {packages.resolve()}/preference_recipes/common: "
-        "import preference_recipes first"
-    )
+    other = f"<module 'common' from '{packages}/common/__init__.py'>"
+    ours = packages.resolve() / "preference_recipes/common"
+    told = f"import preference_recipes before {other}: its own `common` is {ours}"
+    assert said[-1] == f"ImportError: {told}"
 
 
 # ============================================================ the command
