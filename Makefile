@@ -57,10 +57,11 @@ test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed-vllm  ## run the recipe
 findings:  ## run what surprised us in other software; installs it anew, and needs a network
 	for script in findings/*.sh; do echo "== $$script" && bash $$script || exit 1; done
 
-lint: $(VENV)/installed-test  ## check ruff's rules and format, and types in common/ by mypy
+lint: $(VENV)/installed-test  ## check ruff's rules and format, types in common/ by mypy, Dockerfiles by hadolint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint Dockerfile Dockerfile.cpu  # not for every machine
 
 # Each line of constraints.txt is a version, maybe with a marker. --no-config: from the public index only.
 lock:  ## write uv.lock again after a change of pyproject.toml or constraints.txt; needs uv

@@ -36,7 +36,7 @@ FOREIGN = {
     *("--nodes", "--gpus-per-node", "--ntasks-per-node"),  # sbatch, srun
     *("--signal", "--requeue", "--kill-on-bad-exit"),
     *("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"),  # torchrun
-    *("--locked", "--no-deps"),  # uv, pip
+    *("--locked", "--no-deps", "--find-links"),  # uv, pip
     *("--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template"),  # lm-eval
     *("--device", "--batch_size"),
     *("--private", "--outfile", "--outtype"),  # hf, llama.cpp

