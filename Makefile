@@ -11,7 +11,7 @@ VENV ?= .venv
 CONFIG ?= accelerate_configs/ds_fp16.yaml
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
-TEST_EXTRAS = [test,peers]
+TEST_EXTRAS = [test,peers,docs]
 MINIMUM_VENV ?= $(VENV)-minimum
 VLLM_VENV ?= $(VENV)-vllm
 MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward rewards fp16 saved_actors grpo_values generation decoding
@@ -21,7 +21,7 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm findings lint lock release install install-test
+.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm findings docs lint lock release install install-test
 
 sft reward dpo kto ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -56,6 +56,10 @@ test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed-vllm  ## run the recipe
 
 findings:  ## run what surprised us in other software; installs it anew, and needs a network
 	for script in findings/*.sh; do echo "== $$script" && bash $$script || exit 1; done
+
+docs: $(VENV)/installed-test  ## make the site in docs/_site from the pages, where a warning is an error
+	$(VENV)/bin/python docs/arguments.py
+	$(VENV)/bin/python -m sphinx -q -W --keep-going -c docs $(ARGS) . docs/_site
 
 lint: $(VENV)/installed-test  ## check ruff's rules and format, types in common/ by mypy, Dockerfiles by hadolint
 	$(VENV)/bin/ruff check
