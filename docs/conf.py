@@ -37,7 +37,7 @@ PARTS = {
     ],
     "How it works": [
         *("docs/forking", "docs/report", "docs/counting", "docs/fp16", "docs/chat_templates"),
-        *("docs/scaling", "benchmarks/README", "findings/README", "common/README"),
+        *("benchmarks/README", "findings/README", "common/README"),
         "preference_recipes/README",
         *(f"preference_recipes/{name}/README" for name in ("data", "models", "rollouts", "tools")),
     ],

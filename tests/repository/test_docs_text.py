@@ -192,7 +192,8 @@ def test_every_argument_is_documented():
         name: sorted(fields(name)) for name in NAMES
     }
     # A default, a range and a meaning, as they are in the recipe.
-    assert "| `--vf_coef` | `0.1` | number, at least 0 | weight of the value loss |" in page
+    limited = "| `--label_smoothing` | `0` | at least 0 and below 0.5 | how likely a label is wrong |"
+    assert limited in page
 
 
 # Models that the pages name, and what is here in their place.
