@@ -71,18 +71,23 @@ lint: $(VENV)/installed-test  ## check ruff's rules and format, types in common/
 lock:  ## write uv.lock again after a change of pyproject.toml or constraints.txt; needs uv
 	sed "/^#/d; s/.*/--upgrade-package '&'/" constraints.txt | xargs uv lock --no-config
 
-# In steps: built twice, the same bytes; metadata; contents, by the tests; the wheel in an environment of its own.
+# Both are built twice, which must give the same bytes; twine looks at the metadata, the tests at the contents. Then the
+# wheel runs the demo from an empty folder, installed and by `uv run URL`, with the newest versions of what it needs.
 RELEASE = $(abspath dist)
 UV = $(abspath $(VENV))/bin/uv
+URL_PORT ?= 8765
 release: $(VENV)/installed-test  ## build what goes to PyPI into dist/, check and try it, print the command that uploads it
 	@test -z "$$(git status --porcelain)" || { echo "commit first: dist/ would hold what git does not"; exit 1; }
 	rm -rf $(RELEASE) && $(UV) build -q --out-dir $(RELEASE) && $(UV) build -q --out-dir $(RELEASE)/again
 	cd $(RELEASE) && for file in *.whl *.tar.gz; do cmp $$file again/$$file || exit 1; done && rm -r again
-	$(UV) tool run twine check --strict $(RELEASE)/*.whl $(RELEASE)/*.tar.gz
+	$(UV) tool run -q twine check --strict $(RELEASE)/*.whl $(RELEASE)/*.tar.gz
 	$(VENV)/bin/python -m pytest -q tests/repository/test_installed.py
-	set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; cd $$folder; $(UV) venv -q --python $(abspath $(VENV))/bin/python .venv; \
-		$(UV) pip install -q --python .venv $(RELEASE)/*.whl; mkdir empty; cd empty; ../.venv/bin/preference-recipes run dpo
-	@sha256sum $(RELEASE)/* && echo "to upload: $(UV) publish $(RELEASE)/*"
+	set -e; folder=$$(mktemp -d); trap 'kill $$server; rm -rf $$folder' EXIT; \
+		$(VENV)/bin/python -m http.server -b 127.0.0.1 -d recipes $(URL_PORT) & server=$$!; cd $$folder; \
+		$(UV) venv -q --python $(abspath $(VENV))/bin/python; $(UV) pip install -q $(RELEASE)/*.whl; mkdir empty; cd empty; \
+		../.venv/bin/preference-recipes run --config_file cpu.yaml dpo; \
+		UV_FIND_LINKS=$(RELEASE) $(UV) run http://127.0.0.1:$(URL_PORT)/dpo.py
+	@sha256sum $(RELEASE)/*.whl $(RELEASE)/*.tar.gz && echo "to upload: $(UV) publish $(RELEASE)/*"
 
 install: $(VENV)/installed  ## only install
 

@@ -58,9 +58,11 @@ STEPS = (1, 4)  # micro-batches of an update whose bytes are counted
 LIVE = 10**9  # the parameters that ZeRO-3 keeps gathered, DeepSpeed's default
 LAUNCHES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2")
 
+
 def compute_seconds(parameters: float, tokens: float, flops: float = 8) -> float:
     """`flops` a parameter and token: 2 forward, 4 backward (Kaplan et al. 2020, arXiv:2001.08361), 2 where the forward is run again."""
     return flops * parameters * tokens / (PEAK * UTILIZATION)
+
 
 def sent_bytes(launch: str, parameters: float, processes: int, accumulation: int) -> float:
     """What each GPU sends for one update, in the proportions that `--count` finds."""
@@ -76,6 +78,7 @@ def sent_bytes(launch: str, parameters: float, processes: int, accumulation: int
     }[launch]
     return (each * accumulation + once) * parameters * (processes - 1) / processes
 
+
 def update_seconds(
     launch: str, parameters: float, processes: int, link: str
 ) -> tuple[float, float]:
@@ -83,6 +86,7 @@ def update_seconds(
     work = compute_seconds(parameters, ROWS * LENGTH / processes)
     talk = sent_bytes(launch, parameters, processes, ROWS // (MICRO * processes)) / LINKS[link]
     return max(work, talk), work + talk
+
 
 def decode_seconds(
     parameters: float, cache: float, layers: int, rows: int, tokens: int, prompt: int
@@ -92,6 +96,7 @@ def decode_seconds(
     read = 2 * parameters + rows * cache * (prompt + tokens / 2)
     work = max(read / MEMORY, compute_seconds(parameters, rows, 2))
     return tokens * max(work, layers * HOST_A_LAYER)
+
 
 def print_computed() -> None:
     """Prints what is computed."""
@@ -149,6 +154,7 @@ def print_computed() -> None:
         )
         print(f"| {name} | {2 * parameters / 1e9:.0f} | {times} |")
 
+
 # ============================================================ counted
 class CountCollectives(TorchDispatchMode):
     """Bytes of the largest tensor of each collective, which is the whole of it, by the collective's name."""
@@ -168,6 +174,7 @@ class CountCollectives(TorchDispatchMode):
                 (sum(tensor.nbytes for tensor in group) for group in groups), default=0
             )
         return function(*args, **(kwargs or {}))
+
 
 def worker(layers: int, steps: int) -> None:
     """Runs two updates of `steps` micro-batches, and prints the counts of the second as a line of JSON."""
@@ -209,6 +216,7 @@ def worker(layers: int, steps: int) -> None:
         )
     accelerator.end_training()
 
+
 def count(config: Path, steps: int, layers: int) -> dict:
     """Launches two processes with a config, and returns what `worker` printed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -232,6 +240,7 @@ def count(config: Path, steps: int, layers: int) -> dict:
         sys.exit(f"{' '.join(command)}\n{(result.stdout + result.stderr)[-4000:]}")
     return json.loads(found[0].removeprefix("COUNTED "))
 
+
 def print_counted(configs: list[Path], layers: int) -> None:
     """Prints a line for each config and number of micro-batches."""
     for config in configs:
@@ -247,6 +256,7 @@ def print_counted(configs: list[Path], layers: int) -> None:
                 f"sent / ((N - 1) / N): {volume:.2f}",
                 flush=True,
             )
+
 
 # What returns another view of a tensor, and asks nothing of the device.
 VIEWS = {
@@ -270,6 +280,7 @@ VIEWS = {
     "view",
 }
 
+
 class CountOperations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -279,6 +290,7 @@ class CountOperations(TorchDispatchMode):
         name = function.overloadpacket.__name__
         self.operations["views" if name in VIEWS else "kernels"] += 1
         return function(*args, **(kwargs or {}))
+
 
 def operations_of(model, new_tokens: int, **settings) -> Counter:
     """Counts what generating so many tokens for four prompts takes."""
@@ -297,6 +309,7 @@ def operations_of(model, new_tokens: int, **settings) -> Counter:
         )
     return counted.operations
 
+
 def print_kernels(layers: int) -> None:
     """Prints by how much the counts grow with one more token."""
     torch.manual_seed(0)
@@ -308,6 +321,7 @@ def print_kernels(layers: int) -> None:
     ):
         step = operations_of(model, 9, **settings) - operations_of(model, 8, **settings)
         print(f"{name}, {layers} layers, a step: {step['kernels']} kernels, {step['views']} views")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -332,6 +346,7 @@ def main() -> None:
         print_kernels(args.layers or 24)
     else:
         print_computed()
+
 
 if __name__ == "__main__":
     main()

@@ -4,7 +4,6 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,25 +41,6 @@ def inputs(tmp_path_factory):
 def flags(inputs, output, **more):
     updates = dict(micro_train_batch_size=2, max_steps=3, warmup_steps=0)
     return short_run(inputs, "sft", output, **updates | more)
-
-
-# Imports a recipe, as starting it does; torch, which comes before our packages, would take seconds.
-IMPORT = "import runpy, sys; sys.modules['torch'] = sys; runpy.run_path(sys.argv[1])"
-
-
-def test_a_recipe_of_a_clone_runs_with_its_own_clones_packages(tmp_path, monkeypatch):
-    """Though others are installed, here by PYTHONPATH, and whatever the current directory is."""
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    for part in ("recipes", "common", "preference_recipes"):
-        (tmp_path / "clone" / part).mkdir(parents=True)
-    own = "preference_recipes/__init__.py"
-    shutil.copy(REPOSITORY / own, tmp_path / "clone" / own)
-    (tmp_path / "clone/common/__init__.py").write_text("raise SystemExit(__file__)")
-    copy = shutil.copy(recipe("grpo"), tmp_path / "clone/recipes")
-    command = [sys.executable, "-c", IMPORT, copy]
-    found = subprocess.run(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE).stderr
-    assert found == f"{tmp_path}/clone/common/__init__.py\n"
 
 
 @pytest.mark.parametrize(

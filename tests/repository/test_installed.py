@@ -1,20 +1,17 @@
 """What pip installs, from a wheel outside the repository: the command, recipes, configs and the demo."""
 
-import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 import venv
 import zipfile
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import nbclient
+import nbformat
 import pytest
 
 from recipes import NAMES
@@ -25,11 +22,8 @@ pytest.importorskip("hatchling")  # it builds the wheel
 if not (REPOSITORY / ".git").exists():
     pytest.skip("git knows which files are the repository's", allow_module_level=True)
 
-# Where a wheel has the folders of the repository that are inside no package there.
-MOVED = {
-    name: f"preference_recipes/{name}"
-    for name in ("accelerate_configs", "assets", "common", "recipes")
-}
+# Folders of the repository that a wheel has inside its one package.
+MOVED = ("accelerate_configs", "assets", "common", "recipes")
 FEW_UPDATES = ["--max_steps", 2, "--exact_match_rows", 0, "--report_to", "none"]
 
 
@@ -75,10 +69,9 @@ def make_environment(folder: Path, *install) -> Path:
     paths = [path for path in sys.path if path.endswith("-packages")]
     (packages / "dependencies.pth").write_text("\n".join(paths))
     make_strangers_common(packages)
-    if install:
-        command = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install"]
-        flags = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*command, *flags, *install], check=True)
+    command = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install"]
+    flags = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, *flags, *install], check=True)
     return folder
 
 
@@ -107,23 +100,11 @@ def test_the_source_distribution_is_the_repository(built):
 def test_the_wheel_has_every_file_of_its_folders(built):
     """Each once, all in one package, and no tests, docs or benchmarks."""
     assert built.wheel.stat().st_size < 6e6 and built.source.stat().st_size < 8e6  # bytes
-    expected = set()
-    for name in built.files:
-        folder, _, rest = name.partition("/")
-        if folder in ("preference_recipes", *MOVED) and rest:
-            expected.add(f"{MOVED.get(folder, folder)}/{rest}")
+    ours = {name for name in built.files if name.startswith("preference_recipes/")}
+    ours |= {f"preference_recipes/{name}" for name in built.files if name.split("/")[0] in MOVED}
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
-    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
-
-
-def test_built_again_later_both_are_the_same_bytes(built, tmp_path):
-    clone = tmp_path / "clone"
-    copy_repository(clone)
-    for file in clone.rglob("*.*"):
-        os.utime(file, (1, 1))
-    for kind, made in (("sdist", built.source), ("wheel", built.wheel)):
-        assert build(kind, clone, tmp_path).read_bytes() == made.read_bytes()
+    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(ours)
 
 
 # ============================================================ whose `common` it is
@@ -147,18 +128,16 @@ STARTS = {
 def found(built, tmp_path_factory):
     """By kind of installation: an environment, where a recipe lies, where our files are."""
     folder = tmp_path_factory.mktemp("found")
-    for name in ("plain", "fork", "clone"):
-        (folder / name).mkdir()
-    copy_repository(folder / "clone")
-    editable = make_environment(folder / "editable", "-e", folder / "clone")
+    (folder / "fork/preference_recipes").mkdir(parents=True)  # a clone may have this name, too
+    clone = folder / "clone"
+    copy_repository(clone)
     (packages,) = built.environment.resolve().glob("lib/*/site-packages")
-    clone, installed = folder / "clone", packages / "preference_recipes"
+    installed = packages / "preference_recipes"
     for place in (folder / "fork", clone / "recipes", installed / "recipes"):
         make_strangers_common(place)
-    (folder / "fork/preference_recipes").mkdir()  # a clone may have this name, too
     return {
-        "clone": (make_environment(folder / "bare"), clone / "recipes", clone),
-        "editable": (editable, folder / "fork", clone),
+        "clone": (built.environment, clone / "recipes", clone),  # though the wheel is there, too
+        "editable": (make_environment(folder / "editable", "-e", clone), folder / "fork", clone),
         "wheel": (built.environment, folder / "fork", installed),
         "recipe of the wheel": (built.environment, installed / "recipes", installed),
     }
@@ -172,21 +151,19 @@ def test_a_recipe_finds_our_common_whatever_lies_beside_it(built, found, kind, s
     script = folder / "test_copy.py"  # a name that pytest takes
     script.write_text("".join(HEAD[:2]) + PRINT)
     command = [str(word).format(script) for word in STARTS[start]]
-    if start != "notebook":
-        command.append(script)
+    command += [script] * (start != "notebook")
     said = built._replace(environment=environment).run(*command, cwd=tmp_path, check=False).stdout
     script.unlink()
     assert re.findall("found: (.*)", said) == [str(files), "None"], said
 
 
-def test_where_a_strangers_common_came_first_one_line_says_so(built, tmp_path):
+def test_where_a_strangers_common_came_first_one_line_says_so(built, found, tmp_path):
     command = ["python", "-c", "import common\nimport preference_recipes"]
-    said = built.run(*command, cwd=tmp_path, check=False).stdout.splitlines()
+    said = built.run(*command, cwd=tmp_path, check=False).stdout.splitlines()[-1]
     (packages,) = built.environment.glob("lib/*/site-packages")
     other = f"<module 'common' from '{packages}/common/__init__.py'>"
-    ours = packages.resolve() / "preference_recipes/common"
-    told = f"import preference_recipes before {other}: its own `common` is {ours}"
-    assert said[-1] == f"ImportError: {told}"
+    ours = found["wheel"][2] / "common"
+    assert said.endswith(f"import preference_recipes before {other}: its own `common` is {ours}")
 
 
 # ============================================================ the command
@@ -243,58 +220,21 @@ def test_a_copy_runs_under_a_config_that_names_a_json(built, tmp_path):
     assert (second["global_step"], first["skipped_steps"]) == (2, 0)
 
 
-# ============================================================ one file by URL
-
-
-@pytest.fixture(scope="module")
-def site(built, tmp_path_factory):
-    """A server with the recipes, and an index with our wheel and the names of what it needs.
-
-    Only the names: as everywhere here, the packages themselves are those of the tests' environment.
-    """
-    folder = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(built.wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        told = archive.read(name).decode()
-    needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", told, re.MULTILINE)
-    for name in [*needed, "peft"]:
-        version = metadata.version(name)
-        made = f"{name.replace('-', '_')}-{version}"
-        (folder / "simple" / name).mkdir(parents=True)
-        wheel = folder / "simple" / name / f"{made}-py3-none-any.whl"
-        head = f"Name: {name}\nVersion: {version}\n"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr(f"{made}.dist-info/METADATA", f"Metadata-Version: 2.1\n{head}")
-            archive.writestr(f"{made}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-            archive.writestr(f"{made}.dist-info/RECORD", "")
-            if name == "torch":
-                (path,) = built.environment.glob("lib/*/site-packages/dependencies.pth")
-                archive.write(path, path.name)
-    (folder / "simple/preference-recipes").mkdir()
-    shutil.copy(built.wheel, folder / "simple/preference-recipes")
-    shutil.copytree(REPOSITORY / "recipes", folder / "recipes")
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["URL", "clone"])
-def test_uv_runs_one_file(built, found, site, place, tmp_path, monkeypatch):
-    """`uv run URL` in an empty folder, and `uv run recipes/dpo.py` in a clone, which finds its own files."""
-    settings = dict(DEFAULT_INDEX=f"{site}/simple", CACHE_DIR=tmp_path / "cache", NO_CONFIG=1)
-    settings |= dict(PYTHON=sys.executable, PYTHON_DOWNLOADS="never")
-    for name, value in settings.items():
-        monkeypatch.setenv(f"UV_{name}", str(value))
-    uv = pytest.importorskip("uv").find_uv_bin()
-    clone = found["clone"][2]
-    script, folder = (
-        ("recipes/dpo.py", clone) if place == "clone" else (f"{site}/recipes/dpo.py", tmp_path)
-    )
-    said = built.run(uv, "run", script, *FEW_UPDATES, "--output_dir", tmp_path / "out", cwd=folder)
-    demo = re.search("running the demo, (.*)", said.stdout)[1]
-    assert (demo == f"{clone}/assets/dpo.yaml") == (place == "clone"), said.stdout
-    first = training_lines(tmp_path / "out")[0]
-    assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
+def test_the_notebook_runs_on_a_cpu(built, tmp_path, monkeypatch):
+    """With the demo's model and the wheel. A command that fails in a notebook would stop nothing."""
+    notebook = nbformat.read(REPOSITORY / "examples/first_dpo.ipynb", 4)
+    notebook.cells = [cell for cell in notebook.cells if not cell.source.startswith("%pip")]
+    name, ours = "Qwen/Qwen2.5-0.5B-Instruct", f"{REPOSITORY}/assets/model"
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(name, ours)
+    monkeypatch.setenv("PATH", str(built.environment / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # without a user's own settings of accelerate
+    nbclient.execute(notebook, cwd=tmp_path, timeout=300)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    said = "".join(output.get("text", "") for output in outputs)
+    for words in ("⟦", "done: 20 updates", "Capital of Spain? -> "):
+        assert words in said, said
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    margins = [line["rewards/margins"] for line in training_lines(tmp_path / "first_dpo")]
+    assert (len(margins), margins[0]) == (20, 0) and margins[-1] > 0

@@ -5,31 +5,17 @@ The command is README's: a model, a data set, and nothing else that the format d
 
 import csv
 import json
-import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import datasets
-import nbclient
-import nbformat
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import RECIPES
-from runs import (
-    ASSETS,
-    REPOSITORY,
-    launch,
-    lines,
-    pair_of,
-    recipe,
-    say,
-    training_lines,
-    write_jsonl,
-)
+from runs import ASSETS, launch, lines, pair_of, recipe, say, training_lines, write_jsonl
 
 MODEL = ASSETS / "model"
 FACTS = [
@@ -165,23 +151,3 @@ def test_ten_rows_lead_to_an_actor_that_loads(name, form, tmp_path):
     length = encoded["input_ids"].shape[1]
     output = model.generate(**encoded, max_new_tokens=8, do_sample=False)
     assert length < output.shape[1] <= length + 8
-
-
-@pytest.mark.slow
-def test_the_notebook_runs_on_a_cpu(tmp_path, monkeypatch):
-    """With the demo's model, in this environment. A command that fails in a notebook would stop nothing."""
-    notebook = nbformat.read(REPOSITORY / "examples/first_dpo.ipynb", 4)
-    (install,) = (cell for cell in notebook.cells if cell.source.startswith("%pip"))
-    notebook.cells.remove(install)
-    for cell in notebook.cells:
-        cell.source = cell.source.replace("Qwen/Qwen2.5-0.5B-Instruct", str(MODEL))
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))  # without a user's own settings of accelerate
-    nbclient.execute(notebook, cwd=tmp_path, timeout=300)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    said = "".join(output.get("text", "") for output in outputs)
-    for words in ("⟦", "done: 20 updates", "Capital of Spain? -> "):
-        assert words in said, said
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-    margins = [line["rewards/margins"] for line in training_lines(tmp_path / "first_dpo")]
-    assert (len(margins), margins[0]) == (20, 0) and margins[-1] > 0
