@@ -10,8 +10,6 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-import nbclient
-import nbformat
 import pytest
 
 from recipes import NAMES
@@ -223,6 +221,7 @@ def test_a_copy_runs_under_a_config_that_names_a_json(built, tmp_path):
 @pytest.mark.slow
 def test_the_notebook_runs_on_a_cpu(built, tmp_path, monkeypatch):
     """With the demo's model and the wheel. A command that fails in a notebook would stop nothing."""
+    nbclient, nbformat = map(pytest.importorskip, ("nbclient", "nbformat"))
     notebook = nbformat.read(REPOSITORY / "examples/first_dpo.ipynb", 4)
     notebook.cells = [cell for cell in notebook.cells if not cell.source.startswith("%pip")]
     name, ours = "Qwen/Qwen2.5-0.5B-Instruct", f"{REPOSITORY}/assets/model"
