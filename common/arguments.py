@@ -1,6 +1,7 @@
 """The command line of a recipe: YAML, flags, ranges, and sizes that must divide."""
 
 import argparse
+import atexit
 import dataclasses
 import gc
 import math
@@ -73,6 +74,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     gc.enable()  # it is off while a recipe loads its modules
+    # Else triton 3.9, which torch 2.15 imports, says below the last message that they leaked.
+    atexit.register(lambda: "triton" in sys.modules and gc.unfreeze())
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith((".yaml", ".yml")):
