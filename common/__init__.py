@@ -12,10 +12,8 @@ from typing import Any
 COLLECTED_AFTER = gc.get_threshold()
 gc.set_threshold(100_000, 50, 50)
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-# Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.
-INSTALLED = REPOSITORY / "preference_recipes"
-FILES = INSTALLED if (INSTALLED / "recipes").is_dir() else REPOSITORY
+# Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
+FILES = Path(__file__).resolve().parent.parent
 ASSETS = FILES / "assets"
 
 
@@ -52,13 +50,8 @@ def carried(dataclass: type) -> type:
     return dataclass
 
 
-def speaks_for_all() -> bool:
-    """Whether this process prints for all of them, where there is no Accelerator to ask yet."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @functools.cache
 def print_once(text: str) -> None:
-    """Prints a line once, on the main process."""
-    if speaks_for_all():
+    """Prints a line once, on the main process, also where there is no Accelerator yet."""
+    if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)

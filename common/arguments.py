@@ -4,14 +4,16 @@ import argparse
 import dataclasses
 import gc
 import math
+import os
 import sys
 from pathlib import Path
 
+import torch
 import yaml
 from accelerate.tracking import get_available_trackers
 from transformers import HfArgumentParser
 
-from common import ASSETS, COLLECTED_AFTER, counted, speaks_for_all
+from common import ASSETS, COLLECTED_AFTER, counted, print_once
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -59,7 +61,6 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         demo: the YAML in `assets/` that is read where neither a model nor a data set is given.
         argv: the arguments without the program's name; default `sys.argv[1:]`.
     """
-    gc.freeze()  # modules are never freed: the collector need not look through them
     gc.set_threshold(*COLLECTED_AFTER)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -69,8 +70,9 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     given = parser.parse_args(words)
     if given.model_name_or_path is None and given.dataset_name is None:
         words = yaml_to_flags(ASSETS / demo, parser) + words
-        if speaks_for_all():
-            print(f"no model and no data set given: running the demo, {ASSETS / demo}", flush=True)
+        print_once(f"no model and no data set given: running the demo, {ASSETS / demo}")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # more would wait for each other: the demo's model is tiny
     elif given.model_name_or_path is None or given.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"

@@ -9,6 +9,7 @@ preference-recipes export CHECKPOINT OUT            the actor of a checkpoint: -
 
 import argparse
 import ast
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -97,6 +98,8 @@ def run(words: list[str]) -> None:
     args.training_script = path_of(args.training_script)
     if args.config_file is not None:
         args.config_file = path_of(args.config_file)
+    if not args.training_script_args:  # the demo: accelerate's threads would wait for each other
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     launch.launch_command(args)
 
 

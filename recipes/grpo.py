@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """Group Relative Policy Optimization: sample groups of answers, make the better ones more likely.
 
 Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
@@ -31,10 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
 import torch
 
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
 from common import arguments, console, errors, launch, optim
 from common.actor import Actor
 from common.checkpoint import Checkpoint

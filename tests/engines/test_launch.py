@@ -4,7 +4,6 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +11,12 @@ import types
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common.launch
+from common import engine
 from runs import (
     CONFIGS,
     LAUNCHERS,
@@ -41,21 +43,21 @@ def flags(inputs, output, **more):
     return short_run(inputs, "sft", output, **updates | more)
 
 
-# Imports a recipe, as starting it does; torch, which comes before our packages, would take seconds.
-IMPORT = "import runpy, sys; sys.modules['torch'] = sys; runpy.run_path(sys.argv[1])"
-
-
-def test_a_recipe_of_a_clone_runs_with_its_own_clones_packages(tmp_path, monkeypatch):
-    """Though others are installed, here by PYTHONPATH, and whatever the current directory is."""
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    for part in ("recipes", "common"):
-        (tmp_path / "clone" / part).mkdir(parents=True)
-    (tmp_path / "clone/common/__init__.py").write_text("raise SystemExit(__file__)")
-    copy = shutil.copy(recipe("grpo"), tmp_path / "clone/recipes")
-    command = [sys.executable, "-c", IMPORT, copy]
-    found = subprocess.run(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE).stderr
-    assert found == f"{tmp_path}/clone/common/__init__.py\n"
+@pytest.mark.parametrize(
+    "told, has_bf16, precision",
+    [("", True, "bf16"), ("", False, "fp32"), ("no", True, "fp32")],
+)
+def test_how_a_gpu_computes_where_no_launcher_says_it(told, has_bf16, precision, monkeypatch):
+    """A plain `python recipes/dpo.py`, as `uv run` starts it, is `single_gpu.yaml`. Here a CPU is the GPU."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    on_cpu = lambda **settings: Accelerator(**settings | {"cpu": True})
+    monkeypatch.setattr(common.launch, "Accelerator", on_cpu)
+    variables = {"ACCELERATE_MIXED_PRECISION": told} if told else {}
+    monkeypatch.setattr(os, "environ", variables)
+    accelerator = common.launch.build(args=None, on_cpu=False, accumulation=1)
+    assert engine.describe(accelerator) == f"one process {precision} on cpu"
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):

@@ -66,11 +66,18 @@ def test_yaml_of_defaults(tmp_path):
     assert parsed(path).center_coef == 0.1
 
 
-def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
+def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys, monkeypatch):
+    """With one thread, unless the user says how many."""
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     assert parsed("--model_name_or_path=m", "--dataset_name=d") == Args("m", ["d"])
     assert "demo" not in capsys.readouterr().out
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert parsed("--center_coef", 2).model_name_or_path == f"{ASSETS}/model"
     assert "running the demo" in capsys.readouterr().out
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    parsed()
+    assert threads == [1]
 
 
 # Torn, which is not read in part.
