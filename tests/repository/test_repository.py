@@ -127,7 +127,7 @@ def test_the_tables_of_tests_have_each_file_once():
         folder = section.splitlines()[0]
         rows = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| ")]
         names = [f"{folder}/{name}" for row in rows for name in re.findall(r"test_\w+\.py", row)]
-        assert len(names) <= 12, folder
+        assert len(names) <= 13, folder
         listed += names
     found = sorted((REPOSITORY / "tests").glob("*/test_*.py"))
     assert sorted(listed) == [str(path.relative_to(REPOSITORY / "tests")) for path in found]
