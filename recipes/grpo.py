@@ -6,8 +6,8 @@
 
 Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
 
-    1. sample n responses to each prompt, a group                       sample_groups
-    2. score them, leave out the groups that teach nothing              sample_groups
+    1. sample n responses to each prompt, a group                       make_rollout
+    2. score them, leave out the groups that teach nothing              groups_that_teach
     3. advantage A = (score - mean of its group) / standard deviation   advantages_of
     4. updates of train_batch_size samples, r_t = pi(a_t)/pi_old(a_t)   sample_losses
 
@@ -16,8 +16,8 @@ Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
 Shapes: G groups of n responses, T tokens in the longest. Scores and advantages are [G, n]. What an
 update reads has a row for each response: [rows, T], or [rows, 1] if all its tokens have the same.
 
-Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ and CISPO are settings: docs/grpo.md. SAPO, DPPO, GDPO,
-MaxRL and others are changes of this file: forks/README.md.
+Dr. GRPO, GSPO, RLOO, REINFORCE++ and CISPO are settings: docs/grpo.md. DAPO's resampling, SAPO,
+DPPO, GDPO, MaxRL and others are changes of this file: forks/README.md.
 
 The demo, offline:
     python recipes/grpo.py
@@ -80,7 +80,6 @@ class Args(RewardArgs):
         "batch", "the standard deviation that advantages are divided by: of the rollout, the group"
     )
     drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
-    refill_rounds: int = arg(0, "rounds that sample others for groups left out", at_least=0)
     mask_truncated: bool = arg(False, "do not train on responses truncated at --max_new_tokens")
     train_batch_size: int = arg(256, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
@@ -147,10 +146,6 @@ def policy_losses(
     DAPO, arXiv:2503.14476 section 3.1.
     cispo: `-min(r, 1 + high) A log pi`, the first factor a constant, so that every token has a
     gradient; arXiv:2506.13585 eq. 4 and 5.
-
-    Args:
-        ratios: `[rows, T]` or `[rows, 1]`.
-        advantages: `[rows, 1]`.
     """
     low = 1 - args.clip_range
     high = 1 + args.clip_range_high
@@ -249,8 +244,19 @@ def make_rollout(
     Returns None if there is no response to train on.
     """
     args = run.args
-    samples, scores = sample_groups(run, source, judge, state)
-    # With --mask_truncated those without an end only count in the mean of their group.
+    sampler = source.sampler
+    prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
+    with run.timed("generate"):
+        samples = source.sample_round(state.position, prompts)
+    with run.timed("score"):
+        judged = judge.score(source, samples)
+    scores = judged.total.view(-1, args.n_samples_per_prompt)  # [G, n]
+    is_kept = groups_that_teach(scores, args)
+    log_rollout(run, sampler, samples, judged, is_kept)
+    samples = samples.select_groups(is_kept)
+    scores = scores[is_kept]
+
+    # With --mask_truncated responses without an end only count in the mean of their group.
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
         return None
@@ -261,41 +267,10 @@ def make_rollout(
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         names = ("logps",) if made.n_updates(args) > 1 else ()
-        computed = rollout.compute_logps(source.sampler, samples, names, reference)
-        samples.check_finite(source.sampler, **computed)
+        computed = rollout.compute_logps(sampler, samples, names, reference)
+        samples.check_finite(sampler, **computed)
     made.tokens |= computed
     return made
-
-
-def sample_groups(
-    run: Run, source: Source, judge: Judge, state: State
-) -> tuple[Samples, torch.Tensor]:
-    """Returns the groups of a rollout that teach something, and their scores, `[G, n]`.
-
-    With `--refill_rounds` the next prompts are sampled in place of groups that are left out, until
-    the rollout is full or the epoch ends.
-    """
-    args = run.args
-    position = state.position
-    kept_samples = []
-    kept_scores = []
-    missing = args.rollout_batch_size
-    for round_number in range(1 + args.refill_rounds):
-        prompts = position.take_prompts(source.sampler, missing)
-        with run.timed("generate"):
-            samples = source.sample_round(position, prompts, round_number)
-        with run.timed("score"):
-            scores = judge.score(source, samples)
-        grouped = scores.total.view(-1, args.n_samples_per_prompt)
-        is_kept = groups_that_teach(grouped, args)
-        log_rollout(run, source.sampler, samples, scores, is_kept)
-        kept_samples.append(samples.select_groups(is_kept))
-        kept_scores.append(grouped[is_kept])
-        missing -= int(is_kept.sum())
-        at_end_of_epoch = position.prompts_seen % run.n_rows == 0
-        if missing == 0 or at_end_of_epoch:
-            break
-    return Samples.joined(kept_samples), torch.cat(kept_scores)
 
 
 def log_rollout(
@@ -457,10 +432,6 @@ def check_settings(args: Args) -> None:
         sys.exit(f"{group}: there is nothing to compare with. Take 2 or more, or --baseline none")
     if args.baseline == "none" and args.advantage_std == "group":
         sys.exit("--baseline none --advantage_std group divides equal scores by almost zero")
-    if args.refill_rounds and groups_that_teach(torch.zeros(1, 2), args).all():
-        sys.exit("--refill_rounds replaces groups left out: none is, see --drop_equal_groups")
-    if args.refill_rounds and args.rollouts_ahead:
-        sys.exit("--refill_rounds decides the next prompts: --rollouts_ahead cannot know them")
     rollout.check_rollout_size(args)
 
 

@@ -14,8 +14,8 @@ from plain_rollouts import PlainRun, expect_run, lengths_of, make_inputs
 from test_ppo import refusal_of
 
 grpo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("grpo")), run_name="grpo"))
-OVERLONG = runs.forked("overlong")
-overlong = types.SimpleNamespace(**runpy.run_path(str(OVERLONG), run_name="grpo"))
+DAPO = runs.forked("dapo")
+dapo = types.SimpleNamespace(**runpy.run_path(str(DAPO), run_name="grpo"))
 
 REWARDING = """
 def length(prompts, responses, response_ids, **columns):
@@ -55,14 +55,14 @@ def run(inputs, output, settings, *more, check=True):
     if "--reward_function" not in more:
         flags += ["--reward_function", "rewarding_of_test:length", "rewarding_of_test:vowels"]
         flags += ["--reward_weights", 1, 0.5]
-    is_penalised = "overlong_buffer" in settings or "--overlong_buffer" in more
-    file = OVERLONG if is_penalised else runs.recipe("grpo")
+    is_dapo = "overlong_buffer" in settings or "--overlong_buffer" in more
+    file = DAPO if is_dapo else runs.recipe("grpo")
     return runs.launch([], file, *flags, *more, cwd=inputs, check=check)
 
 
 class Reference(PlainRun):
     def __init__(self, inputs, **settings):
-        super().__init__(inputs, overlong.Args(), settings)
+        super().__init__(inputs, dapo.Args(), settings)
         self.reference = self.load("model")
         self.prompts_seen = self.rollouts_seen = 0
 
@@ -315,9 +315,7 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
 @pytest.mark.parametrize("settings, parts", [
     ({"n_samples_per_prompt": 1}, ["--baseline group", "--n_samples_per_prompt 1", "2 or more"]),
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "almost zero"]),
-    ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups"]),
     ({"rollout_batch_size": 31}, ["248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
-    ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds", "none is"]),
     ({"rollouts_ahead": 1}, ["--rollouts_ahead 1: not used: give --vllm_url, too"]),
     ({"max_turns": 3}, ["--max_turns 3: not used: give --environment, too"]),
     ({"environment_timeout": 5.0}, ["--environment_timeout 5.0: not used"]),
@@ -332,3 +330,14 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
     assert refusal_of(grpo, good) == ""
     message = refusal_of(grpo, {**good, **settings})
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"refill_rounds": 1, "drop_equal_groups": False}, "--refill_rounds replaces groups left out"),
+    ({"refill_rounds": 1, "kl_coef": 0.1}, "--refill_rounds replaces groups left out"),
+    ({"overlong_penalty": 0.5}, "--overlong_penalty 0.5: not used: give --overlong_buffer, too"),
+])  # fmt: skip
+def test_settings_of_dapo(settings, said):
+    good = dict(rollout_batch_size=100, train_batch_size=256, max_new_tokens=1024, refill_rounds=1)
+    assert refusal_of(dapo, good) == ""
+    assert said in refusal_of(dapo, {**good, **settings})

@@ -16,6 +16,7 @@ ROWS = re.findall(r"^\| \[(\w+)\]\(\w+\.diff\) \| (.*) \|$", README, re.M)
 ON = {
     "adaptive_kl": "--kl_target 0.5",
     "curriculum": "--curriculum --advantage_std group",
+    "dapo": "--refill_rounds 1 --overlong_buffer 2",
     "dpo_norm": "--loss_type sigmoid_norm --beta 5",
     "dppo": "--loss_type dppo_kl --clip_range 0.1 --clip_range_high 0.1",
     "echo": "--environment assets.card:Card --echo_coef 0.1",
@@ -24,7 +25,6 @@ ON = {
     "gkd": "--on_policy_share 0.5",
     "maxrl": "--advantage_std mean",
     "off_policy": "--off_policy_limit 0.01",
-    "overlong": "--overlong_buffer 2",
     "sapo": "--loss_type sapo --average sequence",
     "sdpo": "--sdpo_weight 0.3 --sdpo_teacher ema --ema_decay 0.5",
 }
