@@ -175,14 +175,17 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
     assert [taught.prompts[row] for row in (0, 2, 3)] == [samples.prompts[row] for row in (0, 2, 3)]
 
     settings = dict(mask_truncated=False, baseline="group", advantage_std="none")
-    settings |= dict(num_epochs_per_rollout=1, train_batch_size=4, average="token")
+    settings |= dict(num_epochs_per_rollout=1, train_batch_size=4, drop_equal_groups=False)
     args = fork.Args(sdpo_weight=0.25, n_samples_per_prompt=2, **settings)
     run = types.SimpleNamespace(
         args=args, global_step=0, timed=lambda name: contextlib.nullcontext()
     )
-    source = types.SimpleNamespace(sampler=sampler)
-    fork.make_rollout.__globals__["sample_groups"] = lambda *_: (samples, scores)
-    made = fork.make_rollout(run, source, None, None, fork.State(), average=None)
+    source = types.SimpleNamespace(sampler=sampler, sample_round=lambda *_: samples)
+    judge = types.SimpleNamespace(score=lambda *_: types.SimpleNamespace(total=scores.flatten()))
+    position = types.SimpleNamespace(take_prompts=lambda *_: None)
+    fork.make_rollout.__globals__["log_rollout"] = lambda *_: None
+    state = types.SimpleNamespace(position=position)
+    made = fork.make_rollout(run, source, judge, None, state, average=None)
 
     def logp(prompt, response):
         ids = torch.tensor([prompt + response])
