@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from importlib import util
 from pathlib import Path
 
 import torch
@@ -74,8 +75,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     gc.enable()  # it is off while a recipe loads its modules
-    # Else triton 3.9, which torch 2.15 imports, says below the last message that they leaked.
-    atexit.register(lambda: "triton" in sys.modules and gc.unfreeze())
+    if util.find_spec("triton"):  # 3.9 would say, below the last message, that they leaked
+        atexit.register(gc.unfreeze)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith((".yaml", ".yml")):
