@@ -9,7 +9,6 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 
 import torch
@@ -75,7 +74,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     gc.enable()  # it is off while a recipe loads its modules
-    if util.find_spec("triton"):  # 3.9 would say, below the last message, that they leaked
+    if import_utils.is_triton_available("3.9"):  # it would say, last of all, that they leaked
         atexit.register(gc.unfreeze)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
