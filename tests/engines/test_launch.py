@@ -53,8 +53,7 @@ def test_how_a_gpu_computes_where_no_launcher_says_it(told, has_bf16, precision,
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     on_cpu = lambda **settings: Accelerator(**settings | {"cpu": True})
     monkeypatch.setattr(common.launch, "Accelerator", on_cpu)
-    variables = {"ACCELERATE_MIXED_PRECISION": told} if told else {}
-    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(os, "environ", {"ACCELERATE_MIXED_PRECISION": told} if told else {})
     accelerator = common.launch.build(args=None, on_cpu=False, accumulation=1)
     assert engine.describe(accelerator) == f"one process {precision} on cpu"
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -8,7 +8,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -124,6 +123,10 @@ def test_every_flag_that_a_page_mentions_exists(page, recipe_flags, launcher_fla
     known = set().union(
         *recipe_flags.values(), *map(script_flags, SCRIPTS), launcher_flags, FOREIGN
     )
+    for diff in (REPOSITORY / "forks").glob("*.diff"):  # a field that it adds to `Args`
+        known |= {
+            f"--{name}" for name in re.findall(r"^\+    (\w+): .* = arg\(", diff.read_text(), re.M)
+        }
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()))
     assert mentioned <= known
 
@@ -161,7 +164,7 @@ def test_the_commands_of_agents_md_run(tmp_path):
     script = "".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     make = f"make VENV={sys.prefix} -o {sys.prefix}/installed-test prove"
     script = script.replace("make prove", make).replace("--quick", "'--quick -k still'")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | OFFLINE | {"PATH": path}
     said = subprocess.check_output(["bash", "-ec", script], cwd=tmp_path, env=env, text=True)
     for words in ("⟦", '"global_step": 4', "97+70=", "1 passed"):
