@@ -9,6 +9,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import transformers
 import yaml
@@ -91,7 +92,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         parser.set_defaults(**{name: value for name, value in of_lora.items() if value is not None})
     args = args_class(**vars(parser.parse_args(words)))
     for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
+        value = with_home(getattr(args, field.name))
+        setattr(args, field.name, value)
         limits = {} if value is None else field.metadata["limits"]
         if not all(LIMITS[name](value, limit) for name, limit in limits.items()):
             parser.error(f"--{field.name} {value}: expected {range_in_words(limits)}")
@@ -112,15 +114,32 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
 
     A value of `null` leaves the default. `{assets}` in a value is the folder of the assets.
     """
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    text = Path(path).read_text(encoding="utf-8")
+    values = yaml.safe_load(text) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
+    names = [key.value for key, _ in yaml.compose(text).value] if values else []
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        parser.error(f"{path}: {twice} is there {names.count(twice)} times: leave one of them")
     flags = []
     for name, value in values.items():
         if value is not None:
             words = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *(str(word).replace("{assets}", str(ASSETS)) for word in words)]
     return flags
+
+
+def with_home(value: Any) -> Any:
+    """Returns a value with `~` expanded, as a shell does but not in a YAML and after `=`."""
+    if isinstance(value, list):
+        return [with_home(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    name, tilde, rest = value.partition("~")
+    if name and not name.endswith("="):
+        return value
+    return name + os.path.expanduser(tilde + rest)
 
 
 def load_function(name: str) -> Callable:
@@ -149,6 +168,8 @@ def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
     if args.micro_train_tokens:
         return math.ceil(samples / processes)
     step = args.micro_train_batch_size * processes
+    if samples % step and getattr(args, "preview", 0):
+        return 1  # it makes no update
     if samples % step:
         below = samples // step * step
         nearest = " or ".join(str(size) for size in (below, below + step) if size)

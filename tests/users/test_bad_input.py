@@ -51,6 +51,11 @@ def parsed(*argv) -> Args:
     return parse(Args, demo=ASSETS / "reward.yaml", argv=list(map(str, argv)))
 
 
+def parsed_yaml(path, text: str) -> Args:
+    path.write_text(text)
+    return parsed(path)
+
+
 def test_yaml_of_defaults(tmp_path):
     path = tmp_path / "defaults.yaml"
     text = "model_name_or_path: m\ndataset_name: '{assets}/d'\neval_dataset_name: [x, y]\n"
@@ -62,8 +67,27 @@ def test_yaml_of_defaults(tmp_path):
     flags = ["--center_coef", 0.7, "--gradient_checkpointing", "false", "--eval_dataset_name", "z"]
     changed = dict(center_coef=0.7, gradient_checkpointing=False, eval_dataset_name=["z"])
     assert parsed(path, *flags) == dataclasses.replace(expected, **changed)
-    path.write_text(text + "center_coef: null\n")
-    assert parsed(path).center_coef == 0.1
+    assert parsed_yaml(path, text.replace("0.3", "null")).center_coef == 0.1
+    with pytest.raises(SystemExit, match="error: .*defaults.yaml: seed is there 3 times"):
+        parsed_yaml(path, "seed: 1\n'seed': 2\nbeta: 1\nseed: null\n")
+
+
+def test_a_home_is_that_of_the_user(tmp_path, monkeypatch):
+    """A shell expands `~` where it stands alone, and neither in a YAML nor after `=`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = parsed_yaml(
+        tmp_path / "a.yaml", "model_name_or_path: ~/m\ndataset_name: [~/d, ~e, f~/g]\n"
+    )
+    assert (given.model_name_or_path, given.dataset_name) == (
+        "/home/me/m",
+        ["/home/me/d", "~e", "f~/g"],
+    )
+    given = parsed(
+        "--output_dir=~", "--resume=~/r/c", "--columns", "prompt=~/x", "--report_to", "none"
+    )
+    assert (given.output_dir, given.resume) == ("/home/me", "/home/me/r/c")
+    assert given.columns == ["prompt=/home/me/x"]  # as in --teacher NAME=PATH
+    assert given.model_name_or_path == f"{ASSETS}/model"
 
 
 def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
