@@ -17,7 +17,7 @@ from accelerate.tracking import get_available_trackers
 from transformers import HfArgumentParser
 from transformers.utils import import_utils
 
-from common import ASSETS, counted, replaced, speaks_for_all
+from common import ASSETS, counted, errors, replaced, speaks_for_all
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -146,7 +146,8 @@ def load_function(name: str) -> Callable:
     """Loads the function or class `MODULE:NAME`. The current directory is searched, too."""
     here = os.getcwd()
     sys.path.append(here)
-    function = pkgutil.resolve_name(name)
+    with errors.exits_with_a_message():  # a script may do its work when it is imported
+        function = pkgutil.resolve_name(name)
     os.chdir(here)  # wherever the module went
     return function
 

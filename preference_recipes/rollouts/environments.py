@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from common import arguments, in_one_line
+from common import arguments, errors, in_one_line
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
@@ -35,14 +35,15 @@ class UserClass(NamedTuple):
 @functools.cache
 def load(name: str) -> UserClass:
     make = arguments.load_function(name)
-    instance = make()
+    with errors.exits_with_a_message():
+        instance = make()
+        if hasattr(instance, "close"):
+            awaited_result(instance.close())
     tools = []
     if not hasattr(instance, "step"):
         tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
         if not tools:
             sys.exit(f"--environment {name} has no `step`, nor a public method as a tool")
-    if hasattr(instance, "close"):
-        awaited_result(instance.close())
     return UserClass(name, make, hasattr(instance, "get_reward"), tools)
 
 
@@ -96,11 +97,17 @@ def awaited_result(result: Any) -> Any:
     """Returns what a call returned or, if that is an awaitable, what awaiting it gives."""
 
     async def awaited() -> Any:
-        return await result
+        try:
+            return await result
+        except SystemExit as end:  # raised here, it would end the loop, and nobody would know
+            return end
 
     if not inspect.isawaitable(result):
         return result
-    return asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result()
+    returned = asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result()
+    if isinstance(returned, SystemExit):
+        raise returned
+    return returned
 
 
 # ============================================================ tools

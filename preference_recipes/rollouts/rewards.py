@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from preference_recipes.rollouts.samples import Samples, share_of_groups
 OF_MODEL = "reward_model"
 # The name of `get_reward` among the parts of a score.
 OF_ENVIRONMENT = "environment"
+TEXTS = (str, bytes, bytearray)
 
 
 class Scores(NamedTuple):
@@ -197,13 +198,16 @@ def called(function: Callable, given: dict[str, Any]) -> Any:
 
 def as_numbers(source: str, scores: Any, n: int) -> list[float]:
     """Returns scores that a user's code gave for n responses as numbers, NaN where it gave None."""
+    # Keys, characters and the order of a set are no scores, though they may be numbers.
+    is_list = not isinstance(scores, (Mapping, Set, *TEXTS)) and not hasattr(scores, "columns")
     values = None
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        values = [None if score is None else float(score) for score in scores]
+    if is_list:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers = [math.nan if isinstance(score, TEXTS) else score for score in scores]
+            values = [None if number is None else float(number) for number in numbers]
     if values is None or len(values) != n or any(value != value for value in values):  # NaN
-        sys.exit(
-            f"{source}: expected {n} numbers, one for each response, or None; got {scores!r:.200}"
-        )
+        got = " ".join(repr(scores).split())[:200]
+        sys.exit(f"{source}: expected {n} numbers, one for each response, or None; got {got}")
     return [math.nan if value is None else value for value in values]
 
 

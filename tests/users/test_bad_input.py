@@ -68,7 +68,7 @@ def test_yaml_of_defaults(tmp_path):
     changed = dict(center_coef=0.7, gradient_checkpointing=False, eval_dataset_name=["z"])
     assert parsed(path, *flags) == dataclasses.replace(expected, **changed)
     assert parsed_yaml(path, text.replace("0.3", "null")).center_coef == 0.1
-    with pytest.raises(SystemExit, match="error: .*defaults.yaml: seed is there 3 times"):
+    with pytest.raises(SystemExit, match=r"error: .*defaults\.yaml: seed is there 3 times"):
         parsed_yaml(path, "seed: 1\n'seed': 2\nbeta: 1\nseed: null\n")
 
 
