@@ -488,7 +488,7 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer)
-    of_bases = load.base_fingerprints(accelerator, policy)
+    of_bases = load.base_fingerprints(policy)
     identity = {**data.fingerprints, **of_bases, **all_teachers.fingerprints}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)

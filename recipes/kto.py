@@ -180,7 +180,7 @@ def main():
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **load.base_fingerprints(policy)}
     identity |= reference.fingerprints
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)

@@ -482,7 +482,7 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **load.base_fingerprints(policy)}
     identity |= judge.fingerprints | (reference.fingerprints if reference else {})
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)

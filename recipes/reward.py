@@ -180,7 +180,7 @@ def main():
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
     # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, scorer)}
+    identity = {**data.fingerprints, **load.base_fingerprints(scorer)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log

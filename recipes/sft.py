@@ -188,7 +188,7 @@ def main():
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
+    identity = {**data.fingerprints, **load.base_fingerprints(policy)}
     parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
     checkpoint = Checkpoint(run, identity=identity, **parts)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log

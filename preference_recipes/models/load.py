@@ -122,6 +122,8 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
             f"{name!r} holds quantized weights, which are not trained as they are: give the model "
             "that they were made from, with --lora_r and --load_in_4bit to pack it"
         )
+    if args.lora_r and not frozen:  # each saved adapter says what it belongs to
+        model.base_fingerprint = fingerprint(PartialState(), name, model.config)
     if getattr(model, "_weight_conversions", None):
         # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers
         # those that no weight needed, and would save Gemma 3 under names that nothing reads.
@@ -220,15 +222,14 @@ def describe_weights(name: str, config) -> str:
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
 
 
-def base_fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
+def base_fingerprints(wrapper: nn.Module) -> dict[str, str]:
     """Returns the fingerprints of the bases below adapters, by what messages call them.
 
-    A checkpoint holds the adapters alone. All processes must call it.
+    A checkpoint holds the adapters alone.
     """
     found = {}
     for path, model in architecture.whole_models(wrapper).items():
         if has_adapter(model):
             part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-            name = f"base model of {part}" if part else "base model"
-            found[name] = fingerprint(accelerator, model.config.name_or_path, model.config)
+            found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
     return found

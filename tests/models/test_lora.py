@@ -352,7 +352,7 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
 
 # ============================================================ an adapter as a model
 def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
-    """A resumed run takes that base as it is. One that has changed is another model."""
+    """A resumed run takes that base as it is, and so does a merge. One that has changed is another model."""
     sft, whole, dpo = tmp_path / "sft", tmp_path / "whole", tmp_path / "dpo"
     runs.launch([], runs.recipe("sft"), *flags(inputs, "sft", sft, **LORA))
     export(sft / "actor", whole, "--merge")
@@ -366,9 +366,28 @@ def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
     assert config["base_model_name_or_path"] == str(whole)
     assert "resumed from" in run(resume="auto", max_steps=5).stdout
     file = whole / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"\x01")
     refused = run(check=False, resume="auto", max_steps=6)
     assert refused.returncode and "base model: 'weights " in refused.stdout
+
+    merged, moved = tmp_path / "merged", tmp_path / "moved"
+    checkpoint = dpo / "checkpoints/global_step_000004"
+    for source in (dpo / "actor", checkpoint):
+        merge = lambda *more: export(source, merged, "--merge", *more)  # noqa: B023
+        another = f"{whole} is not the base that the adapter was trained on: that had weights "
+        runs.refuses(another, "Give --base FOLDER", call=merge)
+    whole.rename(moved)
+    runs.refuses(f"{whole}, the base of ", "is not there: ", "give --base FOLDER", call=merge)
+    runs.refuses(f"{moved} is not the base", call=lambda: merge("--base", moved))
+    (moved / "model.safetensors").write_bytes(content)
+    merge("--base", moved)
+    one = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(moved), checkpoint / "actor"
+    )
+    ids = torch.arange(3, 20)[None]
+    other = AutoModelForCausalLM.from_pretrained(merged)
+    torch.testing.assert_close(one(ids).logits, other(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monkeypatch):
