@@ -1,12 +1,19 @@
 """Reads from a `transformers` model what its architecture does, and what text never reaches."""
 
+import copy
 import math
 import sys
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+    modeling_flash_attention_utils,
+)
+from transformers.pytorch_utils import Conv1D
 
 from common import replaced
 
@@ -152,6 +159,53 @@ def unreached_parameters(model: PreTrainedModel) -> set[str]:
     return {
         name for name, p in model.named_parameters() if id(p) not in reached or ".indexer." in name
     }
+
+
+def unused_by_row(model: PreTrainedModel, length: int) -> tuple[set[str], set[str]]:
+    """Returns which weights a row of this many tokens gives no gradient, and which linear layers it
+    does not call as such: a router that returns several results, Mamba's `dt_proj`, whose weights
+    are given to a function.
+
+    It is tried with a copy that has no values ("meta"), whatever engine holds the weights.
+    """
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # others look at values
+    silence(config)  # no layer is dropped at random
+    called = set()
+
+    def note(layer: nn.Module, inputs: tuple, output) -> None:
+        size = layer.nf if isinstance(layer, Conv1D) else layer.out_features
+        if getattr(output, "shape", None) == (*inputs[0].shape[:-1], size):
+            called.add(layer)
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            # In half precision: "meta" has no other grouped products of experts.
+            copied = type(model)(config).to(torch.bfloat16).train()
+            layers = [part for part in copied.modules() if isinstance(part, (nn.Linear, Conv1D))]
+            for layer in layers:
+                layer.register_forward_hook(note)
+            ids = torch.zeros(1, length, dtype=torch.long)
+            hidden_states(copied, {"input_ids": ids}).sum().backward()
+    except Exception:  # such as JetMoE's, whose forward pass reads values
+        return set(), set()
+    heads = [copied.get_output_embeddings(), getattr(copied, "score", None)]
+    of_heads = {id(p) for head in heads if head is not None for p in head.parameters()}
+    ungraded = {
+        name for name, p in copied.named_parameters() if p.grad is None and id(p) not in of_heads
+    }
+    uncalled = {name for name, part in copied.named_modules() if part in {*layers} - called}
+    return ungraded, uncalled
+
+
+def silence(module: nn.Module | PreTrainedConfig) -> None:
+    """Sets to zero, in place, what makes a forward pass random, also in a module's configs."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, PreTrainedConfig):
+            silence(value)
+        is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+        if isinstance(value, float) and (is_dropout or "jitter" in name):
+            setattr(module, name, 0.0)
 
 
 def freeze_unreached(accelerator, wrapper: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common import engine, replaced
+from common import counted, engine, print_once, replaced
 from common.adapters import ADAPTER
 from preference_recipes.models import architecture
 
@@ -74,7 +74,7 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Returns the names of the layers that get an adapter.
 
     With `all-linear` these are all linear layers except output layer and score head, and except
-    those that text never reaches, such as a vision tower's.
+    those that text never reaches, such as a vision tower's, or does not call, such as a router.
 
     Args:
         targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
@@ -89,6 +89,13 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
         and id(module) not in heads
         and f"{name}.weight" not in unreached
     ]
+    _, not_called = architecture.unused_by_row(model, length=150)  # DeepSeek V4 needs 128
+    if left_out := sorted(not_called.intersection(layers)):
+        print_once(
+            f"no adapters on {counted(len(left_out), 'linear layer')}, such as {left_out[0]} (a "
+            "forward pass does not call them as such)"
+        )
+        layers = [name for name in layers if name not in not_called]
     if targets == [ALL_LINEAR]:
         return layers
     for target in targets:  # peft would leave out what it does not find

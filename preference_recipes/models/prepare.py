@@ -5,8 +5,8 @@ import contextlib
 import copy
 
 import torch
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from common import engine
@@ -39,12 +39,23 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     if has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
+    if accelerator.num_processes > 1 and not engine.is_sharded(accelerator):
+        # DDP takes a little longer where it must look for weights that a row leaves out.
+        unused = any(map(leaves_out_weights, architecture.whole_models(model).values()))
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
     if not engine.zero_stage(accelerator):
         optimizer.optimizer.register_step_pre_hook(fill_in_gradients)
     model.train()
     return model, optimizer
+
+
+def leaves_out_weights(model: nn.Module) -> bool:
+    """Whether a short row gives no gradient to some of what is trained, as of DeepSeek V4."""
+    unused, _ = architecture.unused_by_row(model, length=2)
+    parts = [model.get_submodule(name.rpartition(".")[0]) for name in unused]
+    return any(p.requires_grad for part in parts for p in part.parameters())
 
 
 def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -77,19 +88,9 @@ def disable_dropout(wrapper: nn.Module) -> None:
     models = architecture.whole_models(wrapper).values()
     configs = [copy.deepcopy(model.config) for model in models]
     for module in wrapper.modules():
-        silence(module)
+        architecture.silence(module)
     for model, config in zip(models, configs):
         model.config = config
-
-
-def silence(module: nn.Module | PreTrainedConfig) -> None:
-    """Sets to zero, in place, what makes a forward pass random, also in a module's configs."""
-    for name, value in list(vars(module).items()):
-        if isinstance(value, PreTrainedConfig):
-            silence(value)
-        is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
-        if isinstance(value, float) and (is_dropout or "jitter" in name):
-            setattr(module, name, 0.0)
 
 
 # ============================================================ models that are only read

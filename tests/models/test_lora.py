@@ -103,6 +103,31 @@ def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, coun
     assert len(layers) == count and sorted({layer.rpartition(".")[2] for layer in layers}) == kinds
 
 
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("phimoe", "2 linear layers, such as model.layers.0.mlp.router"),  # several results
+        ("llama4_text", "2 linear layers, such as model.layers.0.feed_forward.router"),
+        ("jamba", "1 linear layer, such as model.layers.0.mamba.dt_proj"),  # its weights alone
+        ("gemma3n_text", "2 linear layers, such as model.layers.0.altup.correction_coefs"),
+        # Of a block that three layers share each has the small layers of all.
+        ("zamba2", "16 linear layers, such as model.layers.1.shared_transformer.feed_forward."),
+        ("bart", "8 linear layers, such as model.decoder.layers.0.encoder_attn.k_proj"),
+        ("deepseek_v4", "2 linear layers, such as model.layers.0.self_attn.o_a_proj"),  # of groups
+        ("jetmoe", ""),  # which reads values, so that it is not tried
+        ("llama", ""),
+    ],
+)
+def test_every_adapter_learns(name, said, capsys):
+    """Layers that are not called as such, or never, are named and get none."""
+    wrapper = adapted(architectures.build(name)).train()
+    assert (f"no adapters on {said}" if said else "adapters of rank") in capsys.readouterr().out
+    ids = torch.arange(3, 163)[None] if name == "deepseek_v4" else torch.arange(3, 43)[None]
+    wrapper.model(ids, use_cache=False).logits.sum().backward()
+    trained = adapters.trained_parameters(wrapper)
+    assert trained and [name for name, p in trained.items() if p.grad is None] == []
+
+
 def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names():
     """Nor where peft finds the layers by the names that are saved, which it shortens if there are many."""
     layers = 3
