@@ -227,7 +227,7 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
-        precompute(accelerator, args, reference, [train, *held_out.values()], collate, packer)
+        precompute(accelerator, args, reference, train, held_out.values(), collate, packer)
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
