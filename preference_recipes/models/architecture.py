@@ -46,6 +46,19 @@ def backbone_of(model: nn.Module) -> nn.Module:
     )
 
 
+def longest_row(model: PreTrainedModel) -> float:
+    """Returns how many tokens a model with a table of learned positions reads; other models: inf.
+
+    OPT's and BART's tables begin with rows of another use.
+    """
+    backbone = backbone_of(model)
+    tables = {part for part in backbone.modules() if isinstance(part, nn.Embedding)}
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    tables.discard(model.get_input_embeddings())
+    has_table = any(most <= table.num_embeddings <= most + 8 for table in tables)
+    return most if has_table else math.inf
+
+
 def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
     """Returns a bool mask as the numbers that attention adds to its scores, in their dtype.
 

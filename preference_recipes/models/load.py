@@ -122,6 +122,11 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
             f"{name!r} holds quantized weights, which are not trained as they are: give the model "
             "that they were made from, with --lora_r and --load_in_4bit to pack it"
         )
+    if args.max_length > (most := architecture.longest_row(model)):
+        sys.exit(
+            f"--max_length {args.max_length}: {name!r} has a table of {most} positions: give "
+            f"--max_length {most} or less"
+        )
     if args.lora_r and not frozen:  # each saved adapter says what it belongs to
         model.base_fingerprint = fingerprint(PartialState(), name, model.config)
     if getattr(model, "_weight_conversions", None):

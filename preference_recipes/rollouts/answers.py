@@ -4,9 +4,11 @@ import functools
 import re
 from decimal import Decimal
 
+from common import counted, print_once
 from common.actor import Actor
 from preference_recipes.data import dataset, thoughts
 from preference_recipes.data.rendering import QUESTION, added_tokens, encode, render
+from preference_recipes.models import architecture
 from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.sampler import Sampler
 
@@ -108,16 +110,23 @@ def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], 
     """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
 
     And all prompts and responses, see `common/log.py`. Of the rows with an `answer` the first
-    `--exact_match_rows` are answered; None: all. All processes must call it.
+    `--exact_match_rows` are answered, None: all, but those whose prompt leaves no position for an
+    answer. All processes must call it.
     """
     args = actor.run.args
     tokenizer = actor.tokenizer
     answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
     answered = answered[: args.exact_match_rows]
+    sampler = Sampler(actor.run.accelerator, args, tokenizer, actor.model)
+    most = architecture.longest_row(sampler.unwrapped.model)
+    too_long = {row for row in answered if len(eval_set["prompt_ids"][row]) >= most}
+    if too_long:
+        left_out = counted(len(too_long), "prompt")
+        print_once(f"{prefix}exact_match: left out ({most} positions are too few): {left_out}")
+    answered = [row for row in answered if row not in too_long]
     if not answered:
         return {}, []
     rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
-    sampler = Sampler(actor.run.accelerator, args, tokenizer, actor.model)
     batch_size = 8 * args.micro_train_batch_size
     responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, batch_size=batch_size)
     response_ids = [response.ids for response in responses]

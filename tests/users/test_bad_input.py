@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+import architectures
 from common.arguments import parse
 from common.launch import quiet
 from common.shared_args import SharedArgs, arg
@@ -289,6 +290,21 @@ def test_a_reference_with_another_tokenizer(model, tmp_path):
     for file in copied.glob("*token*"):
         file.unlink()
     load.causal_lm(str(copied), tokenizer, DEFAULTS)  # weights alone are taken as they are
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+def test_rows_beyond_a_table_of_positions_are_refused(name, model, tmp_path):
+    """Rotary positions have no end."""
+    architectures.build(name).save_pretrained(tmp_path)
+    load.tokenizer_of(str(model)).save_pretrained(tmp_path)
+    tokenizer = load.tokenizer_of(str(tmp_path))
+    call = lambda most: load.causal_lm(str(tmp_path), tokenizer, SharedArgs(max_length=most))
+    call(64)
+    if name == "llama":
+        return call(65)
+    refuses(
+        "--max_length 65", tmp_path, "64 positions: give --max_length 64", call=lambda: call(65)
+    )
 
 
 def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
