@@ -98,7 +98,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     import transformers
     from huggingface_hub import snapshot_download
 
-    from common import adapters
+    from common import actor, adapters
     from preference_recipes.models import load
 
     folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
@@ -146,6 +146,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
             published = transformers.GenerationConfig.from_pretrained(folder)
         merged.generation_config = load.PublishedGenerationConfig.from_dict(published.to_dict())
     merged.save_pretrained(out)
+    actor.write_config(out, "float32")
     tokenizer.save_pretrained(out)
 
 
@@ -172,7 +173,7 @@ def convert(folder: Path, dtype: str) -> None:
             tensors = {name: actor.converted(file.get_tensor(name), dtype) for name in names}
         save_file(tensors, path, metadata=metadata)
     if (folder / "config.json").is_file():  # an adapter has none
-        actor.write_dtype(folder, dtype)
+        actor.write_config(folder, dtype)
 
 
 def main(words: list[str] | None = None, command: str | None = None) -> None:

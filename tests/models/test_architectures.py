@@ -1,11 +1,12 @@
 """The architectures that people bring: read, trained, saved and scored as transformers does."""
 
 import copy
+import json
 import types
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from architectures import ARCHITECTURES, build, config_of
@@ -166,12 +167,52 @@ def test_saved_and_loaded_again(name, tmp_path):
     prepare.disable_dropout(wrapper)
     state_dict = actor.weights_of(wrapper.model, wrapper.state_dict(), wrapper)
     wrapper.model.save_pretrained(tmp_path, state_dict=state_dict)
+    actor.write_config(tmp_path, "float32")
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(3, 290, (1, 20), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         one = again.eval()(ids, use_cache=False).logits
         other = wrapper.model.eval()(ids, use_cache=False).logits
     assert torch.equal(one, other)
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=32, rope_theta=5e5)
+BY_LAYER = dict(full_attention=LLAMA3, sliding_attention=dict(rope_type="default", rope_theta=2e4))
+
+
+@pytest.mark.parametrize(
+    "name, rope, former",
+    [
+        ("qwen2", dict(rope_type="default", rope_theta=1e6), dict(rope_theta=1e6)),
+        ("llama", LLAMA3, dict(rope_theta=5e5, rope_scaling=LLAMA3)),
+        (
+            "gemma3",
+            BY_LAYER,
+            dict(rope_theta=5e5, rope_scaling=LLAMA3, rope_local_base_freq=2e4),
+        ),
+        (
+            "glm4",
+            dict(rope_type="default", rope_theta=3e4, partial_rotary_factor=0.75),
+            dict(rope_theta=3e4, partial_rotary_factor=0.75),
+        ),
+        ("gpt2", None, {}),
+    ],
+)
+def test_rotary_bases_are_saved_under_their_former_names_too(tmp_path, name, rope, former):
+    """mlx-lm 0.32, transformers 4 and CTranslate2 know no others; transformers 5 reads what it did before."""
+    config = config_of(name)
+    config.get_text_config().rope_parameters = copy.deepcopy(rope)
+    config.save_pretrained(tmp_path)
+    before = AutoConfig.from_pretrained(tmp_path)
+    actor.write_config(tmp_path, "bfloat16")
+    written = json.loads((tmp_path / "config.json").read_text())
+    text = written.get("text_config", written)
+    names = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+    assert {name: text[name] for name in names if name in text} == former
+    assert written["dtype"] == "bfloat16"
+    after = AutoConfig.from_pretrained(tmp_path)
+    assert after.get_text_config().rope_parameters == before.get_text_config().rope_parameters
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -407,6 +407,7 @@ def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
     runs.refuses(f"{moved} is not the base", call=lambda: merge("--base", moved))
     (moved / "model.safetensors").write_bytes(content)
     merge("--base", moved)
+    assert folders.read_json(merged / "config.json")["rope_theta"] == 10_000  # for other readers
     one = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(moved), checkpoint / "actor"
     )
