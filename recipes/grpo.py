@@ -608,6 +608,9 @@ def main():
 
     # Without dropout, because responses are sampled without.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
+    readers = (args.ref_model_name_or_path, args.reward_model_name_or_path)
+    sizes = load.check_embeddings(data, args.model_name_or_path, *readers, draws=True)
+    policy.vocabulary = min(sizes.values())  # it draws what all can read
     state = State(Position())
     flop = cost.flop(policy)
     # Updates as if no group were dropped; the position tells how much of the data is used up.

@@ -412,14 +412,16 @@ def log_rollout(
 
 
 # ============================================================ actor and critic
-def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
+def make_actor_critic(accelerator, args: Args, tokenizer, data) -> ActorCritic:
     """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`."""
-    critic_name = (
-        args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
-    )
-    actor_model = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    name = args.model_name_or_path
+    critic_name = args.critic_model_name_or_path or args.reward_model_name_or_path or name
+    readers = (critic_name, args.reward_model_name_or_path, args.ref_model_name_or_path)
+    sizes = load.check_embeddings(data, name, *readers, draws=True)
+    actor_model = load.causal_lm(name, tokenizer, args)
     critic_model = score_model(critic_name, tokenizer, args, new_head=True)
     policy = ActorCritic(actor_model, critic_model)
+    policy.vocabulary = min(sizes.values())  # it draws what all can read
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy
@@ -453,7 +455,7 @@ def main():
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     n_prompts = len(data.train)
 
-    policy = make_actor_critic(accelerator, args, tokenizer)
+    policy = make_actor_critic(accelerator, args, tokenizer, data)
     state = PPOState(Position(), kl_coef=args.kl_coef)  # what the loop carries
     run = Run(
         accelerator,

@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once, record
@@ -196,6 +202,32 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
                 f"is {own_token!r} there and {token!r} here. The reference policy reads the "
                 "policy's token ids: give the model that the policy was trained from"
             )
+
+
+def check_embeddings(data, name: str, *others: str | None, draws: bool = False) -> dict[str, int]:
+    """Returns how many tokens each of these models has an embedding for, by their configs alone.
+
+    Ends the run if that is too few for the data, or for what the first model draws and the others
+    read. Models may be padded beyond the tokenizer, to different sizes.
+
+    Args:
+        data: a run's `dataset.Data`.
+        others: None stands for no model.
+        draws: whether the first one draws tokens.
+    """
+    sizes = {}
+    for each in (name, *filter(None, others)):
+        sizes[each] = from_pretrained(AutoConfig, each).get_text_config().vocab_size
+        data.refuse_ids_beyond(sizes[each], each)
+    tokenizer = data.converter.tokenizer
+    smallest = min(sizes, key=sizes.get)
+    for token, token_id in tokenizer.get_vocab().items() if draws else ():
+        if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
+            sys.exit(
+                f"{smallest!r} has {sizes[smallest]} embeddings, and none for token {token_id}, "
+                f"{token!r}, which {name!r} may draw: resize it as that was resized"
+            )
+    return sizes
 
 
 class PublishedGenerationConfig(GenerationConfig):

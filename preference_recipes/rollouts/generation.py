@@ -102,7 +102,7 @@ def begin(
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
     model = sampler.unwrapped.model
     device = sampler.accelerator.device
-    ids = batches.pad(prompts, sampler.tokenizer.pad_token_id, device, left=True)
+    ids = batches.pad(prompts, sampler.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(sampler, ids, padding, None, draw)
@@ -155,7 +155,7 @@ class Batch:
         model = sampler.unwrapped.model
         config = GenerationConfig(
             max_new_tokens=self.length + n_tokens - self.ids.shape[1],
-            pad_token_id=sampler.tokenizer.pad_token_id,
+            pad_token_id=sampler.pad_token(),
             eos_token_id=sorted(sampler.stop_tokens()) or None,
             suppress_tokens=sampler.tokens_without_probability() or None,
         )

@@ -1,5 +1,6 @@
 """Responses are those that each prompt gets alone, in whole forward passes over one unpadded row."""
 
+import copy
 import functools
 import math
 
@@ -116,6 +117,11 @@ def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
         sampler, PROMPTS, ROOM, batch_size=4, temperature=1.0, uniforms=uniforms
     )
     before = draw()
+    sampler.tokenizer = copy.deepcopy(tokenizer)
+    sampler.tokenizer.add_tokens([f"<{n}>" for n in range(len(tokenizer), 301)])
+    sampler.tokenizer.pad_token = "<300>"  # it was added, and has no embedding
+    assert draw() == before
+    sampler.tokenizer = tokenizer
     others = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, num_beams=2)
     others |= dict(no_repeat_ngram_size=1, min_new_tokens=20, forced_eos_token_id=2)
     others |= dict(do_sample=True, use_cache=False, cache_implementation="static")

@@ -20,7 +20,7 @@ import architectures
 from common.arguments import parse
 from common.launch import quiet
 from common.shared_args import SharedArgs, arg
-from preference_recipes.data import files
+from preference_recipes.data import dataset, files
 from preference_recipes.data.formats import preference_row
 from preference_recipes.models import load, scores
 from preference_recipes.tools import export
@@ -290,6 +290,40 @@ def test_a_reference_with_another_tokenizer(model, tmp_path):
     for file in copied.glob("*token*"):
         file.unlink()
     load.causal_lm(str(copied), tokenizer, DEFAULTS)  # weights alone are taken as they are
+
+
+def test_tokens_without_an_embedding(model, tmp_path):
+    """In the data, or where a policy may draw what others read. A padded or unused rest passes."""
+    tokenizer = load.tokenizer_of(str(model))
+    tokenizer.add_tokens([f"<{n}>" for n in range(len(tokenizer), 266)])  # of 264 embeddings
+    tokenizer.pad_token = "<265>"  # nothing draws it
+    padded, grown = (
+        tiny_llama(tmp_path / "0", vocab_size=300),
+        tiny_llama(tmp_path / "1", vocab_size=265),
+    )
+    converter = dataset.Converter(preference_row, tokenizer, {}, {})
+
+    def sizes(largest: int, *names, draws: bool = False):
+        train, held_out = ({"chosen_ids": [[5], [most, 3]]} for most in (7, largest))
+        rows = map(datasets.Dataset.from_dict, (train, held_out))
+        data = dataset.Data(next(rows), [0], {"eval/": next(rows)}, converter)
+        found = load.check_embeddings(data, *map(str, filter(None, names)), draws=draws)
+        return list(found.values())
+
+    assert sizes(263, model, None, padded) == [264, 300]
+    assert sizes(263, model, padded, draws=True) == [264, 300]  # it cannot draw <264>
+    assert sizes(264, padded, grown) == [300, 265]
+    assert sizes(265, padded, grown.parent / "0") == [300]
+    for names in ([model], [padded, model], [padded, grown, model]):
+        refuses(
+            "264, '<264>', has no embedding in", model, call=lambda names=names: sizes(264, *names)
+        )
+    said = (
+        "has 264 embeddings, and none for token 264, '<264>'",
+        f"which {str(padded)!r} may draw",
+    )
+    refuses(model, *said, call=lambda: sizes(263, padded, model, grown, draws=True))
+    assert sizes(263, padded, grown, draws=True) == [300, 265]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
