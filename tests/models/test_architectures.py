@@ -16,7 +16,7 @@ from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
 from runs import slow_but, whole_rows
-from test_logprobs import ALONE, CPU, ON_CPU, batch, can_share, own
+from test_packing import ALONE, CPU, ON_CPU, can_share
 
 BF16 = types.SimpleNamespace(
     mixed_precision="bf16",
@@ -31,6 +31,30 @@ FAST = [
     *["gemma3", "llama4_text", "recurrent_gemma", "hyperclovax", "falcon", "qwen3_moe", "gpt_oss"],
 ]
 NAMES = slow_but(FAST, ARCHITECTURES)
+
+
+def batch():
+    """Rows of 20, 9 and 14 tokens, padded on the right; the second half of each is scored."""
+    torch.manual_seed(1)
+    ids, scored = torch.zeros(3, 20, dtype=torch.long), torch.zeros(3, 20, dtype=torch.bool)
+    for row, length in enumerate((20, 9, 14)):
+        ids[row, :length] = torch.randint(3, 300, (length,))
+        scored[row, length // 2 : length] = True
+    return ids, scored
+
+
+def own(model, ids, scored, temperature=1.0):
+    """One row at a time, unpadded, from the model's own logits."""
+    logps, means, hits = (torch.zeros(3, 20) for _ in range(3))
+    for row in range(3):
+        length = int(scored[row].nonzero().max()) + 1
+        logits = model(ids[row : row + 1, :length], use_cache=False).logits[0, :-1].float()
+        logits = logits / temperature
+        target, mask = ids[row, 1:length], scored[row, 1:length]
+        logps[row, 1:length] = logits.log_softmax(-1).gather(1, target[:, None])[:, 0] * mask
+        means[row, 1:length] = logits.mean(-1) * mask
+        hits[row, 1:length] = (logits.argmax(-1) == target) * mask
+    return logps, means, hits
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:
