@@ -168,26 +168,22 @@ def save(
 
 
 def write_config(folder: Path, dtype: str) -> None:
-    """Writes into a Hugging Face folder's config which dtype its weights have, and rotary bases as
-    transformers 4 did: other readers, such as mlx-lm 0.32, know no `rope_parameters`.
+    """Writes into a Hugging Face folder's config which dtype its weights have, and the rotary base
+    and scaling as transformers 4 named them: mlx-lm 0.32 and others know no `rope_parameters`.
     """
     file = folder / "config.json"
-    config = with_former_keys({**folders.read_json(file), "dtype": dtype})
+    config = {**folders.read_json(file), "dtype": dtype}
+    for part in (config, config.get("text_config", {})):
+        rope = part.get("rope_parameters") or {}
+        full = rope.get("full_attention", rope)
+        former = {
+            "rope_theta": full.get("rope_theta"),
+            "rope_local_base_freq": rope.get("sliding_attention", {}).get("rope_theta"),
+            "partial_rotary_factor": full.get("partial_rotary_factor"),
+            "rope_scaling": None if full.get("rope_type") == "default" else full,
+        }
+        part.update({name: value for name, value in former.items() if value and name not in part})
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def with_former_keys(config: dict) -> dict:
-    """Returns a config, and those inside of it, with what `rope_parameters` was before it."""
-    rope = config.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)
-    former = {
-        "rope_theta": full.get("rope_theta"),
-        "rope_local_base_freq": rope.get("sliding_attention", {}).get("rope_theta"),
-        "partial_rotary_factor": full.get("partial_rotary_factor"),
-        "rope_scaling": None if full.get("rope_type") == "default" else full,
-    }
-    inside = {name: with_former_keys(x) for name, x in config.items() if isinstance(x, dict)}
-    return {**{name: value for name, value in former.items() if value}, **config, **inside}
 
 
 def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:

@@ -6,10 +6,11 @@ import gc
 import math
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
+from os.path import expanduser
 from pathlib import Path
-from typing import Any
 
 import transformers
 import yaml
@@ -78,6 +79,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     if words and words[0].endswith((".yaml", ".yml")):
         # Read as flags, so that the same parser checks types, choices and unknown names.
         words = yaml_to_flags(words[0], parser) + words[1:]
+    # A shell expands `~` where it begins a word, but not after `=`, nor in a YAML.
+    words = [re.sub(r"(?<![^=])~.*", lambda path: expanduser(path[0]), word) for word in words]
     given = parser.parse_args(words)
     if given.model_name_or_path is None and given.dataset_name is None:
         words = yaml_to_flags(ASSETS / demo, parser) + words
@@ -92,8 +95,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         parser.set_defaults(**{name: value for name, value in of_lora.items() if value is not None})
     args = args_class(**vars(parser.parse_args(words)))
     for field in dataclasses.fields(args):
-        value = with_home(getattr(args, field.name))
-        setattr(args, field.name, value)
+        value = getattr(args, field.name)
         limits = {} if value is None else field.metadata["limits"]
         if not all(LIMITS[name](value, limit) for name, limit in limits.items()):
             parser.error(f"--{field.name} {value}: expected {range_in_words(limits)}")
@@ -128,18 +130,6 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
             words = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *(str(word).replace("{assets}", str(ASSETS)) for word in words)]
     return flags
-
-
-def with_home(value: Any) -> Any:
-    """Returns a value with `~` expanded, as a shell does but not in a YAML and after `=`."""
-    if isinstance(value, list):
-        return [with_home(each) for each in value]
-    if not isinstance(value, str):
-        return value
-    name, tilde, rest = value.partition("~")
-    if name and not name.endswith("="):
-        return value
-    return name + os.path.expanduser(tilde + rest)
 
 
 def load_function(name: str) -> Callable:

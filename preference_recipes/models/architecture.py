@@ -7,12 +7,8 @@ import sys
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-    modeling_flash_attention_utils,
-)
+from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from common import replaced
@@ -20,6 +16,7 @@ from common import replaced
 # What attention adds to the score of a token that is not seen. torch itself takes this number for
 # cuDNN's kernel, which makes NaN of -inf. The exponential of it is zero.
 HIDDEN = -65504.0
+LINEAR = (nn.Linear, Conv1D)
 
 
 # ============================================================ from tokens to what the head reads
@@ -47,16 +44,12 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def longest_row(model: PreTrainedModel) -> float:
-    """Returns how many tokens a model with a table of learned positions reads; other models: inf.
-
-    OPT's and BART's tables begin with rows of another use.
-    """
-    backbone = backbone_of(model)
-    tables = {part for part in backbone.modules() if isinstance(part, nn.Embedding)}
+    """Returns how many tokens a model with a table of learned positions reads; others: inf."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    tables = {part for part in backbone_of(model).modules() if isinstance(part, nn.Embedding)}
     tables.discard(model.get_input_embeddings())
-    has_table = any(most <= table.num_embeddings <= most + 8 for table in tables)
-    return most if has_table else math.inf
+    # OPT's and BART's have two rows more.
+    return most if any(0 <= table.num_embeddings - most < 8 for table in tables) else math.inf
 
 
 def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
@@ -174,12 +167,11 @@ def unreached_parameters(model: PreTrainedModel) -> set[str]:
     }
 
 
-def unused_by_row(model: PreTrainedModel, length: int) -> tuple[set[str], set[str]]:
-    """Returns which weights a row of this many tokens gives no gradient, and which linear layers it
-    does not call as such: a router that returns several results, Mamba's `dt_proj`, whose weights
-    are given to a function.
+def layers_called(model: PreTrainedModel) -> set[str]:
+    """Returns the names of the linear layers that a forward pass calls as such.
 
-    It is tried with a copy that has no values ("meta"), whatever engine holds the weights.
+    Not of routers that return several results, nor of Mamba's `dt_proj`, whose weights are given to
+    a function. It is tried with a copy without values ("meta"), whatever engine has the weights.
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # others look at values
@@ -191,24 +183,18 @@ def unused_by_row(model: PreTrainedModel, length: int) -> tuple[set[str], set[st
         if getattr(output, "shape", None) == (*inputs[0].shape[:-1], size):
             called.add(layer)
 
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            # In half precision: "meta" has no other grouped products of experts.
-            copied = type(model)(config).to(torch.bfloat16).train()
-            layers = [part for part in copied.modules() if isinstance(part, (nn.Linear, Conv1D))]
-            for layer in layers:
-                layer.register_forward_hook(note)
-            ids = torch.zeros(1, length, dtype=torch.long)
-            hidden_states(copied, {"input_ids": ids}).sum().backward()
-    except Exception:  # such as JetMoE's, whose forward pass reads values
-        return set(), set()
-    heads = [copied.get_output_embeddings(), getattr(copied, "score", None)]
-    of_heads = {id(p) for head in heads if head is not None for p in head.parameters()}
-    ungraded = {
-        name for name, p in copied.named_parameters() if p.grad is None and id(p) not in of_heads
-    }
-    uncalled = {name for name, part in copied.named_modules() if part in {*layers} - called}
-    return ungraded, uncalled
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+        # In half precision: "meta" has no other grouped products of experts.
+        copied = type(model)(config).to(torch.bfloat16).train()
+        layers = {n: part for n, part in copied.named_modules() if isinstance(part, LINEAR)}
+        for layer in layers.values():
+            layer.register_forward_hook(note)
+        try:
+            # DeepSeek V4 uses all layers from 128 tokens on.
+            hidden_states(copied, {"input_ids": torch.zeros(1, 150, dtype=torch.long)})
+        except Exception:  # such as JetMoE's, whose forward pass reads values
+            return set(layers)
+    return {name for name, layer in layers.items() if layer in called}
 
 
 def silence(module: nn.Module | PreTrainedConfig) -> None:

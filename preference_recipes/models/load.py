@@ -9,13 +9,8 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.models.auto import AutoConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once, record
@@ -130,8 +125,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         )
     if args.max_length > (most := architecture.longest_row(model)):
         sys.exit(
-            f"--max_length {args.max_length}: {name!r} has a table of {most} positions: give "
-            f"--max_length {most} or less"
+            f"--max_length {args.max_length}: {name!r} has {most} positions: give at most that"
         )
     if args.lora_r and not frozen:  # each saved adapter says what it belongs to
         model.base_fingerprint = fingerprint(PartialState(), name, model.config)
@@ -207,20 +201,15 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
 def check_embeddings(data, name: str, *others: str | None, draws: bool = False) -> dict[str, int]:
     """Returns how many tokens each of these models has an embedding for, by their configs alone.
 
-    Ends the run if that is too few for the data, or for what the first model draws and the others
-    read. Models may be padded beyond the tokenizer, to different sizes.
-
-    Args:
-        data: a run's `dataset.Data`.
-        others: None stands for no model.
-        draws: whether the first one draws tokens.
+    Ends the run where one lacks that of a token in a run's `Data` or, with `draws`, of one that the
+    first model may draw and the others read. A padded rest is none.
     """
     sizes = {}
     for each in (name, *filter(None, others)):
         sizes[each] = from_pretrained(AutoConfig, each).get_text_config().vocab_size
         data.refuse_ids_beyond(sizes[each], each)
-    tokenizer = data.converter.tokenizer
     smallest = min(sizes, key=sizes.get)
+    tokenizer = data.converter.tokenizer
     for token, token_id in tokenizer.get_vocab().items() if draws else ():
         if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
             sys.exit(

@@ -12,7 +12,6 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from common import counted, engine, print_once, replaced
 from common.adapters import ADAPTER
@@ -85,17 +84,15 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
+        if isinstance(module, architecture.LINEAR)
         and id(module) not in heads
         and f"{name}.weight" not in unreached
     ]
-    _, not_called = architecture.unused_by_row(model, length=150)  # DeepSeek V4 needs 128
-    if left_out := sorted(not_called.intersection(layers)):
-        print_once(
-            f"no adapters on {counted(len(left_out), 'linear layer')}, such as {left_out[0]} (a "
-            "forward pass does not call them as such)"
-        )
-        layers = [name for name in layers if name not in not_called]
+    called = architecture.layers_called(model)
+    if left_out := [name for name in layers if name not in called]:
+        number = counted(len(left_out), "linear layer")
+        print_once(f"no adapters on {number} that no forward pass calls as such: {left_out[0]} ...")
+        layers = [name for name in layers if name in called]
     if targets == [ALL_LINEAR]:
         return layers
     for target in targets:  # peft would leave out what it does not find

@@ -5,7 +5,6 @@ import contextlib
 import copy
 
 import torch
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -39,23 +38,12 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     """
     if has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
-    if accelerator.num_processes > 1 and not engine.is_sharded(accelerator):
-        # DDP takes a little longer where it must look for weights that a row leaves out.
-        unused = any(map(leaves_out_weights, architecture.whole_models(model).values()))
-        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
     if not engine.zero_stage(accelerator):
         optimizer.optimizer.register_step_pre_hook(fill_in_gradients)
     model.train()
     return model, optimizer
-
-
-def leaves_out_weights(model: nn.Module) -> bool:
-    """Whether a short row gives no gradient to some of what is trained, as of DeepSeek V4."""
-    unused, _ = architecture.unused_by_row(model, length=2)
-    parts = [model.get_submodule(name.rpartition(".")[0]) for name in unused]
-    return any(p.requires_grad for part in parts for p in part.parameters())
 
 
 def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:

@@ -4,7 +4,7 @@ import functools
 import re
 from decimal import Decimal
 
-from common import counted, print_once
+from common import print_once
 from common.actor import Actor
 from preference_recipes.data import dataset, thoughts
 from preference_recipes.data.rendering import QUESTION, added_tokens, encode, render
@@ -115,15 +115,13 @@ def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], 
     """
     args = actor.run.args
     tokenizer = actor.tokenizer
-    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    answered = answered[: args.exact_match_rows]
     sampler = Sampler(actor.run.accelerator, args, tokenizer, actor.model)
     most = architecture.longest_row(sampler.unwrapped.model)
-    too_long = {row for row in answered if len(eval_set["prompt_ids"][row]) >= most}
-    if too_long:
-        left_out = counted(len(too_long), "prompt")
-        print_once(f"{prefix}exact_match: left out ({most} positions are too few): {left_out}")
-    answered = [row for row in answered if row not in too_long]
+    with_answer = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
+    asked = with_answer[: args.exact_match_rows]
+    answered = [row for row in asked if len(eval_set["prompt_ids"][row]) < most]
+    if left_out := len(asked) - len(answered):
+        print_once(f"{prefix}exact_match: left out ({most} positions are too few): {left_out} rows")
     if not answered:
         return {}, []
     rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]

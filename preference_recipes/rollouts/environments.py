@@ -99,15 +99,12 @@ def awaited_result(result: Any) -> Any:
     async def awaited() -> Any:
         try:
             return await result
-        except SystemExit as end:  # raised here, it would end the loop, and nobody would know
-            return end
+        except SystemExit as end:  # it would end the loop, and nobody would know
+            raise RuntimeError(f"sys.exit({end.code!r})") from end
 
     if not inspect.isawaitable(result):
         return result
-    returned = asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result()
-    if isinstance(returned, SystemExit):
-        raise returned
-    return returned
+    return asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result()
 
 
 # ============================================================ tools

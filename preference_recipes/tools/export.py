@@ -107,7 +107,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     config = peft.PeftConfig.from_pretrained(folder)
     base = base or config.base_model_name_or_path
     if Path(base).is_absolute() and not Path(base).is_dir():
-        sys.exit(f"{base}, the base of {adapter}, is not there: if it moved, give --base FOLDER")
+        sys.exit(f"{base}, the adapter's base, is not there: if it moved, give --base FOLDER")
     settings = {"dtype": torch.float32}
     auto_class = transformers.AutoModelForCausalLM
     if config.task_type == "SEQ_CLS":
@@ -115,7 +115,12 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
         settings["num_labels"] = 1
     model = load.from_pretrained(auto_class, base, **settings)
     now = load.describe_weights(base, model.config)
-    refuse_another_base(folder / adapters.BASE_FILE, base, now)
+    file = folder / adapters.BASE_FILE
+    before = folders.read_json(file)["fingerprint"] if file.is_file() else now
+    if before.partition(" ")[0] != now.partition(" ")[0]:  # one on the hub, the other in a folder
+        print(f"NOTE: the adapter was trained on {before}; {base} has {now}: not compared")
+    elif before != now:
+        sys.exit(f"{base} is not the adapter's base any more: that had {before}, this has {now}")
     model = peft.PeftModel.from_pretrained(model, folder).eval()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -150,18 +155,6 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     tokenizer.save_pretrained(out)
 
 
-def refuse_another_base(file: Path, base: str, now: str) -> None:
-    """Ends the program if an adapter's file names another fingerprint of its base than `now`."""
-    before = folders.read_json(file)["fingerprint"] if file.is_file() else now
-    if before.partition(" ")[0] != now.partition(" ")[0]:  # one on the hub, the other in a folder
-        print(f"NOTE: the adapter was trained on {before}; {base} has {now}: not compared")
-    elif before != now:
-        sys.exit(
-            f"{base} is not the base that the adapter was trained on: that had {before}, this has "
-            f"{now}. Give --base FOLDER of an unchanged copy"
-        )
-
-
 def convert(folder: Path, dtype: str) -> None:
     """Converts the floating-point weights of a Hugging Face folder, and its config with them."""
     from common import actor  # slow to import
@@ -187,13 +180,12 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: as they were trained")
     parser.add_argument("--critic", action="store_true", help="PPO's critic, not the actor")
     parser.add_argument("--merge", action="store_true", help="the whole model, not the adapter")
-    parser.add_argument("--base", help="with --merge: the base's folder, if it moved")
+    parser.add_argument("--base", type=os.path.expanduser, help="with --merge: where its base is")
     args = parser.parse_args(words)
     if args.base and not args.merge:
         parser.error("--base is used by --merge alone")
     model = "critic" if args.critic else "actor"
-    base = args.base and os.path.expanduser(args.base)
-    export(args.checkpoint, args.out, args.dtype, model, merge_adapter=args.merge, base=base)
+    export(args.checkpoint, args.out, args.dtype, model, args.merge, args.base)
     print(f"wrote {args.out}")
 
 

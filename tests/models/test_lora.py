@@ -106,14 +106,13 @@ def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, coun
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("phimoe", "2 linear layers, such as model.layers.0.mlp.router"),  # several results
-        ("llama4_text", "2 linear layers, such as model.layers.0.feed_forward.router"),
-        ("jamba", "1 linear layer, such as model.layers.0.mamba.dt_proj"),  # its weights alone
-        ("gemma3n_text", "2 linear layers, such as model.layers.0.altup.correction_coefs"),
-        # Of a block that three layers share each has the small layers of all.
-        ("zamba2", "16 linear layers, such as model.layers.1.shared_transformer.feed_forward."),
-        ("bart", "8 linear layers, such as model.decoder.layers.0.encoder_attn.k_proj"),
-        ("deepseek_v4", "2 linear layers, such as model.layers.0.self_attn.o_a_proj"),  # of groups
+        ("phimoe", "2 linear layers that no forward pass calls as such: model.layers.0.mlp.router"),
+        ("llama4_text", "2 linear layers"),  # routers, too, which return several results
+        ("jamba", "1 linear layer"),  # `dt_proj`, whose weights are given to a function
+        ("gemma3n_text", "2 linear layers"),  # in training alone
+        ("zamba2", "16 linear layers"),  # a block that three layers share has the small ones of all
+        ("bart", "8 linear layers"),  # attention to an encoder
+        ("deepseek_v4", "2 linear layers"),  # of groups
         ("jetmoe", ""),  # which reads values, so that it is not tried
         ("llama", ""),
     ],
@@ -121,7 +120,8 @@ def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, coun
 def test_every_adapter_learns(name, said, capsys):
     """Layers that are not called as such, or never, are named and get none."""
     wrapper = adapted(architectures.build(name)).train()
-    assert (f"no adapters on {said}" if said else "adapters of rank") in capsys.readouterr().out
+    found = capsys.readouterr().out
+    assert f"no adapters on {said}" in found if said else "no adapters" not in found
     ids = torch.arange(3, 163)[None] if name == "deepseek_v4" else torch.arange(3, 43)[None]
     wrapper.model(ids, use_cache=False).logits.sum().backward()
     trained = adapters.trained_parameters(wrapper)
@@ -400,11 +400,10 @@ def test_a_merged_adapter_is_the_base_of_the_next_one(inputs, tmp_path):
     checkpoint = dpo / "checkpoints/global_step_000004"
     for source in (dpo / "actor", checkpoint):
         merge = lambda *more: export(source, merged, "--merge", *more)  # noqa: B023
-        another = f"{whole} is not the base that the adapter was trained on: that had weights "
-        runs.refuses(another, "Give --base FOLDER", call=merge)
+        runs.refuses(f"{whole} is not the adapter's base any more: that had weights ", call=merge)
     whole.rename(moved)
-    runs.refuses(f"{whole}, the base of ", "is not there: ", "give --base FOLDER", call=merge)
-    runs.refuses(f"{moved} is not the base", call=lambda: merge("--base", moved))
+    runs.refuses(f"{whole}, the adapter's base, is not there: ", "give --base FOLDER", call=merge)
+    runs.refuses(f"{moved} is not the adapter's base", call=lambda: merge("--base", moved))
     (moved / "model.safetensors").write_bytes(content)
     merge("--base", moved)
     assert folders.read_json(merged / "config.json")["rope_theta"] == 10_000  # for other readers

@@ -268,7 +268,7 @@ def test_an_environment_that_fails_ends_the_run(play):
             time.sleep(600)
 
     class Exits(MINE.Once):
-        async def step(self, message):
+        def step(self, message):
             sys.exit(0)
 
         def close(self):  # of no consequence

@@ -216,15 +216,21 @@ def exits(code):
     return function
 
 
-async def quits_late(prompts, responses):
-    await asyncio.sleep(0)
-    exit()
+@pytest.mark.parametrize("code", [0, None, 3, ""])
+def test_an_exit_without_a_word_says_where(accelerator, tokenizer, code):
+    call = lambda: score(accelerator, tokenizer, judge_of(f=exits(code)))
+    refuses(__file__, ", ended the run: sys.exit(code)", call=call)
 
 
-@pytest.mark.parametrize("function", [exits(0), exits(None), exits(3), exits(""), quits_late])
-def test_an_exit_without_a_word_says_where(accelerator, tokenizer, function):
-    call = lambda: score(accelerator, tokenizer, judge_of(f=function))
-    refuses(__file__, ", ended the run: ", "exit(", call=call)
+def test_an_exit_in_an_async_function_is_an_error(accelerator, tokenizer):
+    """Else it would end the event loop, and the run would wait forever."""
+
+    async def late(prompts, responses):
+        await asyncio.sleep(0)
+        exit()
+
+    with pytest.raises(RuntimeError, match=r"sys.exit\(None\)"):
+        score(accelerator, tokenizer, judge_of(f=late))
 
 
 # ---------------------------------------------------------------------------------------------- names and signatures
