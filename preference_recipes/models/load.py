@@ -124,9 +124,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
             "that they were made from, with --lora_r and --load_in_4bit to pack it"
         )
     if args.max_length > (most := architecture.longest_row(model)):
-        sys.exit(
-            f"--max_length {args.max_length}: {name!r} has {most} positions: give at most that"
-        )
+        sys.exit(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
     if args.lora_r and not frozen:  # each saved adapter says what it belongs to
         model.base_fingerprint = fingerprint(PartialState(), name, model.config)
     if getattr(model, "_weight_conversions", None):

@@ -200,25 +200,23 @@ def test_saved_and_loaded_again(name, tmp_path):
     assert torch.equal(one, other)
 
 
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-LLAMA3 |= dict(original_max_position_embeddings=32, rope_theta=5e5)
-BY_LAYER = dict(full_attention=LLAMA3, sliding_attention=dict(rope_type="default", rope_theta=2e4))
+PLAIN, SLIDING = (dict(rope_type="default", rope_theta=base) for base in (1e6, 2e4))
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, original_max_position_embeddings=32)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+BY_LAYER = dict(full_attention=LLAMA3, sliding_attention=SLIDING)
+SCALED = dict(rope_theta=5e5, rope_scaling=LLAMA3)
 
 
 @pytest.mark.parametrize(
     "name, rope, former",
     [
-        ("qwen2", dict(rope_type="default", rope_theta=1e6), dict(rope_theta=1e6)),
-        ("llama", LLAMA3, dict(rope_theta=5e5, rope_scaling=LLAMA3)),
-        (
-            "gemma3",
-            BY_LAYER,
-            dict(rope_theta=5e5, rope_scaling=LLAMA3, rope_local_base_freq=2e4),
-        ),
+        ("qwen2", PLAIN, dict(rope_theta=1e6)),
+        ("llama", LLAMA3, SCALED),
+        ("gemma3", BY_LAYER, dict(SCALED, rope_local_base_freq=2e4)),
         (
             "glm4",
-            dict(rope_type="default", rope_theta=3e4, partial_rotary_factor=0.75),
-            dict(rope_theta=3e4, partial_rotary_factor=0.75),
+            dict(PLAIN, partial_rotary_factor=0.75),
+            dict(rope_theta=1e6, partial_rotary_factor=0.75),
         ),
         ("gpt2", None, {}),
     ],

@@ -18,6 +18,13 @@ from runs import tiny_llama
 TRAINED = types.SimpleNamespace(is_causal=True, training=True)
 
 
+def exact_attention(query, keys, values, sees: torch.Tensor) -> torch.Tensor:
+    """In fp64, as transformers lays it out; heads are of 16 numbers."""
+    query, keys, values = (each.double() for each in (query, keys, values))
+    scores = (query @ keys.mT / 4).masked_fill(~sees, -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
 @pytest.fixture
 def setting():
     """What `use_onednn` sets for the whole process, as it is without it."""
@@ -126,9 +133,7 @@ def test_attention_is_computed_by_mkl_forward_and_backward(setting, monkeypatch)
         found, _ = onednn.attention_by_mkl(TRAINED, *inputs, None)
         found.square().sum().backward()
         exact = [each.double().requires_grad_(flag) for each, flag in zip(states, learned)]
-        scores = exact[0] @ exact[1].mT / 4
-        scores = scores.masked_fill(~torch.ones(40, 40).tril().bool(), -torch.inf)
-        expected = (scores.softmax(-1) @ exact[2]).transpose(1, 2)
+        expected = exact_attention(*exact, torch.ones(40, 40).tril().bool())
         expected.square().sum().backward()
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
         for one, other, flag in zip(inputs, exact, learned):
@@ -182,7 +187,6 @@ def test_attention_of_one_token_is_attention(setting, is_masked):
     called = {event.name for event in profile.events()}
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in called
     assert not called & {"aten::repeat_interleave", "aten::expand_as"}
-    keys, values = (each.double().repeat_interleave(3, 1) for each in (key, value))
-    scores = (query.double() @ keys.mT / 4).masked_fill(~sees, -torch.inf)
-    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    of_each_head = (each.repeat_interleave(3, 1) for each in (key, value))
+    expected = exact_attention(query, *of_each_head, sees)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
