@@ -336,9 +336,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(name, model, tmp_path):
     call(64)
     if name == "llama":
         return call(65)
-    refuses(
-        "--max_length 65", tmp_path, "64 positions: give --max_length 64", call=lambda: call(65)
-    )
+    refuses("--max_length 65", tmp_path, "has 64 positions: give 64", call=lambda: call(65))
 
 
 def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
