@@ -233,7 +233,7 @@ class Stage:
 
     def close(self) -> None:
         """Closes all environments of the latest samples; an error in that is of no consequence."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.call("close")
         self.instances = {}
 

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import runpy
+import sys
 import time
 import types
 
@@ -270,6 +271,14 @@ def test_an_environment_that_fails_ends_the_run(play):
         def step(self, message):
             time.sleep(600)
 
+    class Exits(MINE.Once):
+        def step(self, message):
+            sys.exit(0)
+
+        def close(self):  # of no consequence
+            sys.exit(0)
+
+    runs.refuses("test_environments.py", "ended the run: sys.exit(0)", call=lambda: play(Exits))
     with pytest.raises(ValueError, match="no such game"):
         play(Raises)
     with pytest.raises(TimeoutError, match="longer than --environment_timeout"):
