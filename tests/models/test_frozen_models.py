@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import runs
 from architectures import build
 from common.batches import Rows
 from common.shared_args import SharedArgs
@@ -19,16 +20,7 @@ from preference_recipes.models import load, prepare, reference, scores
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import precompute
-from runs import (
-    LAUNCHERS,
-    ROLLOUTS,
-    first_rows,
-    launch,
-    recipe,
-    short_run,
-    timeless,
-    training_lines,
-)
+from runs import ROLLOUTS, launch, recipe, short_run, training_lines
 
 
 def change(model, by=0.1):
@@ -132,15 +124,15 @@ def test_precomputing_frees_the_reference(accelerator):
 @pytest.mark.parametrize("launcher, rows, micro", [("plain", 44, 4), ("ddp", 5, 1)])
 def test_precomputed_log_probs_change_no_bit(inputs, tmp_path, launcher, rows, micro):
     """Equal rewards stay equal in the first update; the padding row of two processes counts once."""
-    data = first_rows(tmp_path / "pairs.jsonl", inputs / "dpo.jsonl", rows)
+    data = runs.first_rows(tmp_path / "pairs.jsonl", inputs / "dpo.jsonl", rows)
     found = []
     for is_known in (False, True):
         output = tmp_path / str(is_known)
         more = dict(precompute_ref_log_probs=is_known, learning_rate=0.01)
         held_out = dict(dataset_name=data, eval_dataset_name=data, micro_train_batch_size=micro)
         flags = short_run(inputs, "dpo", output, **more, **held_out, share_prompts=False)
-        launch(LAUNCHERS[launcher], recipe("dpo"), *flags)
-        found.append(timeless(output))
+        launch(runs.LAUNCHERS[launcher], recipe("dpo"), *flags)
+        found.append(runs.timeless(output))
     assert found[0] == found[1]
     first = next(line for line in found[1] if "loss" in line)
     assert first["rewards/accuracies"] == first["rewards/margins"] == 0
