@@ -404,15 +404,20 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
 
 
 def standard_tools(tools) -> list[dict] | None:
-    """Returns tools, which may be JSON, as templates read them; None for an empty list."""
+    """Returns tools, which may be JSON, as templates read them; None for an empty list.
+
+    A flat tool is a function's schema alone, or next to its `type` (OpenAI's Responses API).
+    """
     given = from_json(tools)
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
-    nested = [
-        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
-        for tool in given
-    ]
-    return without_nulls(nested) or None
+    nested = []
+    for tool in map(without_nulls, given):
+        if "name" in tool and "function" not in tool:
+            function = {key: tool[key] for key in tool if (key, tool[key]) != ("type", "function")}
+            tool = {"type": "function", "function": function}
+        nested.append(tool)
+    return nested or None
 
 
 def leading_column(row: dict) -> str | None:

@@ -386,6 +386,8 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
         message("assistant", "It is of 2010."),
     ]
     assert formats.standard({"messages": [QUESTION], "tools": "[]"}, {})["tools"] is None
+    flat = {"type": "function", **TOOL["function"]}  # as in OpenAI's Responses API
+    assert formats.standard({"messages": [QUESTION], "tools": [flat]}, {})["tools"] == [TOOL]
     with pytest.raises(BadRow, match="column 'tools': expected a list of JSON schemas"):
         formats.standard({"messages": [QUESTION], "tools": "[{"}, {})
 
