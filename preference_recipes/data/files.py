@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
@@ -135,9 +136,22 @@ def parsed(file, is_csv: bool) -> Iterable:
         if twice:  # the last one would be read
             raise ValueError(f"two columns are named {twice[0]!r}")
         return reader
+    decoder = json.JSONDecoder(object_pairs_hook=object_of)
     is_array = file.read(1000).lstrip().startswith("[")
     file.seek(0)
-    return json.load(file) if is_array else map(json.loads, filter(None, map(str.strip, file)))
+    if is_array:
+        return decoder.decode(file.read())
+    return map(decoder.decode, filter(None, map(str.strip, file)))
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict:
+    """Returns a JSON object; of a key that is there twice `json` would drop the first value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two keys are named {twice!r}, the second time with {found[twice]!r:.60}")
+    return found
 
 
 # ============================================================ folders, and the hub
