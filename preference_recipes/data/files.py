@@ -27,6 +27,9 @@ from common import counted, in_one_line, print_once
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
+# What `save_to_disk` of a `Dataset` and of a `DatasetDict` writes into a folder.
+SAVED_TO_DISK = ({"state.json", "dataset_info.json"}, {"dataset_dict.json"})
+
 # Longer than any text of a cell: the default ends at 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
@@ -35,11 +38,27 @@ def find(name: str, split: str) -> datasets.Dataset | TextFiles:
     """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
     A single file is the split `train`. As on the hub, the file names in a folder say the split; if
-    none does, all files are `train`. The name of a file or a folder is never a pattern.
+    none does, all files are `train`. The name of a file or a folder is never a pattern. What
+    cannot be found or read ends the run with one line.
     """
     path = Path(name)
-    if not path.exists():
-        return find_on_hub(name, split)
+    is_local = path.exists()
+    try:
+        return find_local(path, split) if is_local else find_on_hub(name, split)
+    except Exception as error:
+        place = "" if is_local else " is no file or folder here, and on the hub"
+        sys.exit(f"data set {name!r}{place}: {in_one_line(error)}")
+
+
+def find_local(path: Path, split: str) -> datasets.Dataset | TextFiles:
+    """Finds the rows of a file or a folder."""
+    name = str(path)
+    in_folder = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    if any(files <= in_folder for files in SAVED_TO_DISK):
+        sys.exit(
+            f"data set {name!r} was written by `save_to_disk`, which is not read: "
+            f"`datasets.load_from_disk({name!r})`, and `to_parquet` of each split, make files of it"
+        )
     # A file is not resolved: a link of the hub's cache points to one whose name says no format.
     splits = splits_of_folder(path) if path.is_dir() else {"train": [path.absolute()]}
     files = [file for file in splits.get(split, []) if is_data_file(file)]

@@ -304,6 +304,7 @@ def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ..
     is_whole_text = prompt == "" and leading_column(row) == "text"
     if not row.get("system") or is_whole_text:
         return texts
+    refuse_unless(isinstance(row["system"], str), row, "system", "a string")
     if isinstance(prompt, str):
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: where the "
@@ -394,6 +395,8 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
     if tag is not None and row.get("label") is None:
         row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 would pass for a class
     if leading == "instruction":
+        for column in filter(row.get, ("instruction", "input", "output")):
+            refuse_unless(isinstance(row[column], str), row, column, "a string")
         question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
         row = {**row, "prompt": [{"role": "user", "content": question}] if question else []}
         if row.get("output") is not None:
@@ -409,6 +412,8 @@ def standard_tools(tools) -> list[dict] | None:
     A flat tool is a function's schema alone, or next to its `type` (OpenAI's Responses API).
     """
     given = from_json(tools)
+    if given is None:  # the text "null"
+        return None
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
     nested = []

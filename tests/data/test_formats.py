@@ -385,7 +385,8 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
         message("tool", '{"year": 2010}'),
         message("assistant", "It is of 2010."),
     ]
-    assert formats.standard({"messages": [QUESTION], "tools": "[]"}, {})["tools"] is None
+    for none in ("[]", "null", " "):
+        assert formats.standard({"messages": [QUESTION], "tools": none}, {})["tools"] is None
     flat = {"type": "function", **TOOL["function"]}  # as in OpenAI's Responses API
     assert formats.standard({"messages": [QUESTION], "tools": [flat]}, {})["tools"] == [TOOL]
     with pytest.raises(BadRow, match="column 'tools': expected a list of JSON schemas"):
@@ -444,14 +445,18 @@ ASKED_TWICE = {"prompt": "Why?", "completion": [SYSTEM, QUESTION, YES]}
 @pytest.mark.parametrize("row, words", [
     ({"messages": [WITH_IMAGE, YES]}, ["message 1", "expected text", "'image_url'"]),
     ({"messages": [QUESTION, {**YES, "content": ["Be", "cause."]}]}, ["message 2", "expected text", "found 'Be'"]),
-    ({"instruction": "a", "output": ["b", "c"]}, ["message 1", "expected text", "found 'b'"]),
+    ({"instruction": "a", "output": ["b", "c"]}, ["column 'output'", "a string, found ['b', 'c']"]),
+    ({"instruction": "a", "output": "b", "input": float("nan")}, ["column 'input'", "a string, found nan"]),
+    ({"instruction": ["a"], "output": "b"}, ["column 'instruction'", "a string, found ['a']"]),
+    ({"messages": [QUESTION, YES], "system": 5}, ["column 'system'", "a string, found 5"]),
+    ({"prompt": [QUESTION], "completion": "b", "system": float("nan")}, ["column 'system'", "found nan"]),
     ({"messages": [QUESTION, YES], "label": True}, ["'label'", "recipes/kto.py"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.5}]}, ["message 2", "loss_weight 0.5"]),
     ({"messages": [QUESTION, {**YES, "train": "no"}]}, ["message 2", "train 'no'"]),
     ({"messages": [QUESTION, CALLS_AS_TEXT]}, ["column 'messages'", "a list of messages"]),
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
     ({"conversations": CALLED_IN_WORDS}, ["message 2", "JSON", "look up b"]),
-    ({"instruction": "a", "output": 5}, ["found {'role': 'assistant', 'content': 5} as message 1"]),
+    ({"instruction": "a", "output": 5}, ["column 'output'", "a string, found 5"]),
     ({"messages": [QUESTION, YES, {"role": "user"}]}, ["column 'messages'", "found {'role': 'user'} as message 3"]),
     ({"prompt": [QUESTION, {}], "completion": "b"}, ["column 'prompt'", "found {} as message 2"]),
     # These were learned: bad answers, an answer that is asked for twice, one without the call before it.

@@ -98,6 +98,23 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     assert "Failed" not in capfd.readouterr().err
 
 
+# The last is what a YAML gives that has a list of mappings there.
+@pytest.mark.parametrize("name", ["owner/mistyped", "folder/file/none", "{'name': 'x'}"])
+def test_a_name_of_nothing_is_told_in_one_line(name):
+    said = f"data set {name!r} is no file or folder here, and on the hub: "
+    refuses(said, call=lambda: files.find(name, "train"))
+
+
+@pytest.mark.parametrize("kind", ["rows", "splits"])
+def test_folders_that_are_no_data_set(tmp_path, kind):
+    refuses("doesn't contain any data files", call=lambda: files.find(str(tmp_path), "train"))
+    rows = datasets.Dataset.from_list([PAIR])
+    saved = rows if kind == "rows" else datasets.DatasetDict(train=rows)
+    saved.save_to_disk(tmp_path)
+    said = (repr(str(tmp_path)), "`save_to_disk`", "`to_parquet`")
+    refuses(*said, call=lambda: files.find(str(tmp_path), "train"))
+
+
 @pytest.mark.parametrize(
     "function, rows, parts",
     [
