@@ -39,7 +39,7 @@ from common.run import Run
 from common.shared_args import SchedulerType, arg, refuse_changed
 from preference_recipes.data import chat, dataset, formats, prompts
 from preference_recipes.data.formats import Text
-from preference_recipes.data.messages import has_text
+from preference_recipes.data.messages import from_text, has_text
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
@@ -198,7 +198,7 @@ def taught_row(
     of_student = of_teacher = row["prompt"]
     if teacher_prompt is not None:
         formats.require(row, teacher_prompt, expected=f"{teacher_prompt!r} (--teacher_prompt)")
-        of_teacher = row[teacher_prompt]
+        of_teacher = from_text(teacher_prompt, row[teacher_prompt])
         if not (isinstance(of_teacher, str) and isinstance(of_student, str)):
             of_teacher = formats.question_of(of_teacher)
         taught = prompts.prompt_row({**row, "prompt": of_teacher, "system": None}, *how)

@@ -16,6 +16,7 @@ from preference_recipes.data.messages import (
     as_list,
     as_messages,
     from_json,
+    from_text,
     has_text,
     is_learned,
     is_message,
@@ -383,6 +384,10 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
         first = next((place for place, column in enumerate(LEADING) if column in named), 0)
         given = {name: row[users] for name, users in columns.items() if users in row}
         row = {name: row[name] for name in row if name not in LEADING[:first]} | given
+    for column in ("messages", "conversations", "prompt", "completion", "chosen", "rejected"):
+        if column in row:
+            is_text = column not in ("messages", "conversations")
+            row = {**row, column: from_text(column, row[column], may_be_text=is_text)}
     leading = leading_column(row)
     if leading == "conversations":
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}

@@ -1,6 +1,7 @@
 """Says what a message is, and brings the kinds of messages that people use into one form."""
 
 import json
+import re
 from typing import Any
 
 # Who speaks in ShareGPT's conversations, and the role that chat templates know.
@@ -14,6 +15,11 @@ SENDERS = {
     "observation": "tool",
     "tool": "tool",
 }
+ROLES = {*SENDERS.values(), "developer"}
+# Messages as Python prints them, and so pandas does, instead of as JSON.
+PRINTED = re.compile(
+    rf"""\s*(?:array\()?[\[{{].*'(?:role|from)': '(?:{"|".join({*ROLES, *SENDERS})})'""", re.DOTALL
+)
 # Where the parts of a content go, by their type.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
 # Where a call has its arguments.
@@ -163,6 +169,32 @@ def nested(call: Any, where: str) -> dict:
 
 
 # ============================================================ values
+def from_text(column: str, value: Any, may_be_text: bool = True) -> Any:
+    """Returns the messages, or the one, that a text holds as JSON; any other value as it is.
+
+    Args:
+        may_be_text: the value may be a plain text, and so JSON of another kind.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"', "array(")):
+        return value
+    if PRINTED.match(value):
+        raise BadRow(
+            f"column {column!r} holds messages as Python prints them: expected a list of messages, "
+            f"or its JSON, as `json.dumps` writes it, found {value!r:.80}"
+        )
+    given = from_json(from_json(value))  # some files quote it twice
+    found = as_list(given)
+    are_messages = bool(given) and is_messages(found)
+    if are_messages and (not may_be_text or all(map(has_known_role, found))):
+        return given
+    return value
+
+
+def has_known_role(message: dict) -> bool:
+    """Whether somebody speaks whom conversations have; an answer may be JSON about others."""
+    return message.get("role") in ROLES or message.get("from") in SENDERS
+
+
 def from_json(value: Any) -> Any:
     """Returns what a JSON text says, None for an empty one; any other value as it is."""
     try:

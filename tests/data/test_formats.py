@@ -190,6 +190,54 @@ def test_conversations(row, expected):
     assert formats.conversation(row) == expected
 
 
+ROWS_OF_MESSAGES = [
+    (sft_row, {"messages": [SYSTEM, QUESTION, YES]}),
+    (sft_row, {"messages": [QUESTION, message("critic", "Hm."), YES]}),
+    (sft_row, {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}),
+    (sft_row, {"prompt": [QUESTION], "completion": [YES]}),
+    (preference_row, {"prompt": [SYSTEM, QUESTION], "chosen": [YES], "rejected": [NO]}),
+    (preference_row, {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}),
+    (preference_row, {"prompt": "Why?", "chosen": YES, "rejected": NO}),
+    (formats.labelled_row, {"prompt": QUESTION, "completion": [YES], "label": True}),
+    (formats.labelled_row, {"messages": [QUESTION, YES], "label": False}),
+    (prompt_row, {"prompt": [SYSTEM, QUESTION]}),
+    (completed_row, {"prompt": [QUESTION], "completion": [YES]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+@pytest.mark.parametrize("function, row", ROWS_OF_MESSAGES)
+def test_messages_may_be_written_as_json(function, row, as_messages):
+    """As parquet writers do; what they hold was trained on as a text. Python's `str` is no JSON."""
+    tokenizer = templates.tokenizer("qwen2_5")
+    settings = SETTINGS.get(function, {}) | {"strings_as_messages": as_messages}
+    expected = function(formats.standard(row, {}), tokenizer, 1000, **settings)
+    held = {key for key, value in row.items() if isinstance(value, (list, dict))}
+    for spelled in (json.dumps, lambda value: json.dumps(json.dumps(value, indent=1))):
+        given = {key: spelled(row[key]) if key in held else row[key] for key in row}
+        assert function(formats.standard(given, {}), tokenizer, 1000, **settings) == expected
+    for column in held:
+        python = str(row[column])
+        numpy = python.replace("}, {", "}\n {")
+        for printed in (python, numpy, f"array({python}, dtype=object)"):
+            with pytest.raises(BadRow, match=f"column '{column}' holds messages as Python prints"):
+                formats.standard(row | {column: printed}, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *['[{"role": "CEO", "content": "Ann"}]', '{"from": "USD", "value": "EUR"}', "[]", "{}"],
+        *['["user"]', '{"role": "user"}', "[{'name': 'Ann'}]", '"So."', "[1] So.", '[{"role": '],
+    ],
+)
+def test_an_answer_that_is_json_of_another_kind_stays_text(text):
+    row = {"prompt": "Who?", "completion": text}
+    assert formats.conversation(formats.standard(row, {})) == ("Who?", text)
+    row = {"prompt": text, "chosen": text, "rejected": "No."}
+    assert formats.preference(formats.standard(row, {})) == (text, text, "No.")
+
+
 BEGUN = [SYSTEM, *BEFORE, QUESTION]
 
 
