@@ -34,7 +34,7 @@ SAVED_TO_DISK = ({"state.json", "dataset_info.json"}, {"dataset_dict.json"})
 csv.field_size_limit(2**31 - 1)
 
 
-def find(name: str, split: str) -> datasets.Dataset | TextFiles:
+def find(name: str, split: str) -> TypedRows | TextFiles:
     """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
     A single file is the split `train`. As on the hub, the file names in a folder say the split; if
@@ -70,7 +70,7 @@ def find_local(path: Path, split: str) -> datasets.Dataset | TextFiles:
     if any(file.suffix != ".parquet" for file in files):
         return TextFiles(files)
     names = [glob.escape(str(file)) for file in files]
-    return datasets.load_dataset("parquet", data_files=names, split="train")
+    return TypedRows(datasets.load_dataset("parquet", data_files=names, split="train"))
 
 
 def refuse_missing(name: str) -> None:
@@ -173,6 +173,50 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict:
     return found
 
 
+# ============================================================ parquet, and others with types
+class TypedRows:
+    """The rows of a data set whose columns have types, which give dicts the keys of all others.
+
+    A key that a message, a call or a tool does not have is null there, and templates ask whether a
+    key is there. So these keys are taken out again. What a type holds as JSON has its own nulls.
+    """
+
+    def __init__(self, dataset: datasets.Dataset):
+        self.dataset = dataset
+        self._fingerprint = dataset._fingerprint
+        self.padded = {
+            name: feature for name, feature in dataset.features.items() if is_chat_type(feature)
+        }
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def select(self, numbers: range) -> Iterator[dict]:
+        """Yields the rows of a range."""
+        for row in self.dataset.select(numbers):
+            yield row | {name: unpadded(row[name], self.padded[name]) for name in self.padded}
+
+
+def is_chat_type(feature) -> bool:
+    """Whether a column's type is that of messages or of tools, or of one of them."""
+    item = getattr(feature, "feature", feature)
+    return isinstance(item, dict) and not item.keys().isdisjoint(
+        ("role", "from", "function", "parameters")
+    )
+
+
+def unpadded(value: Any, feature) -> Any:
+    """Returns a value without the keys that are null because its type has them."""
+    if value is None:
+        return None
+    if isinstance(feature, dict):
+        kept = {name: part for name, part in value.items() if part is not None}
+        return {name: unpadded(part, feature[name]) for name, part in kept.items()}
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return [unpadded(part, feature.feature) for part in value]
+    return value
+
+
 # ============================================================ folders, and the hub
 def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     """Returns the files of a folder by split; prints which data files of it are in none."""
@@ -195,13 +239,13 @@ def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     return splits
 
 
-def find_on_hub(name: str, split: str) -> datasets.Dataset | TextFiles:
+def find_on_hub(name: str, split: str) -> TypedRows | TextFiles:
     """Downloads a data set of the hub; of JSON the files of one split."""
     hub_name, _, config = name.partition(":")
     builder = datasets.load_dataset_builder(hub_name, config or None)
     if not isinstance(builder, Json) or builder.config.field is not None:
         builder.download_and_prepare()
-        return builder.as_dataset(split)
+        return TypedRows(builder.as_dataset(split))
     files = builder.config.data_files
     if split not in files:
         sys.exit(f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, files))}")

@@ -13,6 +13,7 @@ from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
     SENDERS,
     BadRow,
+    as_json,
     as_list,
     as_messages,
     from_json,
@@ -22,7 +23,6 @@ from preference_recipes.data.messages import (
     is_message,
     is_messages,
     learned_turns,
-    without_nulls,
 )
 
 # A prompt or an answer: a string, or messages.
@@ -422,7 +422,7 @@ def standard_tools(tools) -> list[dict] | None:
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
     nested = []
-    for tool in map(without_nulls, given):
+    for tool in map(as_json, given):
         if "name" in tool and "function" not in tool:
             function = {key: tool[key] for key in tool if (key, tool[key]) != ("type", "function")}
             tool = {"type": "function", "function": function}

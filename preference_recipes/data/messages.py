@@ -90,7 +90,9 @@ def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
     given = enumerate(as_list(value), 1)
-    return [as_message(without_nulls(part), f"message {number}") for number, part in given]
+    return [
+        as_message(as_json(part, without_nulls=True), f"message {number}") for number, part in given
+    ]
 
 
 def as_message(message: dict, where: str) -> dict:
@@ -150,6 +152,7 @@ def nested(call: Any, where: str) -> dict:
 
     A flat call has name and arguments side by side. Arguments may be under `parameters`, and JSON.
     """
+    call = as_json(call, without_nulls=True)  # a call that was JSON text may have some
     if isinstance(call, dict) and "function" not in call:
         function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
         others = {key: value for key, value in call.items() if key not in function}
@@ -207,15 +210,20 @@ def as_list(value: Any) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns a value as JSON would hold it, with keys whose value is None removed at every depth.
+def as_json(value: Any, without_nulls: bool = False) -> Any:
+    """Returns a value as JSON would hold it.
 
-    Parquet gives every row the keys of all rows, null where a row lacks them, and templates ask
-    whether a key is there.
+    Args:
+        without_nulls: leave out keys whose value is None, because templates ask whether a key of a
+            message is there. The arguments of a call keep theirs: the model writes them.
     """
     if isinstance(value, dict):
-        return {str(key): without_nulls(part) for key, part in value.items() if part is not None}
+        return {
+            str(key): as_json(part, without_nulls and key not in ARGUMENTS)
+            for key, part in value.items()
+            if part is not None or not without_nulls
+        }
     if isinstance(value, (list, tuple)):
-        return [without_nulls(part) for part in value]
+        return [as_json(part, without_nulls) for part in value]
     is_json = value is None or isinstance(value, (str, int, float))
     return value if is_json else str(value)  # such as a date

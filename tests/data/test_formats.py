@@ -441,6 +441,45 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
         formats.standard({"messages": [QUESTION], "tools": "[{"}, {})
 
 
+NULLS = {"year": None, "of": [{"title": None}]}
+
+
+@pytest.mark.parametrize(
+    "name, kind, kept",
+    [
+        ("rows.jsonl", "object", True),
+        ("rows.parquet", "object", False),  # there a key that other rows have is null
+        ("rows.parquet", "text", True),
+        ("rows.parquet", "json", True),  # a type of `datasets`, which holds what JSON holds
+        ("rows.csv", "text", True),
+    ],
+)
+def test_nulls_are_the_users_own_unless_a_type_puts_them(name, kind, kept, tmp_path):
+    called = call("search", title="Inception", **NULLS)
+    tool = {"type": "function", "function": {"name": "search", "parameters": NULLS}}
+    row = {"messages": [QUESTION, message("assistant", "", tool_calls=[called])], "tools": [tool]}
+    if kind == "json":  # a column whose values have no type in common
+        other = call("search", title=1)
+        row["messages"].append(message("assistant", "", tool_calls=[other]))
+        row["tools"].append(
+            {"type": "function", "function": {"name": "b", "parameters": {"of": 1}}}
+        )
+    given = {key: json.dumps(row[key]) for key in row} if kind == "text" else row
+    path = tmp_path / name
+    if name.endswith("csv"):
+        datasets.Dataset.from_list([given]).to_csv(path)
+    elif name.endswith("parquet"):
+        mixed = "use_json" if kind == "json" else None
+        datasets.Dataset.from_list([given], on_mixed_types=mixed).to_parquet(path)
+    else:
+        write_jsonl(path, [given])
+    found = formats.standard(rows_of(path)[0], {})
+    arguments = {"title": "Inception"} | (NULLS if kept else {"of": [{}]})
+    _, (_, answer, *_) = formats.conversation(found)
+    assert answer["tool_calls"][0]["function"]["arguments"] == arguments
+    assert found["tools"][0]["function"]["parameters"] == (NULLS if kept else {"of": [{}]})
+
+
 def test_columns_of_alpaca_may_have_other_names():
     """As in Dolly: `context` and `response`."""
     named = {"instruction": "instruction", "input": "context", "output": "response"}
@@ -554,20 +593,23 @@ def calls_written(name: str, content, calls) -> str:
 @pytest.mark.parametrize(
     "name, written",
     [
-        ("qwen2_5", '{"name": "add", "arguments": {"x": 1}}'),
-        ("llama3_2", '{"name": "add", "parameters": {"x": 1}}'),
-        ("gptoss", 'to=functions.add<|channel|>commentary json<|message|>{"x": 1}'),
-        ("deepseekv3", 'add\n```json\n{"x": 1}\n```'),  # its template takes only texts
+        ("qwen2_5", '{"name": "add", "arguments": %s}'),
+        ("llama3_2", '{"name": "add", "parameters": %s}'),
+        ("gptoss", "to=functions.add<|channel|>commentary json<|message|>%s"),
+        ("deepseekv3", "add\n```json\n%s\n```"),  # its template takes only texts
     ],
 )
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
-@pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}, json.dumps('{"x": 1}')])
-def test_a_call_may_be_flat_or_nested_and_its_arguments_a_text(name, written, key, given):
+@pytest.mark.parametrize("arguments", ['{"x": 1}', '{"x": null, "y": [{"z": null}]}'])
+@pytest.mark.parametrize("spelled", [str, json.loads, json.dumps])
+def test_a_call_may_be_flat_or_nested_and_its_arguments_a_text(
+    name, written, key, arguments, spelled
+):
     """As OpenAI's API has them, and as only they fit into a column of a parquet file."""
-    function = {"name": "add", key: given}
+    function = {"name": "add", key: spelled(arguments)}
     nested = [{"type": "function", "id": "0", "function": function}]
     expected = calls_written(name, None, nested)
-    assert written in expected
+    assert written % arguments in expected
     flat = {"id": "0", **function}
     for calls in ([flat], flat, json.dumps([flat]), json.dumps(nested)):
         assert calls_written(name, "", calls) == expected
