@@ -174,6 +174,10 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict:
 
 
 # ============================================================ parquet, and others with types
+# What messages have, in OpenAI's form and ShareGPT's, and tools, nested and flat.
+CHAT_KEYS = [{"role", "content"}, {"from", "value"}, {"type", "function"}, {"name", "parameters"}]
+
+
 class TypedRows:
     """The rows of a data set whose columns have types, which give dicts the keys of all others.
 
@@ -185,7 +189,9 @@ class TypedRows:
         self.dataset = dataset
         self._fingerprint = dataset._fingerprint
         self.padded = {
-            name: feature for name, feature in dataset.features.items() if is_chat_type(feature)
+            name: feature
+            for name, feature in dataset.features.items()
+            if name == "tools" or holds_chat(feature)
         }
 
     def __len__(self) -> int:
@@ -197,12 +203,10 @@ class TypedRows:
             yield row | {name: unpadded(row[name], self.padded[name]) for name in self.padded}
 
 
-def is_chat_type(feature) -> bool:
+def holds_chat(feature) -> bool:
     """Whether a column's type is that of messages or of tools, or of one of them."""
     item = getattr(feature, "feature", feature)
-    return isinstance(item, dict) and not item.keys().isdisjoint(
-        ("role", "from", "function", "parameters")
-    )
+    return isinstance(item, dict) and any(keys <= item.keys() for keys in CHAT_KEYS)
 
 
 def unpadded(value: Any, feature) -> Any:
