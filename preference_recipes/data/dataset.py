@@ -30,7 +30,7 @@ from accelerate.utils import gather_object
 
 from common import distributed, folders, in_one_line
 from preference_recipes.data import files, formats, rendering
-from preference_recipes.data.messages import BadRow
+from preference_recipes.data.messages import BadRow, LeftOut
 
 ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
 MOST_PROCESSES = 32
@@ -129,7 +129,7 @@ class Converter:
         function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns columns;
             among them `length`, the tokens of the row (of a pair, those of both sequences),
             `reason`, why it is left out ("" if it is not), `truncated`, whether something was cut
-            off, and maybe `notes` for the user. It raises `BadRow`.
+            off, and maybe `notes` for the user. It raises `LeftOut` and `BadRow`.
         columns: the user's columns by the format's, see `formats.column_names`.
         settings: passed to the function; `max_length` among them.
     """
@@ -147,6 +147,8 @@ class Converter:
         try:
             row = formats.standard(row, self.columns)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
+        except LeftOut as why:
+            return {"reason": str(why), "notes": [], "row": index + 1}
         except Exception as error:
             kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
             raise BadRow(f"row {index + 1}: {kind}{in_one_line(error)}") from error
@@ -250,26 +252,32 @@ def write_rows(
 
     Returns counts of rows by what the user should know about them, and the usable ones' checksums.
     """
-    numbered = enumerate(rows.select(range(start, stop)), start)
-    converted: Iterator = (converter.convert_row(row, index) for index, row in numbered)
-    first = next(converted)
-    types = [(name, type_of(name, first[name])) for name in first if name not in NOT_KEPT]
-    schema = pyarrow.schema(types)
-    converted = itertools.chain([first], converted)
     counts: collections.Counter[str] = collections.Counter()
-    checksums = []
+    checksums: list[int] = []
+    usable = usable_rows(rows, converter, start, stop, counts)
+    first = next(usable, None)
+    if first is None:
+        return counts, checksums
+    schema = pyarrow.schema([(name, type_of(name, first[name])) for name in first])
+    usable = itertools.chain([first], usable)
     with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
-        while some := list(itertools.islice(converted, ROWS_AT_A_TIME)):
-            usable = []
-            for values in some:
-                if values["reason"]:
-                    counts[f"left out ({values['reason']})"] += 1
-                    continue
-                counts.update({*values["notes"], *["truncated"] * values["truncated"]})
-                usable.append({name: values[name] for name in schema.names})
-                checksums.append(zlib.crc32(marshal.dumps(usable[-1], 0)))
-            writer.write_batch(pyarrow.RecordBatch.from_pylist(usable, schema))
+        while some := list(itertools.islice(usable, ROWS_AT_A_TIME)):
+            checksums += [zlib.crc32(marshal.dumps(values, 0)) for values in some]
+            writer.write_batch(pyarrow.RecordBatch.from_pylist(some, schema))
     return counts, checksums
+
+
+def usable_rows(
+    rows, converter: Converter, start: int, stop: int, counts: collections.Counter
+) -> Iterator[dict]:
+    """Yields the columns of the usable rows of a range; counts what the user should know."""
+    for index, row in enumerate(rows.select(range(start, stop)), start):
+        values = converter.convert_row(row, index)
+        if values["reason"]:
+            counts[f"left out ({values['reason']})"] += 1
+            continue
+        counts.update({*values["notes"], *["truncated"] * values["truncated"]})
+        yield {name: values[name] for name in values if name not in NOT_KEPT}
 
 
 def type_of(name: str, value) -> pyarrow.DataType:

@@ -33,6 +33,10 @@ class BadRow(Exception):
     """A row that fits no format; its text says which column, and what was expected."""
 
 
+class LeftOut(Exception):
+    """A row that is not used; its text says why. The run counts the rows by it, and goes on."""
+
+
 class Arguments(dict):
     """The arguments of a call; a template that prints them, or adds them to a text, writes JSON."""
 
@@ -113,6 +117,10 @@ def as_message(message: dict, where: str) -> dict:
         calls += calls_in_content
     if calls:
         message["tool_calls"] = [nested(call, where) for call in calls]
+    elif message["role"] == "assistant" and not message["content"]:
+        unread = [key for key in message if "call" in key.lower() and message[key]]
+        if unread:  # without its call the history would have an empty turn
+            raise LeftOut(f"a call in {unread[0]!r}, and none in 'tool_calls'")
     for key, value in message.items() if message["role"] == "assistant" else ():
         # Other keys whose names are about the loss may mean anything.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)

@@ -31,6 +31,7 @@ def completed_row(row, tokenizer, max_length, max_new_tokens, **settings):
 SETTINGS = {
     sft_row: {"loss_on": "assistant"},
     preference_row: {},
+    formats.labelled_row: {},
     prompt_row: {"max_new_tokens": 8},
     completed_row: {"max_new_tokens": 8},
 }
@@ -210,7 +211,7 @@ ROWS_OF_MESSAGES = [
 def test_messages_may_be_written_as_json(function, row, as_messages):
     """As parquet writers do; what they hold was trained on as a text. Python's `str` is no JSON."""
     tokenizer = templates.tokenizer("qwen2_5")
-    settings = SETTINGS.get(function, {}) | {"strings_as_messages": as_messages}
+    settings = SETTINGS[function] | {"strings_as_messages": as_messages}
     expected = function(formats.standard(row, {}), tokenizer, 1000, **settings)
     held = {key for key, value in row.items() if isinstance(value, (list, dict))}
     for spelled in (json.dumps, lambda value: json.dumps(json.dumps(value, indent=1))):
@@ -347,7 +348,7 @@ def test_a_row_that_asks_nothing_is_left_out_whatever_its_system_message(
     row = {"prompt": prompt, "system": "Be brief.", "completion": answers[0], "label": True}
     if function is preference_row:
         row |= {"chosen": answers[0], "rejected": answers[1]}
-    found = function(row, tokenizer, 100, **SETTINGS.get(function, {}), strings_as_messages=True)
+    found = function(row, tokenizer, 100, **SETTINGS[function], strings_as_messages=True)
     assert found["reason"] == "empty prompt"
 
 
@@ -580,6 +581,40 @@ def test_a_pair_that_ends_with_the_users_turn_or_without_an_answer_is_left_out(t
     assert preference_row(row, tokenizer, 100)["reason"].startswith("answer that does not end with")
     row["chosen"].append(message("assistant", ""))
     assert preference_row(row, tokenizer, 100)["reason"] == "empty answer"
+
+
+OLD_CALL = {"name": "clock", "arguments": "{}"}
+OLD = message("assistant", "", function_call=OLD_CALL)
+NOON = message("function", "12:00", name="clock")
+PAIR = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
+
+
+@pytest.mark.parametrize(
+    "function, row, bad",
+    [
+        (sft_row, {"messages": [QUESTION, YES]}, {"messages": [QUESTION, OLD, NOON, YES]}),
+        (sft_row, {"messages": [QUESTION, YES]}, {"messages": [QUESTION, OLD]}),
+        (preference_row, PAIR, {**PAIR, "prompt": [QUESTION, OLD, NOON]}),
+        (preference_row, PAIR, {**PAIR, "rejected": [OLD, NOON, NO]}),
+        (formats.labelled_row, PAIR, {"prompt": [QUESTION], "completion": [OLD], "label": 0}),
+        (prompt_row, PAIR, {"prompt": [QUESTION, OLD, NOON]}),
+        (completed_row, PAIR, {"prompt": [QUESTION], "completion": [OLD, NOON, YES]}),
+    ],
+)
+def test_a_call_that_is_not_read_leaves_out_its_row(
+    tokenizer, accelerator, tmp_path, capsys, function, row, bad
+):
+    """It was an empty turn of the history. The first row decides about no column's type."""
+    text = json.dumps(bad)
+    others = [text.replace("function_call", name) for name in ("function_calls", "toolCall")]
+    others += [text.replace(json.dumps(OLD_CALL), json.dumps(json.dumps(OLD_CALL)))]
+    unused = text.replace(json.dumps(OLD_CALL), "null")
+    path = write_jsonl(tmp_path / "rows.jsonl", [bad, row, *map(json.loads, [*others, unused])])
+    rows = load(accelerator, tokenizer, path, function)["row"][:]
+    assert 2 in rows and not {1, 3, 4, 5} & {*rows}
+    said = capsys.readouterr().out
+    assert "left out (a call in 'function_call', and none in 'tool_calls'): 2 of 6 rows" in said
+    assert "left out (a call in 'toolCall', and none in 'tool_calls'): 1 of 6 rows" in said
 
 
 def calls_written(name: str, content, calls) -> str:
