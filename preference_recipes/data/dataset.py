@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,15 @@ PLAIN_STRINGS = (
 BETWEEN = "\x1e"
 
 
+class LargestId(NamedTuple):
+    """The largest token id in a column of a data set, and a row of the set's files that has it."""
+
+    token_id: int
+    column: str
+    name: str  # of the data set
+    row: int  # from 1
+
+
 class Data(NamedTuple):
     """The data of a run, as token ids.
 
@@ -57,18 +66,38 @@ class Data(NamedTuple):
         starts: the first row of each training set.
         eval_sets: the held-out sets by the prefixes of their tags.
         converter: turns a row into token ids; all these sets went through it.
+        largest_ids: of each training set, then of each held-out one; one for each of its columns.
     """
 
     train: datasets.Dataset
     starts: list[int]
     eval_sets: dict[str, datasets.Dataset]
     converter: Converter
+    largest_ids: Sequence[LargestId] = ()
 
     @property
     def fingerprints(self) -> dict[str, Any]:
         """Stand for the content of the sets: their rows, the tokenizer, what was cut."""
         held_out = {prefix: rows._fingerprint for prefix, rows in self.eval_sets.items()}
         return {"data": self.train._fingerprint, "held-out data": held_out}
+
+    def refuse_ids_beyond(
+        self, n_rows: int, model_name: str, columns: Collection[str] | None = None
+    ) -> None:
+        """Ends the run where the sets hold a token id for which a model has no embedding.
+
+        Args:
+            n_rows: of the model's embedding; it may have more than the tokenizer has tokens.
+            columns: that the model reads, such as `prompt_ids`; None: all.
+        """
+        for token_id, column, name, row in self.largest_ids:
+            if token_id >= n_rows and (columns is None or column in columns):
+                token = self.converter.tokenizer.convert_ids_to_tokens(token_id)
+                sys.exit(
+                    f"data set {name!r}, row {row}: token {token_id}, {token!r}, has no embedding "
+                    f"in {model_name!r}, which has {n_rows} of them: after tokens were added, "
+                    "`model.resize_token_embeddings(len(tokenizer))` makes room for them"
+                )
 
 
 def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
@@ -97,7 +126,12 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     if len(set(prefixes)) < len(held_out):
         sys.exit(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
-    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter)
+    largest_ids = [
+        LargestId(token_id, column, name, row)
+        for name, rows in zip([*args.dataset_name, *held_out], [*sets, *eval_sets])
+        for column, (token_id, row) in about(folder_of(rows))["largest_ids"].items()
+    ]
+    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter, largest_ids)
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
@@ -111,13 +145,23 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     folder = distributed.all_or_none(accelerator, is_first, tokenise, name, split, converter)
     first = accelerator.process_index - accelerator.local_process_index
     folder = gather_object([folder])[first]
-    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    said = about(folder)
     parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
     rows = datasets.concatenate_datasets(parts)
-    accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
+    accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *said["notes"]]))
     if not any(rows["answer"][:]):
         rows = rows.remove_columns("answer")
-    return rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
+    return rows.select(range(len(rows)), new_fingerprint=said["fingerprint"])
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """Returns what `convert` found out about the rows in a folder."""
+    return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+
+
+def folder_of(rows: datasets.Dataset) -> Path:
+    """Returns the folder that `load` has read rows from."""
+    return Path(rows.cache_files[0]["filename"]).parent
 
 
 # ============================================================ a row
@@ -199,8 +243,8 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
     temporary.mkdir(parents=True)
     try:
-        about = convert(name, rows, converter, temporary)
-        (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        found = convert(name, rows, converter, temporary)
+        (temporary / ABOUT).write_text(json.dumps(found), encoding="utf-8")
         folders.flush(*temporary.iterdir(), temporary)
         with contextlib.suppress(OSError):  # another run was faster
             temporary.rename(folder)
@@ -232,9 +276,9 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
                 parts = list(pool.map(write_rows, *zip(*tasks)))
     except BadRow as error:
         sys.exit(f"data set {name!r}, {error}")
-    counts = sum((counts for counts, _ in parts), collections.Counter())
+    counts = sum((counts for counts, _, _ in parts), collections.Counter())
     notes = [f"{what}: {count} of {len(rows)} rows" for what, count in sorted(counts.items())]
-    checksums = [checksum for _, part in parts for checksum in part]
+    checksums = [checksum for _, part, _ in parts for checksum in part]
     if not checksums:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     from preference_recipes.data import unread  # only here: most runs find their rows tokenised
@@ -242,29 +286,38 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     not_read = unread.describe(rows.select(range(len(rows))), converter)
     # The same rows from another path, or written at another time, are the same data.
     fingerprint = datasets.fingerprint.Hasher.hash(checksums)
-    return {"fingerprint": fingerprint, "notes": [*notes, *filter(None, [not_read])]}
+    largest: dict[str, tuple[int, int]] = {}
+    for _, _, part in parts:
+        largest |= {name: max(part[name], largest.get(name, part[name])) for name in part}
+    notes += filter(None, [not_read])
+    return {"fingerprint": fingerprint, "notes": notes, "largest_ids": largest}
 
 
 def write_rows(
     rows, converter: Converter, start: int, stop: int, file: Path
-) -> tuple[collections.Counter, list[int]]:
-    """Converts a range of rows, and writes the usable ones into a file.
+) -> tuple[collections.Counter, list[int], dict[str, tuple[int, int]]]:
+    """Converts a range of rows, and writes the usable ones, if there are any, into a file.
 
-    Returns counts of rows by what the user should know about them, and the usable ones' checksums.
+    Returns counts of rows by what the user should know about them; the usable ones' checksums; and
+    of each of their columns of token ids the largest id, with the number of a row that has it.
     """
     counts: collections.Counter[str] = collections.Counter()
     checksums: list[int] = []
+    largest: dict[str, tuple[int, int]] = {}
     usable = usable_rows(rows, converter, start, stop, counts)
     first = next(usable, None)
     if first is None:
-        return counts, checksums
+        return counts, checksums, largest
     schema = pyarrow.schema([(name, type_of(name, first[name])) for name in first])
     usable = itertools.chain([first], usable)
     with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
         while some := list(itertools.islice(usable, ROWS_AT_A_TIME)):
             checksums += [zlib.crc32(marshal.dumps(values, 0)) for values in some]
+            for name in [name for name in first if name.endswith("_ids")]:
+                found = [(max(values[name], default=-1), values["row"]) for values in some]
+                largest[name] = max([*found, largest.get(name, found[0])])
             writer.write_batch(pyarrow.RecordBatch.from_pylist(some, schema))
-    return counts, checksums
+    return counts, checksums, largest
 
 
 def usable_rows(

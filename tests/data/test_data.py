@@ -4,6 +4,7 @@ And every row stands in one update of an epoch.
 """
 
 import csv
+import functools
 import gzip
 import json
 import os
@@ -624,6 +625,41 @@ def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
     args.eval_dataset_name = ["none.jsonl"]
     refuses("'none.jsonl' does not exist", call=lambda: load(one))
     assert capsys.readouterr().out == ""  # before a set is read
+
+
+def test_a_token_without_an_embedding_is_refused_by_the_row_that_has_it(accelerator, tmp_path):
+    """In any set, in what a model reads; what is cut off or left out is read by none."""
+    tokenizer = make_tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<a>", "<b>", "<c>"])
+
+    def write_set(name: str, *rows: tuple[str, str, str]) -> str:
+        pairs = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]
+        return str(write_jsonl(tmp_path / name, pairs))
+
+    train = write_set("train.jsonl", ("x", "y", "z"), ("<a>", "y", "z"), ("x", "<b>", "<c>" * 9))
+    held_out = write_set("held_out.jsonl", ("", "<c>", "z"), ("x", "y" * 9 + "<c>", "<b>"))
+    args = SharedArgs(dataset_name=[train], eval_dataset_name=[held_out], max_length=8)
+    data = dataset.load_data(accelerator, args, tokenizer, function=preference_row)
+    found = {(name, column): (token, row) for token, column, name, row in data.largest_ids}
+    x = tokenizer.convert_tokens_to_ids("x")
+    assert {key: found[key] for key in found if key[1] != "rejected_ids"} == {
+        (train, "prompt_ids"): (size, 2),
+        (train, "chosen_ids"): (size + 1, 3),
+        (held_out, "prompt_ids"): (x, 2),
+        (held_out, "chosen_ids"): (x + 1, 2),
+    }
+    assert found[train, "rejected_ids"] == (size + 2, 3)
+    assert found[held_out, "rejected_ids"] == (size + 1, 2)
+    data.refuse_ids_beyond(size + 3, "M")
+    data.refuse_ids_beyond(size + 2, "M", ["prompt_ids", "chosen_ids"])
+    refused = functools.partial(data.refuse_ids_beyond, size + 2, "M")
+    refuses(
+        f"{train!r}, row 3: token {size + 2}, '<c>'", f"'M', which has {size + 2}", call=refused
+    )
+    data = data._replace(largest_ids=[of for of in data.largest_ids if of.name == held_out])
+    refused = functools.partial(data.refuse_ids_beyond, size, "M")
+    refuses(f"{held_out!r}, row 2: token {size + 1}, '<b>'", call=refused)
 
 
 # ---------------------------------------------------------------------- the samples of an update

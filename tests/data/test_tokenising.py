@@ -86,20 +86,32 @@ def many(monkeypatch, tmp_path):
 
 
 def load(accelerator, monkeypatch, path, cache, **settings):
-    """Tokenises a file into a cache of its own; returns rows, fingerprint and how many files hold them."""
+    """Tokenises a file into a cache of its own; returns rows, what is known of them, and how many files they are."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     settings = {"max_length": 64, "strings_as_messages": False, **settings}
     tokenizer = templates.tokenizer("qwen3")
     rows = load_rows(accelerator, str(path), preference_row, tokenizer, **settings)
-    return rows[:], rows._fingerprint, len(list((cache / "tokenised").rglob("*.arrow")))
+    return (
+        rows[:],
+        dataset.about(dataset.folder_of(rows)),
+        len(list((cache / "tokenised").rglob("*.arrow"))),
+    )
 
 
-def test_two_processes_make_the_same_rows_as_one(accelerator, monkeypatch, many, tmp_path):
+@pytest.mark.parametrize("unusable", [0, 1250])
+def test_two_processes_make_the_same_rows_as_one(
+    accelerator, monkeypatch, many, tmp_path, unusable
+):
+    """Also if one of them finds no usable row."""
+    lines = ['{"prompt": "", "chosen": "a", "rejected": "b"}'] * unusable
+    lines += many.read_text().splitlines()
+    many.write_text("\n".join(lines[:2500]))
     *by_two, files_of_two = load(accelerator, monkeypatch, many, tmp_path / "two")
     monkeypatch.setattr(dataset, "ROWS_PER_PROCESS", 10_000)
     *by_one, files_of_one = load(accelerator, monkeypatch, many, tmp_path / "one")
-    assert (files_of_two, files_of_one) == (2, 1) and by_two == by_one
-    assert by_one[0]["row"] == list(range(1, 2501)) and by_one[0]["answer"][-1] == "2499"
+    assert (files_of_two, files_of_one) == (1 if unusable else 2, 1) and by_two == by_one
+    assert by_one[0]["row"] == list(range(unusable + 1, 2501))
+    assert by_one[0]["answer"][-1] == str(2499 - unusable)
 
 
 def test_a_bad_row_is_named_by_two_processes_as_by_one(accelerator, monkeypatch, many, tmp_path):
