@@ -20,8 +20,10 @@ from preference_recipes.data.rendering import (
     encode,
     encode_after,
     ending_of,
+    is_foreign,
     n_common,
     render,
+    to_write,
 )
 
 # For trials, as `QUESTION`: what an answer says, and a tool that it calls. The first character, of
@@ -37,6 +39,7 @@ REWRITES_TURNS = "the chat template writes the earlier turns of an answer differ
 # What the run says about data whose template does something that a user should know about.
 DROPS_ROLE = "messages that the chat template does not write"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
+KEEPS_THOUGHT = "thinking that the chat template takes for a part of the answer"
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
 FOLLOWS_LESS = "answers do not continue the prompt: they are learned after what they share with it"
 # Why no turn can be appended to what a model sampled.
@@ -175,6 +178,7 @@ def encode_turn(
 
     The answer has no ids if the template does not write it.
     """
+    answer = to_write(tokenizer, answer)
     whole = render(tokenizer, [*history, answer], tools)
     context = prompt.text if history else before_first(tokenizer, tools, whole)
     if context is None:
@@ -184,6 +188,9 @@ def encode_turn(
     is_plain = not answer.get("tool_calls") and not thoughts.of_message(answer)
     if not (whole.startswith(context) and is_plain and answer["content"].strip() in text):
         context, text, notes = find_answer(tokenizer, context, history, answer, tools, whole)
+    kept = thoughts.at_start(answer["content"])
+    if kept and is_foreign(tokenizer, kept.closer):
+        notes = [*notes, KEEPS_THOUGHT]
     text, is_ended = up_to_end(tokenizer, text)
     if text and not is_ended:
         text += tokenizer.eos_token

@@ -156,18 +156,52 @@ def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
 def to_write(tokenizer, message: dict) -> dict:
     """Returns a message as a template reads it: thinking in all fields, a content without its end.
 
-    A template knows one of the fields, and writes the token that ends an answer itself.
+    A template knows one of the fields, and writes the token that ends an answer itself. Thinking in
+    the content stays there, unless the template would take it for the answer.
     """
     if message["role"] != "assistant":
         return message
     content = message["content"]
     while end := next(filter(content.rstrip().endswith, ending_of(tokenizer).ends), ""):
         content = content.rstrip().removesuffix(end)
-    message = {**message, "content": content}
     thought = thoughts.of_field(message)
+    found = thoughts.at_start(content)
+    if found and thought in ("", found.text):
+        # Other markers than these may be what a user's own prompt asks for.
+        is_misplaced = found.opener == "<think>" and is_foreign(tokenizer, found.closer)
+        if is_misplaced or is_doubled(tokenizer, found.opener, found.closer):
+            thought = found.text
+            content = found.rest
+    message = {**message, "content": content}
     if thought:
         message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
     return message
+
+
+@functools.lru_cache(maxsize=64)
+def is_doubled(tokenizer, opener: str, closer: str) -> bool:
+    """Whether a template writes an empty thought before a thought in the content (Qwen3.8)."""
+    return closer in written_thought(tokenizer, content=f"{opener}zqt{closer}zqa")[0]
+
+
+@functools.lru_cache(maxsize=64)
+def is_foreign(tokenizer, closer: str) -> bool:
+    """Whether a template writes thinking, but not up to this marker (gpt-oss, Gemma 4)."""
+    _, written, after = written_thought(tokenizer, "zqa", **dict.fromkeys(thoughts.FIELDS, "zqt"))
+    if written:
+        return closer not in after
+    template = str(tokenizer.chat_template)
+    return closer not in template and any(pair[1] in template for pair in thoughts.MARKERS)
+
+
+def written_thought(tokenizer, content: str, **fields: str) -> tuple[str, str, str]:
+    """Returns what a template writes before the thought `zqt` of an answer, that, and the rest."""
+    answer = {"role": "assistant", "content": content, **fields}
+    try:
+        text = template_of(tokenizer, has_tools=False)(messages=[QUESTION, answer])
+    except Exception:  # a template raises what it likes
+        return "", "", ""
+    return text.rpartition(QUESTION["content"])[2].partition("zqt")
 
 
 class Ending(NamedTuple):

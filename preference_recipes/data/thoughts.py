@@ -1,6 +1,7 @@
 """Finds the thinking in messages and responses."""
 
 import re
+from typing import NamedTuple
 
 # What opens and closes a thought in the templates of today's models.
 MARKERS = [
@@ -25,6 +26,7 @@ EMPTY = re.compile(rf"^\s*({OPENERS})?\s*({CLOSERS})\s*")
 CLOSED = re.compile(rf"\s*({OPENERS}).*({CLOSERS})\s*", re.DOTALL)
 # An open or an empty thought at the end of a prompt, or what closes one there.
 AT_END = re.compile(rf"(({OPENERS})\s*)?({CLOSERS})\s*$|({OPENERS})\s*$")
+QUOTES = " `'\"()"
 # Fields of a message that hold a thought. They all mean the same, and a template knows one of them.
 FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -34,6 +36,30 @@ def split(content: str) -> tuple[str, str]:
     ends = [content.rfind(closer) + len(closer) for _, closer in MARKERS if closer in content]
     end = max(ends, default=0)
     return content[:end], content[end:]
+
+
+class Thought(NamedTuple):
+    """A thought at the beginning of a content, between its markers, and what follows it."""
+
+    opener: str  # "": only the closer is there, as in what a model writes after `<think>`
+    closer: str
+    text: str
+    rest: str
+
+
+def at_start(content: str) -> Thought | None:
+    """Returns the whole thought that a content begins with; None if there is none.
+
+    A closer without an opener, in quotes or between spaces, is what the content speaks of.
+    """
+    for opener, closer in MARKERS:
+        text, is_closed, rest = content.partition(closer)
+        is_opened = text.lstrip().startswith(opener)
+        is_quoted = bool(text) and text[-1] in QUOTES and rest[:1] in QUOTES
+        if is_closed and (is_opened or not (is_quoted or opener in text)):
+            text = text.lstrip().removeprefix(opener).strip()
+            return Thought(opener if is_opened else "", closer, text, rest.lstrip())
+    return None
 
 
 def of_message(message: dict) -> str:

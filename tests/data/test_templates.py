@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import templates
 from preference_recipes.data import chat, rendering
-from preference_recipes.data.formats import preference_row
+from preference_recipes.data.formats import labelled_row, preference_row, standard
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.data.rendering import stop_tokens
@@ -186,13 +186,14 @@ def test_preferences_and_prompts(name):
 
 # How templates write a thought that the content holds, and where they drop it how it is learned all the same.
 THOUGHT = "<think>\none two\n</think>\n\nthree four."
+# These take it for the answer, after an empty thought or in its channel, unless it is in a field.
+MOVED = ("qwen3_8", "gptoss", "gemma4", "diffusion_gemma", "muse_glimmer")
 KEEP_OPENER = {
     *("deepseek_r1_distill", "deepseekv3", "qwen3_5_think", "qwen3_6", "own_thinks"),
     *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
 }
 REWRITTEN = {
     "glm4moe": "\n<think>one two</think>\nthree four.",
-    "qwen3_8": "\n</think>\n\n" + THOUGHT,  # it wants the thought in a field
     "own_thinks": "\none two\n</think>\n\nthree four.",
 }
 
@@ -204,8 +205,13 @@ def thinking_answer(name: str) -> str:
         return REWRITTEN[name]
     if name in KEEP_OPENER:  # the prompt has written what opens it
         return THOUGHT.removeprefix("<think>\n")
-    lead = LEADS[name] if name in ("gptoss", "muse_glimmer") else ""
-    return lead + THOUGHT
+    return in_field(name) if name.startswith(MOVED) else THOUGHT
+
+
+def in_field(name: str) -> str:
+    """What is learned of an answer with the same thinking in a field."""
+    begins = [beginning for beginning in FIELD_BY_NAME if name.startswith(beginning)]
+    return FIELD_BY_NAME[begins[0]] if begins else THOUGHT
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -213,12 +219,15 @@ def test_thinking_inside_the_content_is_learned_whole(name):
     tokenizer = templates.tokenizer(name)
     thinks = message("assistant", THOUGHT)
     chat = [*FIVE, thinks, message("user", "six"), thinks]
+    read = chat
+    if name.startswith(MOVED):
+        read = [*FIVE, message("assistant", "three four.", reasoning_content="one two"), *chat[2:]]
     row = sft_row({"messages": chat}, tokenizer, 10_000, "assistant")
     expected = thinking_answer(name) + BEFORE_END.get(base(name), "") + templates.end_of(name)
     found = learned(row)
     assert answers_of(tokenizer, row) == [expected] * 2
     for place, (before, _) in zip((1, 3), found):
-        prompt = inference_ids(name, chat[:place])
+        prompt = inference_ids(name, read[:place])
         assert before == prompt[: len(before)]
         assert before == prompt or base(name) == "qwen3_5_nothink"
     completion = sft_row({"messages": chat}, tokenizer, 10_000, "completion")
@@ -251,14 +260,127 @@ def test_thinking_in_a_field_is_learned_whole(name):
     tokenizer = templates.tokenizer(name)
     answer = message("assistant", "three four.", reasoning_content="one two")
     row = sft_row({"messages": [*FIVE, answer]}, tokenizer, 10_000, "assistant")
-    begins = [beginning for beginning in FIELD_BY_NAME if name.startswith(beginning)]
-    expected = FIELD_BY_NAME[begins[0]] if begins else THOUGHT
-    expected += BEFORE_END.get(base(name), "") + templates.end_of(name)
+    expected = in_field(name) + BEFORE_END.get(base(name), "") + templates.end_of(name)
     assert answers_of(tokenizer, row) == [expected]
     chat = [*FIVE, answer]
     written = tokenizer.apply_chat_template(chat, tokenize=False)
     is_dropped = any("drops the thinking" in note for note in row.get("notes", []))
     assert is_dropped == ("one two" not in written)
+
+
+# A thought as people write it into a content; the last two begin where a prompt ends.
+SPELLED = ["<think>\none two\n</think>\n\nthree four.", "\n<think>one two</think>three four."]
+SPELLED += ["one two\n</think>\n\nthree four.", "one two</think>three four."]
+EMPTY_ONES = [
+    "<think>\n\n</think>\n\nthree four.",
+    "<think></think>three four.",
+    "</think>three four.",
+]
+ADDS = {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]}
+
+
+def rows_with(answer: dict, before: list[dict]) -> list[tuple]:
+    """An answer, and one with it in the history, in every format: row function, row, settings."""
+    six = [message("assistant", "six")]
+    later = [*before, answer, message("user", "five")]
+    formats_of_pairs = [
+        {"prompt": before, "chosen": [answer], "rejected": six},
+        {"prompt": before, "chosen": six, "rejected": [answer]},
+        {"chosen": [*before, answer], "rejected": [*before, *six]},
+        {"prompt": later, "chosen": six, "rejected": [message("assistant", "one")]},
+    ]
+    return [
+        *[(preference_row, row, {}) for row in formats_of_pairs],
+        (reward_row, formats_of_pairs[0], {}),
+        (labelled_row, {"messages": [*before, answer], "label": True}, {}),
+        (labelled_row, {"prompt": before, "completion": [answer], "label": False}, {}),
+        (sft_row, {"messages": [*before, answer]}, {"loss_on": "assistant"}),
+        (sft_row, {"messages": [*later, answer]}, {"loss_on": "assistant"}),
+        (sft_row, {"prompt": before, "completion": [answer]}, {"loss_on": "completion"}),
+        (prompt_row, {"prompt": later}, {"max_new_tokens": 8}),
+    ]
+
+
+@pytest.mark.parametrize("variables", [None, '{"enable_thinking": false}'])
+@pytest.mark.parametrize("more", [{}, ADDS], ids=["", "calls"])
+@pytest.mark.parametrize(
+    "name, content",
+    [("qwen3_8", content) for content in [*SPELLED, *EMPTY_ONES]]
+    # Under these a text may speak of a marker that closes a thought.
+    + [
+        (name, content)
+        for name in ("gptoss", "gemma4", "gemma4_v5", "muse_glimmer")
+        for content in [*SPELLED[:2], *EMPTY_ONES[:2]]
+    ],
+)
+def test_thinking_in_the_content_is_read_as_in_a_field(name, content, more, variables):
+    """It was learned as a part of the answer, under Qwen3.8 after an empty thought."""
+    tokenizer = copy.deepcopy(templates.tokenizer(name))
+    if variables and "enable_thinking" in rendering.variables(tokenizer):
+        rendering.set_defaults(tokenizer, variables)
+    thought = {} if content in EMPTY_ONES else {"reasoning_content": "one two"}
+    text = "" if more and name == "gptoss" else "three four."  # which writes a thought or a text
+    content = content.replace("three four.", text)
+    given = message("assistant", content, **more)
+    meant = message("assistant", text, **thought, **more)
+    for one, other in zip(rows_with(given, FIVE), rows_with(meant, FIVE)):
+        function, row, settings = one
+        rows = [function(each, tokenizer, 1000, **settings) for each in (row, other[1])]
+        for each in rows:
+            each.pop("columns", None)
+        assert rows[0] == rows[1], row
+    both = message("assistant", content, **thought, **more)  # as some servers return it
+    rows = [
+        sft_row({"messages": [*FIVE, each]}, tokenizer, 1000, "assistant") for each in (both, meant)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_thinking_in_strings_is_read_as_in_messages():
+    tokenizer = templates.tokenizer("qwen3_8")
+    meant = message("assistant", "three four.", reasoning_content="one two")
+    expected = sft_row({"messages": [*FIVE, meant]}, tokenizer, 1000, "assistant")
+    assert answers_of(tokenizer, expected) == ["one two\n</think>\n\nthree four.<|im_end|>"]
+    alpaca = standard({"instruction": "five", "output": THOUGHT}, {})
+    strings = {"prompt": "five", "completion": THOUGHT}
+    assert sft_row(alpaca, tokenizer, 1000, "assistant") == expected
+    assert sft_row(strings, tokenizer, 1000, "assistant", strings_as_messages=True) == expected
+    pair = {"prompt": "five", "chosen": THOUGHT, "rejected": "six"}
+    row = preference_row(pair, tokenizer, 1000, strings_as_messages=True)
+    assert tokenizer.decode(row["chosen_ids"]) == "one two\n</think>\n\nthree four.<|im_end|>"
+    assert tokenizer.decode(row["rejected_ids"]) == "\n</think>\n\nsix<|im_end|>"
+
+
+@pytest.mark.parametrize("content", [
+    *["End with `</think>`, then answer.", "The </think> tag ends it.", "Six <think>one</think> two"],
+    *["Use '<think>' and '</think>'.", "</thinker> one", "<think>one"],
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["qwen3_8", "gptoss", "gemma4_v5", "muse_glimmer"])
+def test_a_content_that_speaks_of_thinking_has_none(name, content):
+    tokenizer = templates.tokenizer(name)
+    row = sft_row(
+        {"messages": [*FIVE, message("assistant", content)]}, tokenizer, 1000, "assistant"
+    )
+    assert answers_of(tokenizer, row) == [plain_answer(name, content)] and row["notes"] == []
+
+
+@pytest.mark.parametrize("content, said", [
+    ("[THINK]one[/THINK]two", True),
+    ("<reasoning>one</reasoning>two", True),
+    ("one\n</reasoning>two", True),
+    ("<think>one</think>two", False),
+    ("two", False),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["gptoss", "qwen3", "gemma4", "qwen2_5"])
+def test_thinking_between_markers_that_a_template_does_not_know_is_named(name, content, said):
+    """It is learned as it is, since a user may want it so; Qwen2.5's template knows no thinking."""
+    tokenizer = templates.tokenizer(name)
+    row = sft_row(
+        {"messages": [*FIVE, message("assistant", content)]}, tokenizer, 1000, "assistant"
+    )
+    assert (chat.KEEPS_THOUGHT in row["notes"]) == (said and name != "qwen2_5")
+    [text] = answers_of(tokenizer, row)
+    assert text == plain_answer(name, content) or not said
 
 
 def own_template(answer: str, prompt_end: str = ""):
@@ -275,6 +397,7 @@ def own_template(answer: str, prompt_end: str = ""):
 
 CONTENT = "{{ m.content }}"
 NO_THOUGHT = "{{ m.content.split('</think>')[-1].strip() }}"
+FIELD_ALONE = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{{ m.content }}"
 WHY = "<think>\nwhy\n</think>\n\n"
 EMPTY = "<think>\n\n</think>\n\n"
 # Whole thoughts: a model answers after them. One is as Seed-OSS's, which says how much may be thought.
@@ -282,44 +405,61 @@ WHOLE = ["<think></think>", "[THINK]\n[/THINK]\n", "<|channel>thought\n<channel|
 WHOLE += ["<think>\n[none]\n</think>\n", "<think><budget>0</budget></think>"]
 
 
-# How a template writes an answer and ends its prompt; an answer's content and thought; what of the end
-# of the prompt stays in the context, and what is learned.
-@pytest.mark.parametrize("answer, prompt_end, content, thought, kept, expected", [
-    # Dropped thinking is put in front of the content, also where that occurs in a header, or again after it.
-    (CONTENT, "", "i", "why", "", WHY + "i"),
-    ("{{ m.content.strip() }}", "", " yes", "why", "", WHY + "yes"),
-    (" {{ m.content }}", "", " yes", "why", "", " " + WHY + "yes"),
-    (EMPTY + CONTENT, "", "i", "why", "", WHY + "i"),  # an empty thought of its own
-    (CONTENT + "i yes final:", "", "i", "why", "", WHY + "ii yes final:"),
-    # It is learned as it was written, with the whitespace that is stripped.
-    (NO_THOUGHT, "", "<think>why</think>\n\nyes", "", "", "<think>why</think>\n\nyes"),
-    (NO_THOUGHT, "", "<think>yes</think>yes", "", "", "<think>yes</think>yes"),
-    # What the prompt has beyond the answer.
-    ("<think>\n" + CONTENT, "<think>\n\n", "one</think>two", "", "<think>\n\n", "one</think>two"),
-    (CONTENT, "<think>", "two", "", "", "two"),  # an open one: no model would go on without thinking
-    (CONTENT, "<|assistant_header|>", "two", "", "", "two"),
-    *[(CONTENT, whole, "yes", "", whole, "yes") for whole in WHOLE],
-    *[(CONTENT, whole, "yes", "why", "", WHY + "yes") for whole in (WHOLE[0], *WHOLE[3:])],
-    (CONTENT, WHOLE[1], "yes", "why", "", "[THINK]\nwhy\n[/THINK]\n\nyes"),
-    (CONTENT, WHOLE[2], "yes", "why", "", "<|channel>thought\nwhy\n<channel|>yes"),
-    # An empty thought in front of every answer gives way to a real one, as in DeepSeek-V3.1.
-    *[(empty + CONTENT, empty, "yes", "", empty, "yes") for empty in (EMPTY, "</think>")],
-    *[(empty + CONTENT, empty, "yes", "why", "", WHY + "yes") for empty in (EMPTY, "</think>")],
-    # A thought that the prompt opens is opened once.
-    (EMPTY + NO_THOUGHT, "<think>\n", WHY + "yes", "", "<think>\n", "why\n</think>\n\nyes"),
-    (CONTENT, "<think>\n", "why\n</think>\n\nyes", "", "<think>\n", "why\n</think>\n\nyes"),
-    (CONTENT, "◁think▷", "yes", "why", "◁think▷", "\nwhy\n◁/think▷\n\nyes"),  # Kimi's writes no closing one
+# By what the run says: how a template writes an answer and ends its prompt; an answer's content and thought;
+# what of the end of the prompt stays in the context, and what is learned.
+OWN = {
+    chat.DROPS_THOUGHT: [
+        # It is put in front of the content, also where that occurs in a header, or again after it.
+        (CONTENT, "", "i", "why", "", WHY + "i"),
+        ("{{ m.content.strip() }}", "", " yes", "why", "", WHY + "yes"),
+        (" {{ m.content }}", "", " yes", "why", "", " " + WHY + "yes"),
+        (CONTENT + "i yes final:", "", "i", "why", "", WHY + "ii yes final:"),
+        # It is learned as it was written, with the whitespace that is stripped.
+        (NO_THOUGHT, "", "<think>why</think>\n\nyes", "", "", "<think>why</think>\n\nyes"),
+        (NO_THOUGHT, "", "<think>yes</think>yes", "", "", "<think>yes</think>yes"),
+        # It stands in place of a whole thought that the prompt has.
+        *[(CONTENT, whole, "yes", "why", "", WHY + "yes") for whole in (WHOLE[0], *WHOLE[3:])],
+        (CONTENT, WHOLE[1], "yes", "why", "", "[THINK]\nwhy\n[/THINK]\n\nyes"),
+        (CONTENT, WHOLE[2], "yes", "why", "", "<|channel>thought\nwhy\n<channel|>yes"),
+        # An empty thought in front of every answer gives way to a real one, as in DeepSeek-V3.1.
+        (EMPTY + CONTENT, "", "i", "why", "", WHY + "i"),
+        (EMPTY + CONTENT, "", "<think>why</think>i", "", "", WHY + "i"),
+        ("[THINK][/THINK]" + CONTENT, "", "[THINK]why[/THINK]i", "", "", "[THINK]\nwhy\n[/THINK]\n\ni"),
+        *[(empty + CONTENT, empty, "yes", "why", "", WHY + "yes") for empty in (EMPTY, "</think>")],
+        # A thought that the prompt opens is opened once.
+        (EMPTY + NO_THOUGHT, "<think>\n", WHY + "yes", "", "<think>\n", "why\n</think>\n\nyes"),
+        (CONTENT, "◁think▷", "yes", "why", "◁think▷", "\nwhy\n◁/think▷\n\nyes"),  # Kimi's writes no closing one
+    ],
+    "": [
+        ("<think>\n" + CONTENT, "<think>\n\n", "one</think>two", "", "<think>\n\n", "one</think>two"),
+        *[(CONTENT, whole, "yes", "", whole, "yes") for whole in WHOLE],
+        *[(empty + CONTENT, empty, "yes", "", empty, "yes") for empty in (EMPTY, "</think>")],
+        (CONTENT, "<think>\n", "why\n</think>\n\nyes", "", "<think>\n", "why\n</think>\n\nyes"),
+        # A template that writes an empty thought where there is none in the field, as Qwen3.8's.
+        (FIELD_ALONE, "<think>\n", "<think>why</think>yes", "", "<think>\n", "why\n</think>\n\nyes"),
+        (FIELD_ALONE, "", "<think>\n</think>yes", "", "", EMPTY + "yes"),
+    ],
+    chat.FOLLOWS_LESS: [
+        (CONTENT, "<think>", "two", "", "", "two"),  # an open one: no model would go on without thinking
+        (CONTENT, "<|assistant_header|>", "two", "", "", "two"),
+    ],
     # What a template drops from a marker on is noticed.
-    ("{{ m.content.split('<think>')[0] }}", "", "six <think>one", "", "", ""),
-])  # fmt: skip
-def test_under_a_template_of_its_own(answer, prompt_end, content, thought, kept, expected):
+    chat.DROPS_ANSWER: [("{{ m.content.split('<think>')[0] }}", "", "six <think>one", "", "", "")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "note, answer, prompt_end, content, thought, kept, expected",
+    [(note, *case) for note in OWN for case in OWN[note]],
+)
+def test_under_a_template_of_its_own(note, answer, prompt_end, content, thought, kept, expected):
     tokenizer = own_template(answer, prompt_end)
     given = message("assistant", content, **({"reasoning_content": thought} if thought else {}))
     context, [found], notes = chat.encode_answers(tokenizer, FIVE, [[given]])
     prompt = tokenizer.apply_chat_template(FIVE, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(context) == prompt.removesuffix(prompt_end) + kept
     assert tokenizer.decode(found.ids) == (expected and expected + "<|im_end|>")
-    assert notes == [chat.DROPS_ANSWER] or expected
+    assert notes == [note] * bool(note)
 
 
 @pytest.mark.parametrize("arguments", ['{"x": true}', {"x": True}])
