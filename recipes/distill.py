@@ -38,8 +38,7 @@ from common.metrics import Means
 from common.run import Run
 from common.shared_args import SchedulerType, arg, refuse_changed
 from preference_recipes.data import chat, dataset, formats, prompts
-from preference_recipes.data.formats import Text
-from preference_recipes.data.messages import from_text, has_text
+from preference_recipes.data.messages import Conversation, LeftOut, from_text, learned_turns
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
@@ -184,34 +183,35 @@ def taught_row(
     another column, `teacher_prompt`; and with completions what `add_completion` adds.
     """
     formats.require(row, "prompt", expected="'prompt'")
-    completion: Text | None = None
+    completion: list[dict] | None = None
     if with_completion and row.get("completion") is not None:
-        pair = {name: row.get(name) for name in ("prompt", "completion", "label")}
-        prompt, completion = formats.as_asked(row, strings_as_messages, *formats.conversation(pair))
-        row = {**row, "prompt": prompt, "completion": completion}
+        names = ("prompt", "completion", "label", "tools")
+        pair = formats.read_demonstration({name: row.get(name) for name in names})
+        prompt, [completion], _, is_text = formats.completed(pair, row, strings_as_messages)
+        if not is_text:
+            row = {**row, "prompt": prompt, "completion": completion}
     how = (tokenizer, max_length, max_new_tokens, strings_as_messages)
     values = prompts.prompt_row(row, *how)
     if teacher_names:
         fits = row.get("teacher") in teacher_names
         formats.refuse_unless(fits, {"teacher": None, **row}, "teacher", " or ".join(teacher_names))
         values["teacher"] = row["teacher"]
-    of_student = of_teacher = row["prompt"]
+    asked = [formats.read_prompt(row, strings_as_messages)]
     if teacher_prompt is not None:
         formats.require(row, teacher_prompt, expected=f"{teacher_prompt!r} (--teacher_prompt)")
-        of_teacher = from_text(teacher_prompt, row[teacher_prompt])
-        if not (isinstance(of_teacher, str) and isinstance(of_student, str)):
-            of_teacher = formats.question_of(of_teacher)
-        taught = prompts.prompt_row({**row, "prompt": of_teacher, "system": None}, *how)
-        values["teacher_prompt_ids"] = taught["prompt_ids"]
-        values["reason"] = values["reason"] or taught["reason"]
+        prompt = from_text(teacher_prompt, row[teacher_prompt])
+        if isinstance(prompt, str) and not isinstance(row["prompt"], str):
+            prompt = [{"role": "user", "content": prompt}]
+        row = {**row, "prompt": prompt, "system": None}
+        values["teacher_prompt_ids"] = prompts.prompt_row(row, *how)["prompt_ids"]
+        asked.append(formats.read_prompt(row, strings_as_messages))
     if with_completion:
-        asked = (of_student, of_teacher)
-        add_completion(values, asked, completion, tokenizer, row.get("tools"), max_new_tokens)
+        add_completion(values, asked, completion, tokenizer, max_new_tokens)
     return values
 
 
 def add_completion(
-    values: dict, asked: tuple, completion: Text | None, tokenizer, tools, room: int
+    values: dict, asked: list[Conversation], completion: list[dict] | None, tokenizer, room: int
 ) -> None:
     """Adds a completion's tokens to a row, of which `room` are kept; none if the row has none.
 
@@ -219,29 +219,26 @@ def add_completion(
     precedes them after each prompt: `context_ids`, `teacher_context_ids`.
 
     Args:
-        asked: the prompt of the student, and that of the teacher.
+        asked: the prompt of the student, and that of the teacher if it has another.
     """
-    of_student, of_teacher = asked
-    context: list[int] = []
-    teacher_context: list[int] = []
-    answer = chat.NOTHING
-    if completion is not None and has_text(completion):
+    contexts: list[list[int]] = [[]]
+    answer = chat.Sequence([], [])
+    if completion is not None:
+        if not learned_turns(completion):
+            raise LeftOut(formats.missing_answer(completion))
         # Its tokens are the same after both prompts: those that the student would write.
-        context, [answer], notes = chat.encode_answers(tokenizer, of_student, [completion], tools)
-        teacher_context, _, _ = chat.encode_answers(tokenizer, of_teacher, [completion], tools)
+        pairs = [prompt._replace(answers=[completion]) for prompt in asked]
+        encoded = [chat.encode_row(tokenizer, pair) for pair in pairs]
+        contexts = [context for context, _, _ in encoded]
+        _, [answer], notes = encoded[0]
         values["notes"] += notes
-    ids = answer.ids[:room]
-    learned = answer.learned[:room]
-    if completion is not None and not answer.ids:
-        left_out = chat.why_left_out(values["notes"]) or formats.missing_answer(completion)
-        values["reason"] = values["reason"] or left_out
-    elif ids and not any(learned):
-        values["reason"] = values["reason"] or "nothing to learn within max_new_tokens"
-    values["completion_ids"] = ids
-    values["completion_learned"] = learned
+        if not any(answer.learned[:room]):
+            raise LeftOut("nothing to learn within max_new_tokens")
+    values["completion_ids"] = answer.ids[:room]
+    values["completion_learned"] = answer.learned[:room]
     values["truncated"] = len(answer.ids) > room
-    values["context_ids"] = context
-    values["teacher_context_ids"] = teacher_context
+    values["context_ids"] = contexts[0]
+    values["teacher_context_ids"] = contexts[-1]
 
 
 # ============================================================ the rollout

@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import pyarrow
+import pyarrow.compute
 import transformers
 from accelerate.utils import gather_object
 
@@ -39,23 +40,12 @@ ROWS_AT_A_TIME = 1_000  # that are in memory
 ABOUT = "about.json"  # next to the token ids: their fingerprint, and notes for the user
 NOT_KEPT = ("reason", "truncated", "notes")  # columns of a row function that are only counted
 
-# Columns of which `--strings_as_messages` makes turns, where they are strings.
-TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
 )
-# Between the answers of a list, any of which is right: ASCII's record separator.
+# Stands between the right answers of a row, which are kept as one text: ASCII's record separator.
 BETWEEN = "\x1e"
-
-
-class LargestId(NamedTuple):
-    """The largest token id in a column of a data set, and a row of the set's files that has it."""
-
-    token_id: int
-    column: str
-    name: str  # of the data set
-    row: int  # from 1
 
 
 class Data(NamedTuple):
@@ -66,14 +56,14 @@ class Data(NamedTuple):
         starts: the first row of each training set.
         eval_sets: the held-out sets by the prefixes of their tags.
         converter: turns a row into token ids; all these sets went through it.
-        largest_ids: of each training set, then of each held-out one; one for each of its columns.
+        sets: the training sets and the held-out ones, each with its name.
     """
 
     train: datasets.Dataset
     starts: list[int]
     eval_sets: dict[str, datasets.Dataset]
     converter: Converter
-    largest_ids: Sequence[LargestId] = ()
+    sets: Sequence[tuple[str, datasets.Dataset]] = ()
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -84,20 +74,27 @@ class Data(NamedTuple):
     def refuse_ids_beyond(
         self, n_rows: int, model_name: str, columns: Collection[str] | None = None
     ) -> None:
-        """Ends the run where the sets hold a token id for which a model has no embedding.
+        """Ends the run where a set has a token id for which a model has no embedding.
 
         Args:
             n_rows: of the model's embedding; it may have more than the tokenizer has tokens.
             columns: that the model reads, such as `prompt_ids`; None: all.
         """
-        for token_id, column, name, row in self.largest_ids:
-            if token_id >= n_rows and (columns is None or column in columns):
-                token = self.converter.tokenizer.convert_ids_to_tokens(token_id)
-                sys.exit(
-                    f"data set {name!r}, row {row}: token {token_id}, {token!r}, has no embedding "
-                    f"in {model_name!r}, which has {n_rows} of them: after tokens were added, "
-                    "`model.resize_token_embeddings(len(tokenizer))` makes room for them"
-                )
+        tokenizer = self.converter.tokenizer
+        if max(tokenizer.get_vocab().values()) < n_rows:  # as usual: then no set need be looked at
+            return
+        for name, rows in self.sets:
+            for column in columns or [name for name in rows.column_names if name.endswith("_ids")]:
+                ids = pyarrow.compute.list_flatten(rows.with_format("arrow")[column][:])
+                token_id = pyarrow.compute.max(ids).as_py() or 0
+                if token_id >= n_rows:
+                    row = next(row["row"] for row in rows if token_id in row[column])
+                    sys.exit(
+                        f"data set {name!r}, row {row}: {column} has token {token_id}, "
+                        f"{tokenizer.convert_ids_to_tokens(token_id)!r}, and the embedding of "
+                        f"{model_name!r} has {n_rows} rows: after tokens were added, "
+                        "`model.resize_token_embeddings(len(tokenizer))` makes room for them"
+                    )
 
 
 def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
@@ -126,12 +123,8 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     if len(set(prefixes)) < len(held_out):
         sys.exit(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
-    largest_ids = [
-        LargestId(token_id, column, name, row)
-        for name, rows in zip([*args.dataset_name, *held_out], [*sets, *eval_sets])
-        for column, (token_id, row) in about(folder_of(rows))["largest_ids"].items()
-    ]
-    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter, largest_ids)
+    named = [*zip(args.dataset_name, sets), *zip(held_out, eval_sets)]
+    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter, named)
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
@@ -145,23 +138,13 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     folder = distributed.all_or_none(accelerator, is_first, tokenise, name, split, converter)
     first = accelerator.process_index - accelerator.local_process_index
     folder = gather_object([folder])[first]
-    said = about(folder)
+    about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
     rows = datasets.concatenate_datasets(parts)
-    accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *said["notes"]]))
+    accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
     if not any(rows["answer"][:]):
         rows = rows.remove_columns("answer")
-    return rows.select(range(len(rows)), new_fingerprint=said["fingerprint"])
-
-
-def about(folder: Path) -> dict[str, Any]:
-    """Returns what `convert` found out about the rows in a folder."""
-    return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-
-
-def folder_of(rows: datasets.Dataset) -> Path:
-    """Returns the folder that `load` has read rows from."""
-    return Path(rows.cache_files[0]["filename"]).parent
+    return rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
 
 
 # ============================================================ a row
@@ -172,8 +155,8 @@ class Converter:
     Attributes:
         function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns columns;
             among them `length`, the tokens of the row (of a pair, those of both sequences),
-            `reason`, why it is left out ("" if it is not), `truncated`, whether something was cut
-            off, and maybe `notes` for the user. It raises `LeftOut` and `BadRow`.
+            `truncated`, whether something was cut off, and maybe `notes` for the user. It raises
+            `LeftOut` and `BadRow`.
         columns: the user's columns by the format's, see `formats.column_names`.
         settings: passed to the function; `max_length` among them.
     """
@@ -186,21 +169,21 @@ class Converter:
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
-        These are `notes`; `row`, its number from 1; and `answer`, "" if it has none.
+        These are `reason`, why the row is left out, "" if it is not; `notes`; `row`, its number
+        from 1; and `answer`, "" if it has none. A row that is left out has only the first two.
         """
         try:
             row = formats.standard(row, self.columns)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
         except LeftOut as why:
-            return {"reason": str(why), "notes": [], "row": index + 1}
+            return {"reason": str(why), "notes": []}
         except Exception as error:
             kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
             raise BadRow(f"row {index + 1}: {kind}{in_one_line(error)}") from error
         notes = [*values.get("notes", [])]
-        # None: the caller has no such setting.
-        reads_strings = self.settings.get("strings_as_messages") is False
-        kinds = {type(row[name]) for name in TEXTS if row.get(name) is not None}
-        if reads_strings and self.tokenizer.chat_template and kinds == {str}:
+        could_turn_strings = {"strings_as_messages": False}.items() <= self.settings.items()
+        kinds = {type(row[name]) for name in formats.TEXTS if row.get(name) is not None}
+        if could_turn_strings and self.tokenizer.chat_template and kinds == {str}:
             notes.append(PLAIN_STRINGS)
         answer = ""
         if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate
@@ -208,7 +191,7 @@ class Converter:
                 answer = answer_text(row.get("answer"))
             except ValueError as error:
                 notes.append(str(error))
-        return {**values, "notes": notes, "row": index + 1, "answer": answer}
+        return {"reason": "", **values, "notes": notes, "row": index + 1, "answer": answer}
 
 
 def answer_text(answer: Any) -> str:
@@ -243,8 +226,8 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
     temporary.mkdir(parents=True)
     try:
-        found = convert(name, rows, converter, temporary)
-        (temporary / ABOUT).write_text(json.dumps(found), encoding="utf-8")
+        about = convert(name, rows, converter, temporary)
+        (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         folders.flush(*temporary.iterdir(), temporary)
         with contextlib.suppress(OSError):  # another run was faster
             temporary.rename(folder)
@@ -276,9 +259,9 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
                 parts = list(pool.map(write_rows, *zip(*tasks)))
     except BadRow as error:
         sys.exit(f"data set {name!r}, {error}")
-    counts = sum((counts for counts, _, _ in parts), collections.Counter())
-    notes = [f"{what}: {count} of {len(rows)} rows" for what, count in sorted(counts.items())]
-    checksums = [checksum for _, part, _ in parts for checksum in part]
+    counts = sum((counts for counts, _ in parts), collections.Counter())
+    notes = [f"{text}: {count} of {len(rows)} rows" for text, count in sorted(counts.items())]
+    checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     from preference_recipes.data import unread  # only here: most runs find their rows tokenised
@@ -286,51 +269,40 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     not_read = unread.describe(rows.select(range(len(rows))), converter)
     # The same rows from another path, or written at another time, are the same data.
     fingerprint = datasets.fingerprint.Hasher.hash(checksums)
-    largest: dict[str, tuple[int, int]] = {}
-    for _, _, part in parts:
-        largest |= {name: max(part[name], largest.get(name, part[name])) for name in part}
-    notes += filter(None, [not_read])
-    return {"fingerprint": fingerprint, "notes": notes, "largest_ids": largest}
+    return {"fingerprint": fingerprint, "notes": [*notes, *filter(None, [not_read])]}
 
 
 def write_rows(
     rows, converter: Converter, start: int, stop: int, file: Path
-) -> tuple[collections.Counter, list[int], dict[str, tuple[int, int]]]:
+) -> tuple[collections.Counter, list[int]]:
     """Converts a range of rows, and writes the usable ones, if there are any, into a file.
 
-    Returns counts of rows by what the user should know about them; the usable ones' checksums; and
-    of each of their columns of token ids the largest id, with the number of a row that has it.
+    Returns counts of rows by what the user should know about them, and the usable ones' checksums.
     """
     counts: collections.Counter[str] = collections.Counter()
     checksums: list[int] = []
-    largest: dict[str, tuple[int, int]] = {}
-    usable = usable_rows(rows, converter, start, stop, counts)
-    first = next(usable, None)
-    if first is None:
-        return counts, checksums, largest
-    schema = pyarrow.schema([(name, type_of(name, first[name])) for name in first])
-    usable = itertools.chain([first], usable)
-    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
-        while some := list(itertools.islice(usable, ROWS_AT_A_TIME)):
-            checksums += [zlib.crc32(marshal.dumps(values, 0)) for values in some]
-            for name in [name for name in first if name.endswith("_ids")]:
-                found = [(max(values[name], default=-1), values["row"]) for values in some]
-                largest[name] = max([*found, largest.get(name, found[0])])
-            writer.write_batch(pyarrow.RecordBatch.from_pylist(some, schema))
-    return counts, checksums, largest
-
-
-def usable_rows(
-    rows, converter: Converter, start: int, stop: int, counts: collections.Counter
-) -> Iterator[dict]:
-    """Yields the columns of the usable rows of a range; counts what the user should know."""
-    for index, row in enumerate(rows.select(range(start, stop)), start):
-        values = converter.convert_row(row, index)
-        if values["reason"]:
-            counts[f"left out ({values['reason']})"] += 1
-            continue
-        counts.update({*values["notes"], *["truncated"] * values["truncated"]})
-        yield {name: values[name] for name in values if name not in NOT_KEPT}
+    numbered = enumerate(rows.select(range(start, stop)), start)
+    with contextlib.ExitStack() as stack:
+        writer = None
+        while some := list(itertools.islice(numbered, ROWS_AT_A_TIME)):
+            usable = []
+            for index, row in some:
+                values = converter.convert_row(row, index)
+                if values["reason"]:
+                    counts[f"left out ({values['reason']})"] += 1
+                    continue
+                counts.update({*values["notes"], *["truncated"] * values["truncated"]})
+                usable.append({name: values[name] for name in values if name not in NOT_KEPT})
+                checksums.append(zlib.crc32(marshal.dumps(usable[-1], 0)))
+            if usable and writer is None:
+                schema = pyarrow.schema(
+                    [(name, type_of(name, usable[0][name])) for name in usable[0]]
+                )
+                sink = stack.enter_context(pyarrow.OSFile(str(file), "wb"))
+                writer = stack.enter_context(pyarrow.ipc.new_stream(sink, schema))
+            if usable:
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(usable, schema))
+    return counts, checksums
 
 
 def type_of(name: str, value) -> pyarrow.DataType:

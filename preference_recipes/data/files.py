@@ -27,6 +27,8 @@ from common import counted, in_one_line, print_once
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
+# What messages have, in OpenAI's form and in ShareGPT's, and tools, nested and flat.
+CHAT_KEYS = [{"role", "content"}, {"from", "value"}, {"type", "function"}, {"name", "parameters"}]
 # What `save_to_disk` of a `Dataset` and of a `DatasetDict` writes into a folder.
 SAVED_TO_DISK = ({"state.json", "dataset_info.json"}, {"dataset_dict.json"})
 
@@ -174,50 +176,41 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict:
 
 
 # ============================================================ parquet, and others with types
-# What messages have, in OpenAI's form and ShareGPT's, and tools, nested and flat.
-CHAT_KEYS = [{"role", "content"}, {"from", "value"}, {"type", "function"}, {"name", "parameters"}]
-
-
 class TypedRows:
-    """The rows of a data set whose columns have types, which give dicts the keys of all others.
+    """The rows of a data set whose columns have types, which give a dict the keys of all others.
 
-    A key that a message, a call or a tool does not have is null there, and templates ask whether a
-    key is there. So these keys are taken out again. What a type holds as JSON has its own nulls.
+    What a message, a call or a tool does not have is null there, and templates ask whether a key is
+    there. So `select` takes these keys out again.
     """
 
     def __init__(self, dataset: datasets.Dataset):
         self.dataset = dataset
         self._fingerprint = dataset._fingerprint
-        self.padded = {
-            name: feature
-            for name, feature in dataset.features.items()
-            if name == "tools" or holds_chat(feature)
-        }
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def select(self, numbers: range) -> Iterator[dict]:
         """Yields the rows of a range."""
+        types = self.dataset.features
         for row in self.dataset.select(numbers):
-            yield row | {name: unpadded(row[name], self.padded[name]) for name in self.padded}
+            yield {name: unpadded(row[name], types[name], name == "tools") for name in types}
 
 
-def holds_chat(feature) -> bool:
-    """Whether a column's type is that of messages or of tools, or of one of them."""
-    item = getattr(feature, "feature", feature)
-    return isinstance(item, dict) and any(keys <= item.keys() for keys in CHAT_KEYS)
+def unpadded(value: Any, feature, in_chat: bool = False) -> Any:
+    """Returns a value without the keys that are null because the type of a chat has them.
 
-
-def unpadded(value: Any, feature) -> Any:
-    """Returns a value without the keys that are null because its type has them."""
-    if value is None:
-        return None
-    if isinstance(feature, dict):
-        kept = {name: part for name, part in value.items() if part is not None}
-        return {name: unpadded(part, feature[name]) for name, part in kept.items()}
-    if isinstance(feature, (datasets.List, datasets.LargeList)):
-        return [unpadded(part, feature.feature) for part in value]
+    Other columns, which reward functions get, keep theirs; so does what a type holds as JSON.
+    """
+    if isinstance(feature, dict) and value is not None:
+        in_chat = in_chat or any(keys <= feature.keys() for keys in CHAT_KEYS)
+        return {
+            name: unpadded(part, feature[name], in_chat)
+            for name, part in value.items()
+            if part is not None or not in_chat
+        }
+    if isinstance(feature, (datasets.List, datasets.LargeList)) and value is not None:
+        return [unpadded(part, feature.feature, in_chat) for part in value]
     return value
 
 

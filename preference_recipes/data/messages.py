@@ -2,23 +2,16 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 # Who speaks in ShareGPT's conversations, and the role that chat templates know.
-SENDERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",  # its value is a call
-    "observation": "tool",
-    "tool": "tool",
-}
-ROLES = {*SENDERS.values(), "developer"}
+SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
+SENDERS["function_call"] = "assistant"  # its value is a call
+SPEAKERS = {*SENDERS, "developer"}
 # Messages as Python prints them, and so pandas does, instead of as JSON.
 PRINTED = re.compile(
-    rf"""\s*(?:array\()?[\[{{].*'(?:role|from)': '(?:{"|".join({*ROLES, *SENDERS})})'""", re.DOTALL
+    rf"""\s*(?:array\()?[\[{{].*'(?:role|from)': '(?:{"|".join(SPEAKERS)})'""", re.DOTALL
 )
 # Where the parts of a content go, by their type.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
@@ -35,6 +28,22 @@ class BadRow(Exception):
 
 class LeftOut(Exception):
     """A row that is not used; its text says why. The run counts the rows by it, and goes on."""
+
+
+class Conversation(NamedTuple):
+    """A row of any format, in the one form that is encoded.
+
+    Attributes:
+        prompt: messages; none if the answer is a whole conversation.
+        answers: one, or the chosen and the rejected one; each may have several messages.
+        tools: the JSON schemas of functions that the model may call.
+        is_text: these are strings, one message each, which no chat template writes.
+    """
+
+    prompt: list[dict]
+    answers: list[list[dict]]
+    tools: list[dict] | None = None
+    is_text: bool = False
 
 
 class Arguments(dict):
@@ -67,7 +76,7 @@ def is_message(value) -> bool:
     return isinstance(value.get(role), str) and bool(has_content)
 
 
-def learned_turns(messages: list[dict], first: int) -> list[int]:
+def learned_turns(messages: list[dict], first: int = 0) -> list[int]:
     """Returns which messages, from number `first` on, the model writes and learns."""
     return [
         number
@@ -81,22 +90,23 @@ def is_learned(message: dict) -> bool:
     return message["role"] != "assistant" or all(message.get(key, 1) for key in LOSS_KEYS)
 
 
-def has_text(value: str | list[dict]) -> bool:
-    """Whether a text is not empty; of messages, whether one has a content or a call."""
-    if isinstance(value, list):
-        return any(message["content"] or message.get("tool_calls") for message in value)
-    return bool(value)
+def has_text(messages: list[dict]) -> bool:
+    """Whether one of some messages has a content or a call."""
+    return any(message["content"] or message.get("tool_calls") for message in messages)
+
+
+def text_of(messages: list[dict]) -> str:
+    """Returns the contents of messages, without roles and calls."""
+    return "".join(message["content"] for message in messages)
 
 
 # ============================================================ one form
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """Returns messages, each with a role and a text; a string becomes one message of `role`."""
     if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    given = enumerate(as_list(value), 1)
-    return [
-        as_message(as_json(part, without_nulls=True), f"message {number}") for number, part in given
-    ]
+        return [{"role": role, "content": value}]
+    given = as_json(as_list(value), without_nulls=True)
+    return [as_message(message, f"message {number}") for number, message in enumerate(given, 1)]
 
 
 def as_message(message: dict, where: str) -> dict:
@@ -116,12 +126,15 @@ def as_message(message: dict, where: str) -> dict:
         message, calls_in_content = from_parts(message, where)
         calls += calls_in_content
     if calls:
-        message["tool_calls"] = [nested(call, where) for call in calls]
-    elif message["role"] == "assistant" and not message["content"]:
-        unread = [key for key in message if "call" in key.lower() and message[key]]
-        if unread:  # without its call the history would have an empty turn
-            raise LeftOut(f"a call in {unread[0]!r}, and none in 'tool_calls'")
-    for key, value in message.items() if message["role"] == "assistant" else ():
+        message["tool_calls"] = [as_call(call, where) for call in calls]
+    if message["role"] == "assistant":
+        check_answer(message, where)
+    return message
+
+
+def check_answer(message: dict, where: str) -> None:
+    """Refuses what is unclear about an assistant's message: its loss, or a call elsewhere."""
+    for key, value in message.items():
         # Other keys whose names are about the loss may mean anything.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
         is_unknown = key.startswith("train_") and value not in ("", [], {})
@@ -130,7 +143,8 @@ def as_message(message: dict, where: str) -> dict:
                 f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
                 "give train: false to a turn that is not learned"
             )
-    return message
+        if value and "call" in key.lower() and not has_text([message]):
+            raise LeftOut(f"a call in {key!r}, and none in 'tool_calls'")  # an empty turn without
 
 
 def from_parts(message: dict, where: str) -> tuple[dict, list]:
@@ -155,7 +169,7 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
     return {**message, **texts}, calls
 
 
-def nested(call: Any, where: str) -> dict:
+def as_call(call: Any, where: str) -> dict:
     """Returns a call as in OpenAI's API: `{"function": {"name": ..., "arguments": {...}}}`.
 
     A flat call has name and arguments side by side. Arguments may be under `parameters`, and JSON.
@@ -180,11 +194,10 @@ def nested(call: Any, where: str) -> dict:
 
 
 # ============================================================ values
-def from_text(column: str, value: Any, may_be_text: bool = True) -> Any:
+def from_text(column: str, value: Any) -> Any:
     """Returns the messages, or the one, that a text holds as JSON; any other value as it is.
 
-    Args:
-        may_be_text: the value may be a plain text, and so JSON of another kind.
+    JSON of another kind is a text, also where others than those of a conversation have a role.
     """
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"', "array(")):
         return value
@@ -195,15 +208,9 @@ def from_text(column: str, value: Any, may_be_text: bool = True) -> Any:
         )
     given = from_json(from_json(value))  # some files quote it twice
     found = as_list(given)
-    are_messages = bool(given) and is_messages(found)
-    if are_messages and (not may_be_text or all(map(has_known_role, found))):
-        return given
-    return value
-
-
-def has_known_role(message: dict) -> bool:
-    """Whether somebody speaks whom conversations have; an answer may be JSON about others."""
-    return message.get("role") in ROLES or message.get("from") in SENDERS
+    speakers = {part.get("role") or part.get("from") for part in found if is_message(part)}
+    are_known = column == "messages" or speakers <= SPEAKERS
+    return given if given and is_messages(found) and are_known else value
 
 
 def from_json(value: Any) -> Any:

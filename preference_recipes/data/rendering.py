@@ -19,8 +19,10 @@ import transformers.utils.chat_template_utils as template_utils
 from preference_recipes.data import thoughts
 from preference_recipes.data.messages import BadRow
 
-# For trials. No template and no data write this word by themselves.
+# For trials: a question, and an answer. No template and no data write these words by themselves.
 QUESTION = {"role": "user", "content": "zqz"}
+MARK = "\ue000zqzplace"  # the first character, of private use, begins no other answer
+MARKED = {"role": "assistant", "content": MARK}
 
 
 # ============================================================ texts and ids
@@ -164,8 +166,8 @@ def to_write(tokenizer, message: dict) -> dict:
     content = message["content"]
     while end := next(filter(content.rstrip().endswith, ending_of(tokenizer).ends), ""):
         content = content.rstrip().removesuffix(end)
-    thought = thoughts.of_field(message)
-    found = thoughts.at_start(content)
+    thought = thoughts.field_of(message)
+    found = thoughts.find_thought(content)
     if found and thought in ("", found.text):
         # Other markers than these may be what a user's own prompt asks for.
         is_misplaced = found.opener == "<think>" and is_foreign(tokenizer, found.closer)
@@ -178,6 +180,17 @@ def to_write(tokenizer, message: dict) -> dict:
     return message
 
 
+def ignores(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:
+    """Whether the template writes messages as if one had these changes."""
+    changed = list(messages)
+    changed[place] = {**messages[place], **changes}
+    try:
+        return render(tokenizer, changed, tools) == render(tokenizer, messages, tools)
+    except Exception:  # it wants what is missing
+        return False
+
+
+# ============================================================ what a template does, by trials
 @functools.lru_cache(maxsize=64)
 def is_doubled(tokenizer, opener: str, closer: str) -> bool:
     """Whether a template writes an empty thought before a thought in the content (Qwen3.8)."""

@@ -31,15 +31,8 @@ QUOTES = " `'\"()"
 FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-def split(content: str) -> tuple[str, str]:
-    """Returns a content's thinking, up to and with the marker that closes it, and the rest."""
-    ends = [content.rfind(closer) + len(closer) for _, closer in MARKERS if closer in content]
-    end = max(ends, default=0)
-    return content[:end], content[end:]
-
-
 class Thought(NamedTuple):
-    """A thought at the beginning of a content, between its markers, and what follows it."""
+    """A thought that a content begins with, between its markers, and what follows it."""
 
     opener: str  # "": only the closer is there, as in what a model writes after `<think>`
     closer: str
@@ -47,7 +40,7 @@ class Thought(NamedTuple):
     rest: str
 
 
-def at_start(content: str) -> Thought | None:
+def find_thought(content: str) -> Thought | None:
     """Returns the whole thought that a content begins with; None if there is none.
 
     A closer without an opener, in quotes or between spaces, is what the content speaks of.
@@ -62,35 +55,40 @@ def at_start(content: str) -> Thought | None:
     return None
 
 
-def of_message(message: dict) -> str:
+# ============================================================ as templates cut it off a content
+def split_thinking(content: str) -> tuple[str, str]:
+    """Returns a content's thinking, up to and with the marker that closes it, and the rest."""
+    ends = [content.rfind(closer) + len(closer) for _, closer in MARKERS if closer in content]
+    end = max(ends, default=0)
+    return content[:end], content[end:]
+
+
+def thinking_of(message: dict) -> str:
     """Returns the thinking of a message: that of its content, with its markers, else of a field."""
-    thought, _ = split(message["content"])
-    return of_field(message) if not thought or EMPTY.fullmatch(thought) else thought
+    thought, _ = split_thinking(message["content"])
+    return field_of(message) if not thought or EMPTY.fullmatch(thought) else thought
 
 
-def of_field(message: dict) -> str:
+def field_of(message: dict) -> str:
     """Returns the thinking in one of the fields for it; "" if there is none."""
-    for field in FIELDS:
-        thought = message.get(field)
-        if isinstance(thought, str) and thought.strip():
-            return thought.strip()
-    return ""
+    thoughts = [message.get(field) for field in FIELDS]
+    return next((text.strip() for text in thoughts if isinstance(text, str) and text.strip()), "")
 
 
-def removed(message: dict) -> dict:
+def without_thinking(message: dict) -> dict:
     """Returns a message without its thinking."""
     others = {key: value for key, value in message.items() if key not in FIELDS}
-    return {**others, "content": split(message["content"])[1]}
+    return {**others, "content": split_thinking(message["content"])[1]}
 
 
-def written(message: dict, template: str) -> str:
+def render_thinking(message: dict, template: str) -> str:
     """Returns the thinking of a message as it stands before the rest of its content.
 
     In the content it has markers, though the prompt may have written what opens it. From a field it
     gets the first of `MARKERS` that the template has.
     """
-    thought = of_message(message)
-    in_content, rest = split(message["content"])
+    thought = thinking_of(message)
+    in_content, rest = split_thinking(message["content"])
     if thought == in_content:
         opener, closer = next(pair for pair in MARKERS if thought.endswith(pair[1]))
         is_opened = opener in thought.partition(closer)[0]
@@ -101,12 +99,13 @@ def written(message: dict, template: str) -> str:
     return f"{opener}\n{thought}\n{closer}{gap}"
 
 
+# ============================================================ in prompts and responses
 def opened_by(prompt: str) -> tuple[str, str]:
     """Returns the markers of the thought that a prompt opens at its end; else two empty texts."""
     return next((pair for pair in MARKERS if prompt.rstrip().endswith(pair[0])), ("", ""))
 
 
-def outside_of(text: str) -> str:
+def outside_thoughts(text: str) -> str:
     """Returns what a response says outside its thoughts, whoever opened or closed them."""
     for opener, closer in MARKERS:
         # Of each thought that is opened here, keep what follows its end.

@@ -194,9 +194,9 @@ def final_answer(text: str) -> str:
         <answer>...</answer>    the final answer of what is between them
 
     If there is none, it is what follows the last "the answer is" or "answer:" that something
-    follows, or else the whole text. What thinking is: `thoughts.outside_of`.
+    follows, or else the whole text. What thinking is: `thoughts.outside_thoughts`.
     """
-    answer = thoughts.outside_of(text)
+    answer = thoughts.outside_thoughts(text)
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]

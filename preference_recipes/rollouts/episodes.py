@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common import distributed
-from preference_recipes.data import chat, formats, rendering
+from preference_recipes.data import chat, formats, rendering, replies
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments, generation, vllm
 from preference_recipes.rollouts.environments import UserClass
@@ -32,7 +32,7 @@ def start(sampler: Sampler) -> None:
         return
     user_class = environments.load(name)
     try:
-        chat.check_turns(sampler.tokenizer, user_class.tools)
+        replies.check_turns(sampler.tokenizer, user_class.tools)
     except BadRow as error:
         sys.exit(f"--environment {name}: {error}")
     sampler.stage = Stage(sampler, user_class)
@@ -145,7 +145,7 @@ class Stage:
         if isinstance(prompt, str) and not args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
-            [prompt] = formats.as_turns(prompt)
+            prompt = formats.to_chat(prompt)
         messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
         if added is None:
@@ -239,7 +239,7 @@ class Stage:
             return
         args = self.sampler.args
         messages = as_messages(messages, "user")
-        ids = chat.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
+        ids = replies.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply

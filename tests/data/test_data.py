@@ -641,25 +641,19 @@ def test_a_token_without_an_embedding_is_refused_by_the_row_that_has_it(accelera
     held_out = write_set("held_out.jsonl", ("", "<c>", "z"), ("x", "y" * 9 + "<c>", "<b>"))
     args = SharedArgs(dataset_name=[train], eval_dataset_name=[held_out], max_length=8)
     data = dataset.load_data(accelerator, args, tokenizer, function=preference_row)
-    found = {(name, column): (token, row) for token, column, name, row in data.largest_ids}
-    x = tokenizer.convert_tokens_to_ids("x")
-    assert {key: found[key] for key in found if key[1] != "rejected_ids"} == {
-        (train, "prompt_ids"): (size, 2),
-        (train, "chosen_ids"): (size + 1, 3),
-        (held_out, "prompt_ids"): (x, 2),
-        (held_out, "chosen_ids"): (x + 1, 2),
-    }
-    assert found[train, "rejected_ids"] == (size + 2, 3)
-    assert found[held_out, "rejected_ids"] == (size + 1, 2)
     data.refuse_ids_beyond(size + 3, "M")
     data.refuse_ids_beyond(size + 2, "M", ["prompt_ids", "chosen_ids"])
-    refused = functools.partial(data.refuse_ids_beyond, size + 2, "M")
-    refuses(
-        f"{train!r}, row 3: token {size + 2}, '<c>'", f"'M', which has {size + 2}", call=refused
-    )
-    data = data._replace(largest_ids=[of for of in data.largest_ids if of.name == held_out])
-    refused = functools.partial(data.refuse_ids_beyond, size, "M")
-    refuses(f"{held_out!r}, row 2: token {size + 1}, '<b>'", call=refused)
+    for columns, n_rows, *said in [
+        (None, size + 2, f"{train!r}, row 3: rejected_ids has token {size + 2}, '<c>'"),
+        (["prompt_ids"], size, f"{train!r}, row 2: prompt_ids has token {size}, '<a>'"),
+        (["chosen_ids"], size, f"{train!r}, row 3: chosen_ids has token {size + 1}, '<b>'"),
+    ]:
+        refused = functools.partial(data.refuse_ids_beyond, n_rows, "M", columns)
+        refuses(*said, f"of 'M' has {n_rows} rows", call=refused)
+    held_out_alone = data._replace(sets=data.sets[1:])
+    held_out_alone.refuse_ids_beyond(size, "M", ["prompt_ids", "chosen_ids"])
+    refused = functools.partial(held_out_alone.refuse_ids_beyond, size, "M")
+    refuses(f"{held_out!r}, row 2: rejected_ids has token {size + 1}, '<b>'", call=refused)
 
 
 # ---------------------------------------------------------------------- the samples of an update

@@ -16,7 +16,7 @@ from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from runs import message, recipe, refuses, write_jsonl
-from templates import load_rows
+from templates import left_out, load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 taught_row = runpy.run_path(str(recipe("distill")))["taught_row"]
@@ -47,6 +47,17 @@ def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="trai
     return load_rows(
         accelerator, path, function, tokenizer, named, split, max_length=4000, **settings
     )
+
+
+def conversation(row: dict, as_messages=False, reader=formats.read_chat) -> tuple:
+    """The prompt and the answers of a row, strings as strings."""
+    prompt, answers, _, is_text = reader(row, as_messages)
+    parts = [prompt, *answers]
+    return tuple(map(messages.text_of, parts)) if is_text else tuple(parts)
+
+
+def preference(row: dict, as_messages=False) -> tuple:
+    return conversation(row, as_messages, formats.read_pair)
 
 
 def rows_of(path, split="train") -> list[dict]:
@@ -188,7 +199,7 @@ HH = "\n\nHuman: Why?\n\nAssistant:"
     ],
 )
 def test_conversations(row, expected):
-    assert formats.conversation(row) == expected
+    assert conversation(row) == expected
 
 
 ROWS_OF_MESSAGES = [
@@ -234,9 +245,9 @@ def test_messages_may_be_written_as_json(function, row, as_messages):
 )
 def test_an_answer_that_is_json_of_another_kind_stays_text(text):
     row = {"prompt": "Who?", "completion": text}
-    assert formats.conversation(formats.standard(row, {})) == ("Who?", text)
+    assert conversation(formats.standard(row, {})) == ("Who?", text)
     row = {"prompt": text, "chosen": text, "rejected": "No."}
-    assert formats.preference(formats.standard(row, {})) == (text, text, "No.")
+    assert preference(formats.standard(row, {})) == (text, text, "No.")
 
 
 BEGUN = [SYSTEM, *BEFORE, QUESTION]
@@ -247,7 +258,6 @@ BEGUN = [SYSTEM, *BEFORE, QUESTION]
     (("Why?", "Because.", "No."), ("Why?", "Because.", "No.")),
     (([QUESTION], "Because.", "No."), ([QUESTION], [YES], [NO])),
     (("Why?", [YES], [NO]), ([QUESTION], [YES], [NO])),
-    (("", [YES], [NO]), ([], [YES], [NO])),
     ((None, [QUESTION, YES], [QUESTION, NO]), ([QUESTION], [YES], [NO])),
     # UltraFeedback repeats its string prompt inside both lists; some sets put messages before it.
     (("  Why?", [QUESTION, YES], [QUESTION, NO]), ([QUESTION], [YES], [NO])),
@@ -264,7 +274,7 @@ BEGUN = [SYSTEM, *BEFORE, QUESTION]
     (("2+2", "2+2=4", "2+2=5"), ("2+2", "2+2=4", "2+2=5")),
 ])  # fmt: skip
 def test_preferences(row, expected):
-    assert formats.preference(dict(zip(("prompt", "chosen", "rejected"), row))) == expected
+    assert preference(dict(zip(("prompt", "chosen", "rejected"), row))) == expected
 
 
 LONG = message("system", "Be long.")
@@ -286,7 +296,7 @@ OTHER_PROMPTS = "do not begin with the same prompt"
 )
 def test_pairs_that_contradict_themselves_are_refused(prompt, chosen, rejected, why):
     with pytest.raises(BadRow, match=why):
-        formats.preference({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+        preference({"prompt": prompt, "chosen": chosen, "rejected": rejected})
 
 
 INSIDE = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}  # with the prompt
@@ -316,25 +326,23 @@ def test_a_column_system_begins_the_chat(row, as_messages):
 
     def chat(**system):
         given = formats.standard(row | system, {})
-        return formats.as_chat(given, as_messages, *formats.preference(given))
+        return preference(given, as_messages)
 
     assert chat(system=SYSTEM["content"]) == ([SYSTEM, QUESTION], [YES], [NO])
     assert chat(system="") == chat() == ([QUESTION], [YES], [NO])
 
 
 def test_a_column_system_beside_other_columns():
-    def chat(row, as_messages=False):
-        return formats.as_chat(row, as_messages, *formats.conversation(row))
-
     begun = {"messages": [SYSTEM, QUESTION, YES], "system": "Be long."}
-    assert chat(begun) == ([], [SYSTEM, QUESTION, YES])
-    assert chat({"prompt": "", "completion": [YES], "system": "Be brief."}) == ([SYSTEM], [YES])
-    assert chat({"text": "Because.", "system": "Be brief."}, True) == ("", "Because.")
+    assert conversation(begun) == ([], [SYSTEM, QUESTION, YES])
+    found = conversation({"prompt": "", "completion": [YES], "system": "Be brief."})
+    assert found == ([SYSTEM], [YES])
+    assert conversation({"text": "Because.", "system": "Be brief."}, True) == ("", "Because.")
     strings = {"prompt": "Why?", "completion": "Because.", "system": "Be brief."}
-    assert chat(strings, True) == ([SYSTEM, QUESTION], [YES])
+    assert conversation(strings, True) == ([SYSTEM, QUESTION], [YES])
     for row, as_messages in [(strings, False), (strings | {"prompt": ""}, True)]:
         with pytest.raises(BadRow, match=r"column 'system' is next to strings.*not empty"):
-            chat(row, as_messages)
+            conversation(row, as_messages)
 
 
 @pytest.mark.parametrize(
@@ -348,18 +356,18 @@ def test_a_row_that_asks_nothing_is_left_out_whatever_its_system_message(
     row = {"prompt": prompt, "system": "Be brief.", "completion": answers[0], "label": True}
     if function is preference_row:
         row |= {"chosen": answers[0], "rejected": answers[1]}
-    found = function(row, tokenizer, 100, **SETTINGS[function], strings_as_messages=True)
-    assert found["reason"] == "empty prompt"
+    settings = {**SETTINGS[function], "strings_as_messages": True}
+    assert left_out(function, row, tokenizer, 100, **settings) == "empty prompt"
 
 
 def test_columns_name_the_users_own():
     columns = formats.column_names(["prompt=question", "completion=answer"])
     assert columns == {"prompt": "question", "completion": "answer"}
     row = {"question": "2+2?", "answer": "4", "messages": [QUESTION], "text": "a"}
-    found = formats.conversation(formats.standard(row, columns))
+    found = conversation(formats.standard(row, columns))
     assert found == ("2+2?", "4")
     found = formats.standard(row, formats.column_names(["text=text"]))
-    assert formats.conversation(found) == ("", "a")
+    assert conversation(found) == ("", "a")
     for pairs in (["prompt"], ["other=a"], ["text=a", "text=b"]):
         call = lambda pairs=pairs: formats.column_names(pairs)
         refuses("each once, such as prompt=question", call=call)
@@ -409,7 +417,7 @@ REPEATED = "Below is an instruction ... ### Response:\n细胞理论是"
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_alpaca_and_sharegpt(row, expected, name, tmp_path):
     standard = read(row, tmp_path, name)
-    assert formats.conversation(standard) == expected
+    assert conversation(standard) == expected
     # What is no column of ours stays as it is.
     assert all(standard[key] == row[key] for key in row.keys() - {"messages", "prompt"})
 
@@ -428,7 +436,7 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
     found = read(row, tmp_path)
     assert found["tools"] == [TOOL]
     called = [call("search", title="Inception", year=None), call("b")]
-    assert formats.conversation(found)[1] == [
+    assert conversation(found)[1] == [
         message("user", "A film?"),
         message("assistant", "", tool_calls=called),
         message("tool", '{"year": 2010}'),
@@ -476,7 +484,7 @@ def test_nulls_are_the_users_own_unless_a_type_puts_them(name, kind, kept, tmp_p
         write_jsonl(path, [given])
     found = formats.standard(rows_of(path)[0], {})
     arguments = {"title": "Inception"} | (NULLS if kept else {"of": [{}]})
-    _, (_, answer, *_) = formats.conversation(found)
+    _, (_, answer, *_) = conversation(found)
     assert answer["tool_calls"][0]["function"]["arguments"] == arguments
     assert found["tools"][0]["function"]["parameters"] == (NULLS if kept else {"of": [{}]})
 
@@ -488,7 +496,7 @@ def test_columns_of_alpaca_may_have_other_names():
     columns = formats.column_names(["input=context", "output=response"])
     for other in ({}, {"conversations": [said("human", "a"), said("gpt", "b")]}, {"prompt": "a"}):
         found = formats.standard(row | other, columns)
-        assert formats.conversation(found) == ([ASKED], [ANSWERED])
+        assert conversation(found) == ([ASKED], [ANSWERED])
 
 
 def parts(*given: tuple[str, str], key: str | None = "value", **more) -> dict:
@@ -519,7 +527,7 @@ BECAUSE = ("text", "Because.")
 )
 def test_content_as_parts(given, expected, tmp_path):
     found = read({"messages": [QUESTION, given]}, tmp_path, "rows.jsonl")
-    assert formats.conversation(found) == ([], [QUESTION, expected])
+    assert conversation(found) == ([], [QUESTION, expected])
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
@@ -561,26 +569,26 @@ def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_
 
 def test_columns_of_other_data_are_no_format():
     """A class beside a text, a label beside a pair."""
-    assert formats.conversation({"text": "a", "label": True}) == ("", "a")
-    assert formats.conversation({"messages": [QUESTION, YES], "label": 0}) == ([], [QUESTION, YES])
-    assert formats.conversation({"prompt": "a", "completion": "b", "label": 2}) == ("a", "b")
+    assert conversation({"text": "a", "label": True}) == ("", "a")
+    assert conversation({"messages": [QUESTION, YES], "label": 0}) == ([], [QUESTION, YES])
+    assert conversation({"prompt": "a", "completion": "b", "label": 2}) == ("a", "b")
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
-    assert formats.preference(pair) == ("a", "b", "c")
+    assert preference(pair) == ("a", "b", "c")
     pair = {
         "messages": [QUESTION, {**YES, "weight": 0.5}],
         "prompt": None,
         "chosen": [QUESTION, YES],
         "rejected": [QUESTION, NO],
     }
-    assert formats.preference(formats.standard(pair, {})) == ([QUESTION], [YES], [NO])
+    assert preference(formats.standard(pair, {})) == ([QUESTION], [YES], [NO])
 
 
 def test_a_pair_that_ends_with_the_users_turn_or_without_an_answer_is_left_out(tokenizer):
     """The turn was learned as the end of the answer; that and an empty answer to it were dropped."""
     row = {"prompt": [QUESTION], "chosen": [YES, message("user", "And?")], "rejected": [NO]}
-    assert preference_row(row, tokenizer, 100)["reason"].startswith("answer that does not end with")
+    assert left_out(preference_row, row, tokenizer, 100).startswith("answer that does not end with")
     row["chosen"].append(message("assistant", ""))
-    assert preference_row(row, tokenizer, 100)["reason"] == "empty answer"
+    assert left_out(preference_row, row, tokenizer, 100) == "empty answer"
 
 
 OLD_CALL = {"name": "clock", "arguments": "{}"}
@@ -655,7 +663,7 @@ def test_without_arguments_there_are_none(given):
     function = {"name": "add", **given}
     expected = {"type": "function", "function": {"name": "add", "arguments": {}}}
     for call in ({"type": "function", "function": function}, function):
-        assert messages.nested(call, "message 1") == expected
+        assert messages.as_call(call, "message 1") == expected
 
 
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
@@ -664,7 +672,7 @@ def test_arguments_that_are_no_object_are_refused(key, given):
     """They were learned as a quoted text, or whatever the template made of them."""
     for call in ({"name": "add", key: given}, {"function": {"name": "add", key: given}}):
         with pytest.raises(BadRow, match="message 1: the arguments of a call of 'add'"):
-            messages.nested(call, "message 1")
+            messages.as_call(call, "message 1")
 
 
 @pytest.mark.parametrize("none", ["", "[]", " null", []])

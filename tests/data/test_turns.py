@@ -12,6 +12,7 @@ from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
 from runs import message
+from templates import left_out
 
 LONG = 4000
 sft_row = load("sft").sft_row
@@ -70,7 +71,7 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
         formats.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
     ]
     for row in read:
-        assert row["reason"] == "" and len(row["chosen_ids"]) == len(row["chosen_learned"])
+        assert len(row["chosen_ids"]) == len(row["chosen_learned"])
         assert of_targets(row["chosen_ids"], row["chosen_learned"]) == learned
         whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
         assert all(part["content"] in whole for part in answer)
@@ -84,22 +85,22 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
 def test_an_answer_whose_turns_the_template_rewrites_is_left_out():
     """As one sequence it would be learned as no model writes it."""
     row = {"prompt": [ASK], "chosen": ANSWERS["a user"], "rejected": [NO]}
-    found = formats.preference_row(row, templates.tokenizer("qwen3"), LONG)
-    assert "writes the earlier turns of an answer differently" in found["reason"]
+    why = left_out(formats.preference_row, row, templates.tokenizer("qwen3"), LONG)
+    assert "writes the earlier turns of an answer differently" in why
 
 
 def test_answers_with_nothing_to_learn_are_left_out():
     tokenizer = templates.tokenizer("qwen2_5")
     bad = ANSWERS["not learned"]
     row = {"prompt": [ASK], "chosen": bad[:1], "rejected": [NO]}
-    found = formats.preference_row(row, tokenizer, LONG)
-    assert found["reason"] == "no answer that is to be learned"
+    why = left_out(formats.preference_row, row, tokenizer, LONG)
+    assert why == "no answer that is to be learned"
     row["chosen"] = bad
     whole = formats.preference_row(row, tokenizer, LONG)
     first = len(whole["prompt_ids"]) + whole["chosen_learned"].index(True)
-    cut = formats.preference_row(row, tokenizer, first)
-    assert cut["reason"] == "nothing to learn within max_length"
-    assert formats.preference_row(row, tokenizer, first + 1)["reason"] == ""
+    why = left_out(formats.preference_row, row, tokenizer, first)
+    assert why == "nothing to learn within max_length"
+    assert any(formats.preference_row(row, tokenizer, first + 1)["chosen_learned"])
     for column in ("chosen", "rejected"):  # more than yes or no
         unclear = {**row, column: [message("assistant", "a", weight=0.5)]}
         with pytest.raises(BadRow, match=r"message 1, weight 0\.5"):
@@ -110,7 +111,7 @@ def test_a_reward_model_reads_the_whole_answer():
     tokenizer = templates.tokenizer("qwen2_5")
     row = {"prompt": [ASK], "chosen": [message("assistant", "BAD", train=False)], "rejected": [NO]}
     found = reward_row(row, tokenizer, LONG)
-    assert tokenizer.decode(found["chosen_ids"]) == "BAD<|im_end|>" and not found["reason"]
+    assert tokenizer.decode(found["chosen_ids"]) == "BAD<|im_end|>"
 
 
 # ============================================================ the numbers
@@ -210,11 +211,11 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
     assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
     assert "<|im_start|>user\nAnd?<|im_end|>" in tokenizer.decode(found["chosen_ids"])
     assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"
-    plain = formats.preference_row(row, tokenizer, LONG)
-    assert "transcripts that differ before the last answer" in plain["reason"]
+    why = left_out(formats.preference_row, row, tokenizer, LONG)
+    assert "transcripts that differ before the last answer" in why
     row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
-    ends = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
-    assert ends["reason"] == "answer that does not end with an assistant message"
+    why = left_out(formats.preference_row, row, tokenizer, LONG, strings_as_messages=True)
+    assert why == "answer that does not end with an assistant message"
 
 
 def test_many_spelled_ends_are_taken_off_at_once():
@@ -238,7 +239,7 @@ def test_after_a_prompt_that_the_template_writes_as_nothing():
         "rejected": [message("assistant", "It is.")],
     }
     read = formats.preference_row(row, tokenizer, LONG)
-    assert read["prompt_ids"] == [] and read["reason"] == ""
+    assert read["prompt_ids"] == []
     for kind, text in (("chosen", "Noon."), ("rejected", "It is.")):
         ids = read[f"{kind}_ids"]
         assert tokenizer.decode(ids) == f"{text}<|im_end|>"
