@@ -89,11 +89,11 @@ class Data(NamedTuple):
                 token_id = pyarrow.compute.max(ids).as_py() or 0
                 if token_id >= n_rows:
                     row = next(row["row"] for row in rows if token_id in row[column])
+                    token = tokenizer.convert_ids_to_tokens(token_id)
                     sys.exit(
-                        f"data set {name!r}, row {row}: {column} has token {token_id}, "
-                        f"{tokenizer.convert_ids_to_tokens(token_id)!r}, and the embedding of "
-                        f"{model_name!r} has {n_rows} rows: after tokens were added, "
-                        "`model.resize_token_embeddings(len(tokenizer))` makes room for them"
+                        f"data set {name!r}, row {row}: {column} has token {token_id}, {token!r}, "
+                        f"and the embedding of {model_name!r} has {n_rows} rows: make room with "
+                        "`model.resize_token_embeddings(len(tokenizer))`"
                     )
 
 

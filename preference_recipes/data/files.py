@@ -8,6 +8,7 @@ of its own, such as parquet.
 
 from __future__ import annotations
 
+import collections
 import csv
 import functools
 import glob
@@ -152,10 +153,7 @@ def parsed(file, is_csv: bool) -> Iterable:
     """Returns the rows of an open file. Of lines one is in memory at a time, of an array all."""
     if is_csv:
         reader = csv.DictReader(file, strict=True)
-        names = list(filter(None, reader.fieldnames or []))
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:  # the last one would be read
-            raise ValueError(f"two columns are named {twice[0]!r}")
+        refuse_repeated("columns", filter(None, reader.fieldnames or []))
         return reader
     decoder = json.JSONDecoder(object_pairs_hook=object_of)
     is_array = file.read(1000).lstrip().startswith("[")
@@ -166,13 +164,17 @@ def parsed(file, is_csv: bool) -> Iterable:
 
 
 def object_of(pairs: list[tuple[str, Any]]) -> dict:
-    """Returns a JSON object; of a key that is there twice `json` would drop the first value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two keys are named {twice!r}, the second time with {found[twice]!r:.60}")
-    return found
+    """Returns a JSON object whose keys are all different."""
+    refuse_repeated("keys", (name for name, _ in pairs))
+    return dict(pairs)
+
+
+def refuse_repeated(kind: str, names: Iterable[str]) -> None:
+    """Raises `ValueError` if two names are the same: the last value would be read."""
+    counts = collections.Counter(names)
+    for name in counts:
+        if counts[name] > 1:
+            raise ValueError(f"two {kind} are named {name!r}")
 
 
 # ============================================================ parquet, and others with types

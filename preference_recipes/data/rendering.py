@@ -191,30 +191,31 @@ def ignores(tokenizer, messages: list[dict], tools, place: int, **changes) -> bo
 
 
 # ============================================================ what a template does, by trials
+def trial(tokenizer, answer: str, *following: dict, **fields: str) -> str:
+    """Returns what a template writes after a question; "" if it refuses, as it likes."""
+    messages = [QUESTION, {"role": "assistant", "content": answer, **fields}, *following]
+    try:
+        text = template_of(tokenizer, has_tools=False)(messages=messages)
+    except Exception:
+        return ""
+    return text.partition(QUESTION["content"])[2] or text
+
+
 @functools.lru_cache(maxsize=64)
 def is_doubled(tokenizer, opener: str, closer: str) -> bool:
     """Whether a template writes an empty thought before a thought in the content (Qwen3.8)."""
-    return closer in written_thought(tokenizer, content=f"{opener}zqt{closer}zqa")[0]
+    before, _, _ = trial(tokenizer, f"{opener}zqt{closer}zqa").partition("zqt")
+    return closer in before
 
 
 @functools.lru_cache(maxsize=64)
 def is_foreign(tokenizer, closer: str) -> bool:
     """Whether a template writes thinking, but not up to this marker (gpt-oss, Gemma 4)."""
-    _, written, after = written_thought(tokenizer, "zqa", **dict.fromkeys(thoughts.FIELDS, "zqt"))
-    if written:
-        return closer not in after
+    text = trial(tokenizer, "zqa", **dict.fromkeys(thoughts.FIELDS, "zqt"))
+    if "zqt" in text:
+        return closer not in text.partition("zqt")[2]
     template = str(tokenizer.chat_template)
     return closer not in template and any(pair[1] in template for pair in thoughts.MARKERS)
-
-
-def written_thought(tokenizer, content: str, **fields: str) -> tuple[str, str, str]:
-    """Returns what a template writes before the thought `zqt` of an answer, that, and the rest."""
-    answer = {"role": "assistant", "content": content, **fields}
-    try:
-        text = template_of(tokenizer, has_tools=False)(messages=[QUESTION, answer])
-    except Exception:  # a template raises what it likes
-        return "", "", ""
-    return text.rpartition(QUESTION["content"])[2].partition("zqt")
 
 
 class Ending(NamedTuple):
@@ -234,19 +235,10 @@ def ending_of(tokenizer) -> Ending:
     answer's own counts. An EOS is the end wherever it is; of other tokens the last one that both
     have (Cohere).
     """
-
-    def after_answer(*following: dict) -> str:
-        texts = []
-        for content in "ab":
-            messages = [QUESTION, {"role": "assistant", "content": content}, *following]
-            try:
-                texts.append(template_of(tokenizer, has_tools=False)(messages=messages)[::-1])
-            except Exception:  # a template raises what it likes
-                return ""
-        return os.path.commonprefix(texts)[::-1]
-
-    whole = after_answer()
-    followed = after_answer(QUESTION)
+    whole, followed = (
+        os.path.commonprefix([trial(tokenizer, answer, *more)[::-1] for answer in "ab"])[::-1]
+        for more in ([], [QUESTION])
+    )
     ends = [whole[: found.end()] for found in added_tokens(tokenizer).finditer(whole)]
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
