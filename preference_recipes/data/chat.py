@@ -122,13 +122,13 @@ def encode_conversation(
         if turn == turns[-1]:
             notes += prompt.notes
         try:
-            context, ids, of_answer = encode_turn(tokenizer, prompt, history, messages[turn], tools)
+            context, ids, said = encode_turn(tokenizer, prompt, history, messages[turn], tools)
         except LeftOut as why:
             if learn_each or (turn == turns[-1] and not sequences):
                 raise
             notes.append(str(why))
             continue
-        notes += of_answer
+        notes += said
         prompt_ids = prompt.ids
         before, learned = sequences[-1] if sequences else Sequence([], [])
         if context[: len(before)] == before:  # the same history: one sequence

@@ -150,7 +150,7 @@ def rows_of(path: Path) -> Iterator[dict]:
 
 
 def parsed(file, is_csv: bool) -> Iterable:
-    """Returns the rows of an open file. Of lines one is in memory at a time, of an array all."""
+    """Returns the rows of an open file. An array is in memory as a whole, of other rows one."""
     if is_csv:
         reader = csv.DictReader(file, strict=True)
         refuse_repeated("columns", filter(None, reader.fieldnames or []))

@@ -108,7 +108,7 @@ def opened_by(prompt: str) -> tuple[str, str]:
 def outside_thoughts(text: str) -> str:
     """Returns what a response says outside its thoughts, whoever opened or closed them."""
     for opener, closer in MARKERS:
-        # Of each thought that is opened here, keep what follows its end.
+        # Keep what follows the end of each thought that is opened here.
         before, *opened = text.split(opener)
         text = before + "".join(thought.partition(closer)[2] for thought in opened)
         # Drop the thought that the prompt has opened.

@@ -141,15 +141,12 @@ WITHOUT_END = (
 )
 
 
-@pytest.mark.parametrize(
-    "template, eos, ends, stops",
-    [
-        (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
-        # Gemma, Phi-3, base models of Qwen: EOS is not what ends a turn.
-        (CHATML, "<s>", "<|im_end|>", ["<s>", "<|im_end|>"]),
-        (WITHOUT_END, "<s>", None, ["<s>"]),
-    ],
-)
+@pytest.mark.parametrize("template, eos, ends, stops", [
+    (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
+    # Gemma, Phi-3, base models of Qwen: EOS is not what ends a turn.
+    (CHATML, "<s>", "<|im_end|>", ["<s>", "<|im_end|>"]),
+    (WITHOUT_END, "<s>", None, ["<s>"]),
+])  # fmt: skip
 def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_path):
     """What is learned as its end is what ends a response, here and where the saved actor generates."""
     tokenizer = make_tokenizer(template)
@@ -195,8 +192,8 @@ def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
 
     def load(names: list[str]) -> dict:
         args = SharedArgs(dataset_name=paths, eval_dataset_name=names, max_length=99)
-        how = dict(function=sft_row, loss_on="assistant")
-        return dataset.load_data(accelerator, args, tokenizer, **how).eval_sets
+        settings = dict(function=sft_row, loss_on="assistant")
+        return dataset.load_data(accelerator, args, tokenizer, **settings).eval_sets
 
     assert load([]) == {} and list(load(paths[:1])) == ["eval/"]
     sets = load(paths)
@@ -313,8 +310,8 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
     assert ids[-1] == tokenizer.eos_token_id
     assert (row["n_targets"], row["length"]) == (sum(row["learned"]), len(ids))
-    how = dict(return_dict=False, add_generation_prompt=True)
-    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], **how)
+    settings = dict(return_dict=False, add_generation_prompt=True)
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], **settings)
 
 
 def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
@@ -364,16 +361,13 @@ def test_templates_that_refuse(tokenizer):
         sft(make_tokenizer(None), {"messages": CHAT})
 
 
-@pytest.mark.parametrize(
-    "bos, adds, writes_bos",
-    [
-        (None, None, False),
-        ("<s>", None, False),
-        ("<s>", "<s> $A", True),
-        ("<s>", "<s> $A <|im_end|>", True),
-        (None, "$A <|im_end|>", False),
-    ],
-)
+@pytest.mark.parametrize("bos, adds, writes_bos", [
+    (None, None, False),
+    ("<s>", None, False),
+    ("<s>", "<s> $A", True),
+    ("<s>", "<s> $A <|im_end|>", True),
+    (None, "$A <|im_end|>", False),
+])  # fmt: skip
 def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     tokenizer = make_tokenizer(None, bos=bos, adds=adds, pad=None)
     front, eos = [tokenizer.convert_tokens_to_ids("<s>")] * writes_bos, [tokenizer.eos_token_id]
@@ -604,8 +598,8 @@ def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
 
     def load(*names):
         args.dataset_name = list(names)
-        how = dict(function=sft_row, loss_on="assistant")
-        return dataset.load_data(accelerator, args, tokenizer, **how)
+        settings = dict(function=sft_row, loss_on="assistant")
+        return dataset.load_data(accelerator, args, tokenizer, **settings)
 
     data = load(one, one, two)
     texts = [tokenizer.decode(ids) for ids in data.train["input_ids"]]

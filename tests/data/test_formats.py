@@ -147,22 +147,15 @@ def test_a_column_that_appears_late_is_read(tmp_path, accelerator, tokenizer):
     refuses("row 1: --columns text=none", "['answer', 'messages', 'pad']", call=call)
 
 
-@pytest.mark.parametrize(
-    "name, text, parts",
-    [
-        ("a.jsonl", '{"text": "a"}\n{"text": \n', ["row 2", "Expecting value"]),
-        ("a.jsonl", '{"text": "a"}\n["text"]\n', ["row 2", "a JSON object", '["text"]']),
-        (
-            "a.jsonl",
-            '{"text": "a"}\n{"text": 5}\n',
-            ["row 2", "column 'text'", "a string, found 5"],
-        ),
-        # Half a character.
-        ("a.jsonl", '{"text": "a"}\n{"text": "\\ud83d"}\n', ["row 2", "TypeError"]),
-        ("a.json", '[{"text": "a"},\n {"text": "b"}', ["',' delimiter", "line 2 column 15"]),
-        ("a.json", '[{"text": "a"},\n 2]', ["row 2", "a JSON object", "found 2"]),
-    ],
-)
+@pytest.mark.parametrize("name, text, parts", [
+    ("a.jsonl", '{"text": "a"}\n{"text": \n', ["row 2", "Expecting value"]),
+    ("a.jsonl", '{"text": "a"}\n["text"]\n', ["row 2", "a JSON object", '["text"]']),
+    ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', ["row 2", "column 'text'", "a string, found 5"]),
+    # Half a character.
+    ("a.jsonl", '{"text": "a"}\n{"text": "\\ud83d"}\n', ["row 2", "TypeError"]),
+    ("a.json", '[{"text": "a"},\n {"text": "b"}', ["',' delimiter", "line 2 column 15"]),
+    ("a.json", '[{"text": "a"},\n 2]', ["row 2", "a JSON object", "found 2"]),
+])  # fmt: skip
 def test_an_error_names_the_row_at_fault(tmp_path, accelerator, tokenizer, name, text, parts):
     (tmp_path / name).write_text(text)
     refuses(name, *parts, call=lambda: load(accelerator, tokenizer, tmp_path / name))
@@ -182,22 +175,19 @@ MORE = message("user", "And?")
 HH = "\n\nHuman: Why?\n\nAssistant:"
 
 
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        ({"messages": [QUESTION, YES]}, ([], [QUESTION, YES])),
-        ({"text": "abc"}, ("", "abc")),
-        ({"prompt": "Why?", "completion": "Because."}, ("Why?", "Because.")),
-        ({"prompt": "Why?", "completion": [YES]}, ([QUESTION], [YES])),
-        ({"prompt": [QUESTION], "completion": "Because."}, ([QUESTION], [YES])),
-        ({"prompt": QUESTION, "completion": YES}, ([QUESTION], [YES])),
-        # A key that only other rows have comes as null: templates ask whether it is there.
-        ({"messages": [{**QUESTION, "tool_calls": None}, YES]}, ([], [QUESTION, YES])),
-        # An empty prompt asks nothing: it was learned as an empty turn of the user.
-        ({"prompt": "", "completion": [YES]}, ([], [YES])),
-        ({"prompt": [], "completion": [YES]}, ([], [YES])),
-    ],
-)
+@pytest.mark.parametrize("row, expected", [
+    ({"messages": [QUESTION, YES]}, ([], [QUESTION, YES])),
+    ({"text": "abc"}, ("", "abc")),
+    ({"prompt": "Why?", "completion": "Because."}, ("Why?", "Because.")),
+    ({"prompt": "Why?", "completion": [YES]}, ([QUESTION], [YES])),
+    ({"prompt": [QUESTION], "completion": "Because."}, ([QUESTION], [YES])),
+    ({"prompt": QUESTION, "completion": YES}, ([QUESTION], [YES])),
+    # A key that only other rows have comes as null: templates ask whether it is there.
+    ({"messages": [{**QUESTION, "tool_calls": None}, YES]}, ([], [QUESTION, YES])),
+    # An empty prompt asks nothing: it was learned as an empty turn of the user.
+    ({"prompt": "", "completion": [YES]}, ([], [YES])),
+    ({"prompt": [], "completion": [YES]}, ([], [YES])),
+])  # fmt: skip
 def test_conversations(row, expected):
     assert conversation(row) == expected
 
@@ -236,13 +226,10 @@ def test_messages_may_be_written_as_json(function, row, as_messages):
                 formats.standard(row | {column: printed}, {})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *['[{"role": "CEO", "content": "Ann"}]', '{"from": "USD", "value": "EUR"}', "[]", "{}"],
-        *['["user"]', '{"role": "user"}', "[{'name': 'Ann'}]", '"So."', "[1] So.", '[{"role": '],
-    ],
-)
+@pytest.mark.parametrize("text", [
+    *['[{"role": "CEO", "content": "Ann"}]', '{"from": "USD", "value": "EUR"}', "[]", "{}"],
+    *['["user"]', '{"role": "user"}', "[{'name': 'Ann'}]", '"So."', "[1] So.", '[{"role": '],
+])  # fmt: skip
 def test_an_answer_that_is_json_of_another_kind_stays_text(text):
     row = {"prompt": "Who?", "completion": text}
     assert conversation(formats.standard(row, {})) == ("Who?", text)
@@ -282,18 +269,15 @@ LACK_THE_PROMPT = "do not begin with all of the prompt in"
 OTHER_PROMPTS = "do not begin with the same prompt"
 
 
-@pytest.mark.parametrize(
-    "prompt, chosen, rejected, why",
-    [
-        ([LONG, QUESTION], [SYSTEM, QUESTION, YES], [SYSTEM, QUESTION, NO], LACK_THE_PROMPT),
-        ([SYSTEM, QUESTION], [QUESTION, YES], [QUESTION, NO], LACK_THE_PROMPT),
-        (None, [QUESTION, YES], [SYSTEM, NO], OTHER_PROMPTS),
-        # Else the user's message would be learned, or rejected, as part of an answer.
-        ([QUESTION], [YES], [QUESTION, NO], OTHER_PROMPTS),
-        ([QUESTION], [QUESTION, YES], [NO], OTHER_PROMPTS),
-        (None, "Because.", "No.", "no column 'prompt'"),
-    ],
-)
+@pytest.mark.parametrize("prompt, chosen, rejected, why", [
+    ([LONG, QUESTION], [SYSTEM, QUESTION, YES], [SYSTEM, QUESTION, NO], LACK_THE_PROMPT),
+    ([SYSTEM, QUESTION], [QUESTION, YES], [QUESTION, NO], LACK_THE_PROMPT),
+    (None, [QUESTION, YES], [SYSTEM, NO], OTHER_PROMPTS),
+    # Else the user's message would be learned, or rejected, as part of an answer.
+    ([QUESTION], [YES], [QUESTION, NO], OTHER_PROMPTS),
+    ([QUESTION], [QUESTION, YES], [NO], OTHER_PROMPTS),
+    (None, "Because.", "No.", "no column 'prompt'"),
+])  # fmt: skip
 def test_pairs_that_contradict_themselves_are_refused(prompt, chosen, rejected, why):
     with pytest.raises(BadRow, match=why):
         preference({"prompt": prompt, "chosen": chosen, "rejected": rejected})
@@ -303,24 +287,21 @@ INSIDE = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}  # with the pro
 TRANSCRIPTS = {"chosen": HH + " Because.", "rejected": HH + " No."}
 
 
-@pytest.mark.parametrize(
-    "row, as_messages",
-    [
-        ({"prompt": "Why?", "chosen": "Because.", "rejected": "No."}, True),
-        (TRANSCRIPTS, True),
-        ({"prompt": HH, **TRANSCRIPTS}, True),
-        ({"prompt": "Why?", "chosen": [YES], "rejected": [NO]}, False),
-        (INSIDE, False),
-        ({"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}, False),
-        ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
-        ({"prompt": [], **INSIDE}, False),
-        ({"prompt": "Why?", **INSIDE}, False),
-        ({"conversations": [said("human", "Why?")], "chosen": YES, "rejected": NO}, False),
-        # Axolotl's.
-        ({"messages": [QUESTION], "prompt": None, "chosen": YES, "rejected": "No."}, False),
-        ({"messages": [QUESTION, YES], **INSIDE}, False),
-    ],
-)
+@pytest.mark.parametrize("row, as_messages", [
+    ({"prompt": "Why?", "chosen": "Because.", "rejected": "No."}, True),
+    (TRANSCRIPTS, True),
+    ({"prompt": HH, **TRANSCRIPTS}, True),
+    ({"prompt": "Why?", "chosen": [YES], "rejected": [NO]}, False),
+    (INSIDE, False),
+    ({"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}, False),
+    ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
+    ({"prompt": [], **INSIDE}, False),
+    ({"prompt": "Why?", **INSIDE}, False),
+    ({"conversations": [said("human", "Why?")], "chosen": YES, "rejected": NO}, False),
+    # Axolotl's.
+    ({"messages": [QUESTION], "prompt": None, "chosen": YES, "rejected": "No."}, False),
+    ({"messages": [QUESTION, YES], **INSIDE}, False),
+])  # fmt: skip
 def test_a_column_system_begins_the_chat(row, as_messages):
     """Beside strings, too, where they are turns; with an empty one the row is as without."""
 
@@ -352,7 +333,7 @@ def test_a_column_system_beside_other_columns():
 def test_a_row_that_asks_nothing_is_left_out_whatever_its_system_message(
     tokenizer, function, prompt, answers
 ):
-    """Of messages it was trained on after the system message alone; a string stopped the run."""
+    """A model was trained on messages after the system message alone; a string stopped the run."""
     row = {"prompt": prompt, "system": "Be brief.", "completion": answers[0], "label": True}
     if function is preference_row:
         row |= {"chosen": answers[0], "rejected": answers[1]}
@@ -399,21 +380,15 @@ TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type"
 REPEATED = "Below is an instruction ... ### Response:\n细胞理论是"
 
 
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        (ALPACA, ([ASKED], [ANSWERED])),
-        ({**ALPACA, "input": None, "instruction": ASKED["content"]}, ([ASKED], [ANSWERED])),
-        ({**ALPACA, "input": "", "instruction": ""}, ([], [ANSWERED])),  # nothing is asked
-        # As in the original file: everything once more, as a text.
-        ({**ALPACA, "text": REPEATED}, ([ASKED], [ANSWERED])),
-        (
-            {"conversations": [said("human", "Why?"), said("gpt", "Because.")], "text": "a"},
-            ([], [QUESTION, YES]),
-        ),
-        ({"prompt": "Why?", "completion": "Because.", "text": "a"}, ("Why?", "Because.")),
-    ],
-)
+@pytest.mark.parametrize("row, expected", [
+    (ALPACA, ([ASKED], [ANSWERED])),
+    ({**ALPACA, "input": None, "instruction": ASKED["content"]}, ([ASKED], [ANSWERED])),
+    ({**ALPACA, "input": "", "instruction": ""}, ([], [ANSWERED])),  # nothing is asked
+    # As in the original file: everything once more, as a text.
+    ({**ALPACA, "text": REPEATED}, ([ASKED], [ANSWERED])),
+    ({"conversations": [said("human", "Why?"), said("gpt", "Because.")], "text": "a"}, ([], [QUESTION, YES])),
+    ({"prompt": "Why?", "completion": "Because.", "text": "a"}, ("Why?", "Because.")),
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_alpaca_and_sharegpt(row, expected, name, tmp_path):
     standard = read(row, tmp_path, name)
@@ -453,16 +428,13 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
 NULLS = {"year": None, "of": [{"title": None}]}
 
 
-@pytest.mark.parametrize(
-    "name, kind, kept",
-    [
-        ("rows.jsonl", "object", True),
-        ("rows.parquet", "object", False),  # there a key that other rows have is null
-        ("rows.parquet", "text", True),
-        ("rows.parquet", "json", True),  # a type of `datasets`, which holds what JSON holds
-        ("rows.csv", "text", True),
-    ],
-)
+@pytest.mark.parametrize("name, kind, kept", [
+    ("rows.jsonl", "object", True),
+    ("rows.parquet", "object", False),  # there a key that other rows have is null
+    ("rows.parquet", "text", True),
+    ("rows.parquet", "json", True),  # a type of `datasets`, which holds what JSON holds
+    ("rows.csv", "text", True),
+])  # fmt: skip
 def test_nulls_are_the_users_own_unless_a_type_puts_them(name, kind, kept, tmp_path):
     called = call("search", title="Inception", **NULLS)
     tool = {"type": "function", "function": {"name": "search", "parameters": NULLS}}
@@ -511,20 +483,14 @@ CALLED = message("assistant", "", tool_calls=[call("search", title="Inception")]
 BECAUSE = ("text", "Because.")
 
 
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        (parts(("text", "Be"), ("text", "cause."), loss_weight=1.0), {**YES, "loss_weight": 1.0}),
-        (parts(BECAUSE, key="text"), YES),
-        (parts(("reasoning", "Hm."), *TWO_CALLS), {**CALLED, "reasoning_content": "Hm."}),
-        (parts(("thinking", "So."), BECAUSE, key=None), {**YES, "reasoning_content": "So."}),
-        # An empty part says nothing, and a field of this name that a message has already is kept.
-        (
-            parts(("thinking", ""), BECAUSE, reasoning_content="Why"),
-            {**YES, "reasoning_content": "Why"},
-        ),
-    ],
-)
+@pytest.mark.parametrize("given, expected", [
+    (parts(("text", "Be"), ("text", "cause."), loss_weight=1.0), {**YES, "loss_weight": 1.0}),
+    (parts(BECAUSE, key="text"), YES),
+    (parts(("reasoning", "Hm."), *TWO_CALLS), {**CALLED, "reasoning_content": "Hm."}),
+    (parts(("thinking", "So."), BECAUSE, key=None), {**YES, "reasoning_content": "So."}),
+    # An empty part says nothing, and a field of this name that a message has already is kept.
+    (parts(("thinking", ""), BECAUSE, reasoning_content="Why"), {**YES, "reasoning_content": "Why"}),
+])  # fmt: skip
 def test_content_as_parts(given, expected, tmp_path):
     found = read({"messages": [QUESTION, given]}, tmp_path, "rows.jsonl")
     assert conversation(found) == ([], [QUESTION, expected])
@@ -597,18 +563,15 @@ NOON = message("function", "12:00", name="clock")
 PAIR = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
 
 
-@pytest.mark.parametrize(
-    "function, row, bad",
-    [
-        (sft_row, {"messages": [QUESTION, YES]}, {"messages": [QUESTION, OLD, NOON, YES]}),
-        (sft_row, {"messages": [QUESTION, YES]}, {"messages": [QUESTION, OLD]}),
-        (preference_row, PAIR, {**PAIR, "prompt": [QUESTION, OLD, NOON]}),
-        (preference_row, PAIR, {**PAIR, "rejected": [OLD, NOON, NO]}),
-        (formats.labelled_row, PAIR, {"prompt": [QUESTION], "completion": [OLD], "label": 0}),
-        (prompt_row, PAIR, {"prompt": [QUESTION, OLD, NOON]}),
-        (completed_row, PAIR, {"prompt": [QUESTION], "completion": [OLD, NOON, YES]}),
-    ],
-)
+@pytest.mark.parametrize("function, row, bad", [
+    (sft_row, {"messages": [QUESTION, YES]}, {"messages": [QUESTION, OLD, NOON, YES]}),
+    (sft_row, {"messages": [QUESTION, YES]}, {"messages": [QUESTION, OLD]}),
+    (preference_row, PAIR, {**PAIR, "prompt": [QUESTION, OLD, NOON]}),
+    (preference_row, PAIR, {**PAIR, "rejected": [OLD, NOON, NO]}),
+    (formats.labelled_row, PAIR, {"prompt": [QUESTION], "completion": [OLD], "label": 0}),
+    (prompt_row, PAIR, {"prompt": [QUESTION, OLD, NOON]}),
+    (completed_row, PAIR, {"prompt": [QUESTION], "completion": [OLD, NOON, YES]}),
+])  # fmt: skip
 def test_a_call_that_is_not_read_leaves_out_its_row(
     tokenizer, accelerator, tmp_path, capsys, function, row, bad
 ):
@@ -633,15 +596,12 @@ def calls_written(name: str, content, calls) -> str:
     return tokenizer.decode(row["input_ids"])
 
 
-@pytest.mark.parametrize(
-    "name, written",
-    [
-        ("qwen2_5", '{"name": "add", "arguments": %s}'),
-        ("llama3_2", '{"name": "add", "parameters": %s}'),
-        ("gptoss", "to=functions.add<|channel|>commentary json<|message|>%s"),
-        ("deepseekv3", "add\n```json\n%s\n```"),  # its template takes only texts
-    ],
-)
+@pytest.mark.parametrize("name, written", [
+    ("qwen2_5", '{"name": "add", "arguments": %s}'),
+    ("llama3_2", '{"name": "add", "parameters": %s}'),
+    ("gptoss", "to=functions.add<|channel|>commentary json<|message|>%s"),
+    ("deepseekv3", "add\n```json\n%s\n```"),  # its template takes only texts
+])  # fmt: skip
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 @pytest.mark.parametrize("arguments", ['{"x": 1}', '{"x": null, "y": [{"z": null}]}'])
 @pytest.mark.parametrize("spelled", [str, json.loads, json.dumps])

@@ -45,15 +45,12 @@ def test_a_pair_is_a_good_answer_and_a_bad_one(tokenizer):
     assert read(tokenizer, row) == {**preference_row(row, tokenizer, 64), "n_answers": 2}
 
 
-@pytest.mark.parametrize(
-    "messages, reason",
-    [
-        ([SAY], "empty prompt"),
-        ([ASK, {**SAY, "content": ""}], "empty answer"),
-        ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
-        ([ASK, SAY, ASK], "answer that does not end with an assistant message"),
-    ],
-)
+@pytest.mark.parametrize("messages, reason", [
+    ([SAY], "empty prompt"),
+    ([ASK, {**SAY, "content": ""}], "empty answer"),
+    ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
+    ([ASK, SAY, ASK], "answer that does not end with an assistant message"),
+])  # fmt: skip
 def test_rows_that_are_left_out(tokenizer, messages, reason):
     assert left_out(read, tokenizer, {"messages": messages, "label": False}) == reason
 

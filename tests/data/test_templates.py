@@ -502,7 +502,7 @@ def test_a_system_message_in_the_last_question_is_read_before_each_answer():
 # ============================================================ calls, tools and other roles
 @pytest.mark.parametrize("arguments", ['{"x": true}', {"x": True}])
 def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(arguments):
-    """Of an object it would print `{'x': True}`, as Python does."""
+    """It would print an object as Python does, `{'x': True}`."""
     tokenizer = own_template(
         "{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Of an answer of several messages only what the model writes counts; prompts that end with the assistant."""
+"""What counts in an answer of several messages: what the model writes. Prompts that end with the assistant."""
 
 import copy
 import itertools
@@ -34,8 +34,8 @@ CLOCK = {
         },
     },
 }
-OF_CLOCK = {"name": "clock", "arguments": {"zone": "CET"}}
-CALLS = [{"type": "function", "id": "abcdefghi", "function": OF_CLOCK}]
+CLOCK_CALL = {"name": "clock", "arguments": {"zone": "CET"}}
+CALLS = [{"type": "function", "id": "abcdefghi", "function": CLOCK_CALL}]
 CALL = message("assistant", "", tool_calls=CALLS)
 RESULT = message("tool", "12:00", name="clock", tool_call_id="abcdefghi")
 NOON = message("assistant", "Noon.")
@@ -47,14 +47,14 @@ ANSWERS = {
 }
 
 
-def of_targets(ids, targets):
+def targets_of(ids, targets):
     return list(itertools.compress(ids, targets))
 
 
 def in_sft(tokenizer, answer):
     row = {"prompt": [ASK], "completion": answer, "tools": [CLOCK]}
     row = sft_row(row, tokenizer, LONG, "assistant")
-    return of_targets(row["input_ids"], row["learned"])
+    return targets_of(row["input_ids"], row["learned"])
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
@@ -72,13 +72,13 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
     ]
     for row in read:
         assert len(row["chosen_ids"]) == len(row["chosen_learned"])
-        assert of_targets(row["chosen_ids"], row["chosen_learned"]) == learned
+        assert targets_of(row["chosen_ids"], row["chosen_learned"]) == learned
         whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
         assert all(part["content"] in whole for part in answer)
         assert row["rejected_learned"] == [True] * len(row["rejected_ids"])
     row = {**given, "completion": answer}
     taught = taught_row(row, tokenizer, LONG, 1000, [], None, with_completion=True)
-    assert of_targets(taught["completion_ids"], taught["completion_learned"]) == learned
+    assert targets_of(taught["completion_ids"], taught["completion_learned"]) == learned
     assert 0 < len(learned) < len(taught["completion_ids"])
 
 
@@ -207,7 +207,7 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
         "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
     }
     found = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
-    learned = of_targets(found["chosen_ids"], found["chosen_learned"])
+    learned = targets_of(found["chosen_ids"], found["chosen_learned"])
     assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
     assert "<|im_start|>user\nAnd?<|im_end|>" in tokenizer.decode(found["chosen_ids"])
     assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"
