@@ -1,8 +1,7 @@
 """Recognises the formats of rows, and reads each into one form, a `Conversation`.
 
-The way of a row: `standard` gives the columns of other tools our names, one of the readers makes a
-`Conversation` of them, and `encode_row` makes token ids of that. For DPO they are `read_pair` and
-`preference_row`.
+The way of a row: `standard` gives the columns of other tools our names, a reader, such as
+`read_pair`, makes a `Conversation` of them, and `row_of_answers` token ids of that.
 """
 
 import re
@@ -46,12 +45,12 @@ LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0
 def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
-    """Returns the token ids of one pair, see `encode_row`."""
-    return encode_row(read_pair(row, strings_as_messages), tokenizer, max_length)
+    """Returns the token ids of one pair, see `row_of_answers`."""
+    return row_of_answers(read_pair(row, strings_as_messages), tokenizer, max_length)
 
 
 def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
-    """Returns what `encode_row` does, and `n_answers`, for KTO.
+    """Returns what `row_of_answers` does, and `n_answers`, for KTO.
 
     A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
     answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
@@ -59,11 +58,11 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     if is_pair(row):
         return {**preference_row(row, tokenizer, max_length, strings_as_messages), "n_answers": 2}
     conversation, is_good = read_labelled(row, strings_as_messages)
-    values = encode_row(conversation, tokenizer, max_length, is_good)
+    values = row_of_answers(conversation, tokenizer, max_length, is_good)
     return {**values, "n_answers": 1}
 
 
-def encode_row(
+def row_of_answers(
     conversation: Conversation, tokenizer, max_length: int, is_good: bool = True
 ) -> dict:
     """Returns the token ids of a prompt and of its answers.
