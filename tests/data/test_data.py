@@ -29,7 +29,6 @@ from runs import message, recipe, refuses, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
@@ -41,25 +40,17 @@ REWRITING = CHATML.replace(
     "+ m['content']",
     "+ ('<t></t>' if loop.last and m['role'] == 'assistant' else '') + m['content']",
 )
-ALTERNATING = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    + CHATML
-)
 CORPUS = [
     "What is the capital of France? Paris is the capital of France.",
     "yes no maybe Question: Answer: one two three four five",
 ] * 20
 
-U1, A1, U2, A2, B2 = "What is one?", "one is one", "And two?", "two is two", "three"
+U1, A1, U2, A2 = "What is one?", "one is one", "And two?", "two is two"
 PROMPT, CHOSEN, REJECTED = "Question: the capital?\nAnswer:", " Paris is", " yes"
 
 
-def user(content: str) -> dict:
-    return message("user", content)
-
-
-def assistant(content: str) -> dict:
-    return message("assistant", content)
+user = functools.partial(message, "user")
+assistant = functools.partial(message, "assistant")
 
 
 def make_tokenizer(
@@ -72,15 +63,9 @@ def make_tokenizer(
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        backend.train_from_iterator(
-            CORPUS,
-            trainers.BpeTrainer(
-                vocab_size=340,
-                special_tokens=specials,
-                initial_alphabet=alphabet,
-                show_progress=False,
-            ),
-        )
+        settings = dict(vocab_size=340, special_tokens=specials, show_progress=False)
+        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
+        backend.train_from_iterator(CORPUS, trainer)
     if adds:
         ids = [(token, backend.token_to_id(token)) for token in specials]
         backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
@@ -132,9 +117,6 @@ def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(
     refuses(said, call=lambda: load(["text=other"]))
 
 
-LOADING = types.SimpleNamespace(
-    load_in_4bit=False, attn_implementation=None, gradient_checkpointing=False
-)
 WITHOUT_END = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -167,7 +149,7 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     # As published, though transformers would not let it be made.
     settings = {"eos_token_id": 9, "temperature": 0.7, "do_sample": False}
     (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
-    model = causal_lm(str(tmp_path / "model"), tokenizer, LOADING)
+    model = causal_lm(str(tmp_path / "model"), tokenizer, SharedArgs())
     assert stop_tokens(tokenizer, model) == {9, *ids(*stops)}
     model.save_pretrained(tmp_path / "actor")
     saved = json.loads((tmp_path / "actor/generation_config.json").read_text())
@@ -234,9 +216,7 @@ NUMBERS = [("1", "04", "4"), ("2.50", "1e3", "-0"), ("3", "5", "6")]
 def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, strings):
     rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in strings]
 
-    def load(path):
-        return load_rows(accelerator, path, preference_row, tokenizer, max_length=99)[:]
-
+    load = lambda path: load_rows(accelerator, path, preference_row, tokenizer, max_length=99)[:]
     expected = [pair(tokenizer, row) for row in rows if row["chosen"]]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
@@ -356,7 +336,9 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
 
 def test_templates_that_refuse(tokenizer):
     with pytest.raises(TemplateError, match="System role not supported"):
-        sft(make_tokenizer(ALTERNATING), {"messages": CHAT})
+        sft(
+            make_tokenizer("{{ raise_exception('System role not supported') }}"), {"messages": CHAT}
+        )
     with pytest.raises(BadRow, match="no chat template"):
         sft(make_tokenizer(None), {"messages": CHAT})
 
@@ -579,10 +561,8 @@ def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
     monkeypatch.setattr(dataset, "gather_object", lambda mine: gathered)
     for index, expected in enumerate([first, first, second, second]):
         process = types.SimpleNamespace(
-            process_index=index,
-            local_process_index=index % 2,
-            is_local_main_process=index % 2 == 0,
-            is_main_process=index == 0,
+            **dict(process_index=index, is_main_process=index == 0),
+            **dict(local_process_index=index % 2, is_local_main_process=index % 2 == 0),
             print=lambda *_, **__: None,
         )
         assert load(process, "dd") == expected
