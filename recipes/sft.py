@@ -72,6 +72,8 @@ def encode_demonstration(
     learn_contexts = loss_on == "all"
     messages = prompt + answer
     turns = learned_turns(messages, len(prompt))
+    if learn_contexts and not all(map(is_learned, messages)):
+        raise BadRow("--loss_on all learns every message, but one of them opts out")
     if not turns:
         raise LeftOut(formats.missing_answer(answer))
     if is_text:
@@ -80,8 +82,6 @@ def encode_demonstration(
         return [chat.Sequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, notes
     if loss_on == "completion":
         turns = turns[-1:]
-    if learn_contexts and not all(map(is_learned, messages)):
-        raise BadRow("--loss_on all learns every message, but one of them opts out")
     return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
 
 

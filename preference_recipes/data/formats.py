@@ -326,7 +326,7 @@ def transcript_turns(text: str) -> list[dict] | None:
         return None
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = [
-        {"role": roles[speaker], "content": content.strip()}
+        {"content": content.strip(), "role": roles[speaker]}
         for speaker, content in zip(parts[0::2], parts[1::2])
     ]
     # The transcript ends where the answer begins.
@@ -368,10 +368,10 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
     for column in (*TEXTS, "conversations"):
         if isinstance(row.get(column), str):
             row = {**row, column: from_text(column, row[column])}
-    row = row | OTHER_FORMATS.get(leading_column(row), lambda row: {})(row)
     tag = row.get("kto_tag")
     if tag is not None and row.get("label") is None:
         row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 would pass for a class
+    row = row | OTHER_FORMATS.get(leading_column(row), lambda row: {})(row)
     return {**row, "tools": standard_tools(row["tools"])} if row.get("tools") else row
 
 
@@ -394,7 +394,7 @@ def from_alpaca(row: dict) -> dict:
     for column in filter(row.get, ("instruction", "input", "output")):
         refuse_unless(isinstance(row[column], str), row, column, "a string")
     question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    found = {"prompt": as_messages(question, "user") if question else []}
+    found = {"prompt": [{"role": "user", "content": question}] if question else []}
     if row.get("output") is not None:
         found["completion"] = [{"role": "assistant", "content": row["output"]}]
     return found
