@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import templates
 from common import launch
-from preference_recipes.data import chat, dataset, rendering
+from preference_recipes.data import dataset, rendering
 from preference_recipes.data.formats import preference_row
 from runs import message, pair_of, refuses, say, write_jsonl
 from templates import load_rows
@@ -42,8 +42,7 @@ def encoded_texts(monkeypatch, tokenizer, row: dict) -> list[str]:
         return encode(tokenizer, text)
 
     with monkeypatch.context() as patch:
-        for module in (chat, rendering):
-            patch.setattr(module, "encode", recorded)
+        patch.setattr(rendering, "encode", recorded)
         preference_row(row, tokenizer, max_length=10_000)
     return texts
 
