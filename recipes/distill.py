@@ -228,7 +228,7 @@ def add_completion(
             raise LeftOut(formats.missing_answer(completion))
         # Its tokens are the same after both prompts: those that the student would write.
         pairs = [prompt._replace(answers=[completion]) for prompt in asked]
-        encoded = [chat.encode_row(tokenizer, pair) for pair in pairs]
+        encoded = [chat.encode_answers(tokenizer, *pair) for pair in pairs]
         contexts = [context for context, _, _ in encoded]
         _, [answer], notes = encoded[0]
         values["notes"] += notes

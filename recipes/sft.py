@@ -77,7 +77,7 @@ def encode_demonstration(
     if not turns:
         raise LeftOut(formats.missing_answer(answer))
     if is_text:
-        prompt_ids, [(ids, learned)], notes = chat.encode_row(tokenizer, conversation)
+        prompt_ids, [(ids, learned)], notes = chat.encode_answers(tokenizer, *conversation)
         learned = [learn_contexts] * len(prompt_ids) + learned
         return [chat.Sequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, notes
     if loss_on == "completion":

@@ -9,7 +9,7 @@ apart, as at inference. Where a template does otherwise, `odd_templates` finds t
 from typing import NamedTuple
 
 from preference_recipes.data import odd_templates, rendering, thoughts
-from preference_recipes.data.messages import Conversation, LeftOut, learned_turns, text_of
+from preference_recipes.data.messages import LeftOut, learned_turns, text_of
 
 REWRITES_TURNS = "the chat template writes the earlier turns of an answer differently later on"
 # What the run says about data whose template does something that a user should know about.
@@ -33,29 +33,20 @@ class Sequence(NamedTuple):
     learned: list[bool]
 
 
-def encode_row(
-    tokenizer, conversation: Conversation
+def encode_answers(
+    tokenizer, prompt: list[dict], answers: list[list[dict]], tools=None, is_text: bool = False
 ) -> tuple[list[int], list[Sequence], list[str]]:
-    """Returns the token ids of a prompt and of its answers, if it has any, and notes.
+    """Returns the token ids of a prompt and of its answers, and notes: of a `Conversation`.
+
+    After `<bot><think>` an answer `No` replaces the opened thought, and `<think>Why</think>Yes`
+    goes on with it. So the prompt of both is `<bot>`, and the second answer begins with `<think>`.
 
     Raises:
         LeftOut: the template does not write an answer, or not in one sequence.
     """
-    prompt, answers, tools, is_text = conversation
-    if not is_text:
-        return encode_answers(tokenizer, prompt, answers, tools)
-    prompt_ids, *answer_ids = encode_plain(tokenizer, *map(text_of, (prompt, *answers)))
-    return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in answer_ids], []
-
-
-def encode_answers(
-    tokenizer, prompt: list[dict], answers: list[list[dict]], tools: list[dict] | None = None
-) -> tuple[list[int], list[Sequence], list[str]]:
-    """Returns what `encode_row` does, of messages.
-
-    After `<bot><think>` an answer `No` replaces the opened thought, and `<think>Why</think>Yes`
-    goes on with it. So the prompt of both is `<bot>`, and the second answer begins with `<think>`.
-    """
+    if is_text:
+        prompt_ids, *answer_ids = encode_plain(tokenizer, *map(text_of, (prompt, *answers)))
+        return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in answer_ids], []
     read = encode_prompt(tokenizer, prompt, tools)
     if not answers:
         return read.ids, [], read.notes

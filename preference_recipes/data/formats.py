@@ -57,21 +57,24 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     """
     if is_pair(row):
         return {**preference_row(row, tokenizer, max_length, strings_as_messages), "n_answers": 2}
-    conversation, is_good = read_labelled(row, strings_as_messages)
-    values = row_of_answers(conversation, tokenizer, max_length, is_good)
+    label = str(row.get("label")).lower()
+    expected = "true or false, whether the answer is good, or 'chosen' and 'rejected' instead"
+    refuse_unless(label in LABELS, row, "label", expected)
+    conversation = read_demonstration({**row, "label": None})
+    if not conversation.prompt and not conversation.is_text:  # the last message is the answer
+        [messages] = conversation.answers
+        conversation = conversation._replace(prompt=messages[:-1], answers=[messages[-1:]])
+    conversation = completed(conversation, row, strings_as_messages)
+    values = row_of_answers(conversation, tokenizer, max_length, is_good=LABELS[label])
     return {**values, "n_answers": 1}
 
 
 def row_of_answers(
     conversation: Conversation, tokenizer, max_length: int, is_good: bool = True
 ) -> dict:
-    """Returns the token ids of a prompt and of its answers.
+    """Returns the token ids of a prompt, and of two answers or one; that is chosen if it `is_good`.
 
     What is longer than `max_length` is cut at the end; prompt and one answer count together.
-
-    Args:
-        conversation: with a chosen and a rejected answer, or one answer.
-        is_good: whether a single answer counts as the chosen one.
 
     Returns:
         `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_learned` and `rejected_learned`,
@@ -81,9 +84,17 @@ def row_of_answers(
     Raises:
         LeftOut: nothing is left to learn, or to compare.
     """
+    is_transcript = conversation.is_text and text_of(conversation.prompt).endswith(HH_MARKER)
     for answer in conversation.answers:
-        check_answer(conversation, answer)
-    prompt_ids, sequences, notes = chat.encode_row(tokenizer, conversation)
+        if is_transcript and "\n\nHuman:" in text_of(answer):
+            raise LeftOut(
+                "transcripts that differ before the last answer, without --strings_as_messages"
+            )
+        if answer and answer[-1]["role"] != "assistant":
+            raise LeftOut("answer that does not end with an assistant message")
+        if not has_text(answer[-1:]) or not learned_turns(answer):
+            raise LeftOut(missing_answer(answer))
+    prompt_ids, sequences, notes = chat.encode_answers(tokenizer, *conversation)
     room = max_length - len(prompt_ids)
     if room <= 0:
         raise LeftOut("prompt fills max_length")
@@ -92,7 +103,7 @@ def row_of_answers(
         raise LeftOut("chosen equal to rejected")
     if not all(any(learned) for _, learned in cut):
         raise LeftOut("nothing to learn within max_length")
-    chosen, rejected = cut if len(cut) == 2 else (*cut, chat.Sequence([], []))
+    chosen, rejected = [*cut, chat.Sequence([], [])][:2]
     if not is_good:
         chosen, rejected = rejected, chosen
     return {
@@ -105,19 +116,6 @@ def row_of_answers(
         "truncated": cut != sequences,
         "notes": notes,
     }
-
-
-def check_answer(conversation: Conversation, answer: list[dict]) -> None:
-    """Leaves out a row if one of its answers does not end with something to learn."""
-    is_transcript = conversation.is_text and text_of(conversation.prompt).endswith(HH_MARKER)
-    if is_transcript and "\n\nHuman:" in text_of(answer):
-        raise LeftOut(
-            "transcripts that differ before the last answer, without --strings_as_messages"
-        )
-    if answer and answer[-1]["role"] != "assistant":
-        raise LeftOut("answer that does not end with an assistant message")
-    if not has_text(answer[-1:]) or not learned_turns(answer):
-        raise LeftOut(missing_answer(answer))
 
 
 def missing_answer(answer: list[dict]) -> str:
@@ -158,18 +156,6 @@ def read_pair(row: dict, strings_as_messages: bool) -> Conversation:
     if prompt is None or not first_roles <= {"assistant"}:  # 3.
         conversation = split_conversations(conversation)
     return completed(conversation, row, strings_as_messages)
-
-
-def read_labelled(row: dict, strings_as_messages: bool) -> tuple[Conversation, bool]:
-    """Reads one answer, of `messages` the last one, and whether it is good."""
-    label = str(row.get("label")).lower()
-    expected = "true or false, whether the answer is good, or 'chosen' and 'rejected' instead"
-    refuse_unless(label in LABELS, row, "label", expected)
-    conversation = read_demonstration({**row, "label": None})
-    if not conversation.prompt and not conversation.is_text:
-        [messages] = conversation.answers
-        conversation = conversation._replace(prompt=messages[:-1], answers=[messages[-1:]])
-    return completed(conversation, row, strings_as_messages), LABELS[label]
 
 
 def read_chat(row: dict, strings_as_messages: bool) -> Conversation:
@@ -221,12 +207,11 @@ def completed(
     """
     prompt, answers, _, is_text = conversation
     if is_text and strings_as_messages and has_text(prompt):
-        turns = to_chat(text_of(prompt))
-        is_transcript = turns != prompt
-        if is_transcript:
+        turns = transcript_turns(text_of(prompt))
+        if turns is not None:
+            prompt = turns
             answers = [transcript_turns(HH_MARKER + text_of(answer)) or [] for answer in answers]
-        conversation = conversation._replace(prompt=turns, answers=answers, is_text=False)
-        prompt = turns
+        conversation = conversation._replace(prompt=prompt, answers=answers, is_text=False)
     next_roles = {answer[0]["role"] for answer in answers if answer} or {"assistant"}
     if prompt and prompt[-1]["role"] == "assistant" and "assistant" in next_roles:
         raise BadRow("the prompt ends with an assistant message, which cannot be continued")
@@ -313,12 +298,6 @@ def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, 
     return prompt, chosen, rejected
 
 
-def to_chat(prompt: str) -> list[dict]:
-    """Returns the turns of a prompt: those of an hh-rlhf transcript, or one of the user."""
-    turns = transcript_turns(prompt)
-    return as_messages(prompt, "user") if turns is None else turns
-
-
 def transcript_turns(text: str) -> list[dict] | None:
     """Returns the turns of an hh-rlhf transcript; None if it is not a transcript."""
     before, *parts = re.split(r"\n\n(Human|Assistant):", text)
@@ -371,22 +350,22 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
     tag = row.get("kto_tag")
     if tag is not None and row.get("label") is None:
         row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 would pass for a class
-    row = row | OTHER_FORMATS.get(leading_column(row), lambda row: {})(row)
+    leading = leading_column(row)
+    if leading == "conversations":  # ShareGPT's
+        row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
+    elif leading == "messages" and is_pair(row) and row.get("prompt") is None:  # Axolotl's
+        row = {**row, "prompt": prompt_of_pair(row["messages"])}
+    elif leading == "instruction":
+        row = {**row, **from_alpaca(row)}
     return {**row, "tools": standard_tools(row["tools"])} if row.get("tools") else row
 
 
-def from_sharegpt(row: dict) -> dict:
-    """Returns ShareGPT's `conversations` as messages, or as the prompt of a pair."""
-    return {"prompt" if is_pair(row) else "messages": row["conversations"]}
-
-
-def from_axolotl(row: dict) -> dict:
-    """Returns `messages` as the prompt of a pair; those that end with an answer are not read."""
-    messages = row["messages"]
-    if not (messages and is_messages(messages) and is_pair(row) and row.get("prompt") is None):
-        return {}
+def prompt_of_pair(messages) -> list[dict] | None:
+    """Returns messages that end with a question; others may hold the answer of a pair."""
+    if not messages or not is_messages(messages):
+        return None
     sender = messages[-1].get("role") or SENDERS.get(messages[-1]["from"])
-    return {"prompt": messages} if sender in ("user", "tool") else {}
+    return messages if sender in ("user", "tool") else None
 
 
 def from_alpaca(row: dict) -> dict:
@@ -398,14 +377,6 @@ def from_alpaca(row: dict) -> dict:
     if row.get("output") is not None:
         found["completion"] = [{"role": "assistant", "content": row["output"]}]
     return found
-
-
-# By the column that leads: the columns of our formats that such a row has.
-OTHER_FORMATS = {
-    "conversations": from_sharegpt,
-    "messages": from_axolotl,
-    "instruction": from_alpaca,
-}
 
 
 def standard_tools(tools) -> list[dict] | None:

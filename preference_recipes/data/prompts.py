@@ -27,7 +27,7 @@ def prompt_row(
         row = {**row, "prompt": conversation.prompt}
     if tools:
         conversation = conversation._replace(tools=tools)
-    ids, _, notes = chat.encode_row(tokenizer, conversation)
+    ids, _, notes = chat.encode_answers(tokenizer, *conversation)
     if len(ids) + max_new_tokens > max_length:
         raise LeftOut("prompt leaves no room for max_new_tokens within max_length")
     return {

@@ -145,7 +145,7 @@ class Stage:
         if isinstance(prompt, str) and not args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
-            prompt = formats.to_chat(prompt)
+            prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
         if added is None:
