@@ -74,26 +74,24 @@ class Data(NamedTuple):
     def refuse_ids_beyond(
         self, n_rows: int, model_name: str, columns: Collection[str] | None = None
     ) -> None:
-        """Ends the run where a set has a token id for which a model has no embedding.
+        """Ends the run where a set has a token id beyond the rows of a model's embedding.
 
         Args:
-            n_rows: of the model's embedding; it may have more than the tokenizer has tokens.
             columns: that the model reads, such as `prompt_ids`; None: all.
         """
         tokenizer = self.converter.tokenizer
-        if max(tokenizer.get_vocab().values()) < n_rows:  # as usual: then no set need be looked at
+        if max(tokenizer.get_vocab().values()) < n_rows:  # as usual: no set need be looked at
             return
         for name, rows in self.sets:
             for column in columns or [name for name in rows.column_names if name.endswith("_ids")]:
                 ids = pyarrow.compute.list_flatten(rows.with_format("arrow")[column][:])
-                token_id = pyarrow.compute.max(ids).as_py() or 0
-                if token_id >= n_rows:
-                    row = next(row["row"] for row in rows if token_id in row[column])
-                    token = tokenizer.convert_ids_to_tokens(token_id)
+                largest = pyarrow.compute.max(ids).as_py() or 0
+                if largest >= n_rows:
+                    row = next(row["row"] for row in rows if largest in row[column])
+                    token = tokenizer.convert_ids_to_tokens(largest)
                     sys.exit(
-                        f"data set {name!r}, row {row}: {column} has token {token_id}, {token!r}, "
-                        f"and the embedding of {model_name!r} has {n_rows} rows: make room with "
-                        "`model.resize_token_embeddings(len(tokenizer))`"
+                        f"data set {name!r}, row {row}: {column} has token {largest}, {token!r}, "
+                        f"and the embedding of {model_name!r} has {n_rows} rows: resize it"
                     )
 
 
@@ -169,8 +167,8 @@ class Converter:
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
-        These are `reason`, why the row is left out, "" if it is not; `notes`; `row`, its number
-        from 1; and `answer`, "" if it has none. A row that is left out has only the first two.
+        `reason` says why the row is left out; then it has only `notes` besides. Else it is "", and
+        there are `row`, its number from 1, and `answer`, "" if it has none.
         """
         try:
             row = formats.standard(row, self.columns)

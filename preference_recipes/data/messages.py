@@ -31,19 +31,12 @@ class LeftOut(Exception):
 
 
 class Conversation(NamedTuple):
-    """A row of any format, in the one form that is encoded.
+    """A row of any format, in the one form that is encoded."""
 
-    Attributes:
-        prompt: messages; none if the answer is a whole conversation.
-        answers: one, or the chosen and the rejected one; each may have several messages.
-        tools: the JSON schemas of functions that the model may call.
-        is_text: these are strings, one message each, which no chat template writes.
-    """
-
-    prompt: list[dict]
-    answers: list[list[dict]]
-    tools: list[dict] | None = None
-    is_text: bool = False
+    prompt: list[dict]  # messages; none if the answer is a whole conversation
+    answers: list[list[dict]]  # one, or the chosen and the rejected one
+    tools: list[dict] | None = None  # JSON schemas of functions that the model may call
+    is_text: bool = False  # strings, one message each, which no chat template writes
 
 
 class Arguments(dict):
