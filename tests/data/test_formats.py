@@ -361,13 +361,14 @@ def call(name: str, **arguments) -> dict:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read(row: dict, tmp_path, name="rows.parquet") -> dict:
+def read(row: dict, tmp_path, name="rows.parquet", mixed=None) -> dict:
     """A row as a file gives it, with the columns of our own formats."""
     path = tmp_path / name
-    if name.endswith(".parquet"):
-        datasets.Dataset.from_list([row]).to_parquet(path)
-    else:
+    if name.endswith("jsonl"):
         write_jsonl(path, [row])
+    else:
+        rows = datasets.Dataset.from_list([row], on_mixed_types=mixed)
+        rows.to_csv(path) if name.endswith("csv") else rows.to_parquet(path)
     return formats.standard(rows_of(path)[0], {})
 
 
@@ -428,37 +429,27 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
 NULLS = {"year": None, "of": [{"title": None}]}
 
 
-@pytest.mark.parametrize("name, kind, kept", [
-    ("rows.jsonl", "object", True),
-    ("rows.parquet", "object", False),  # there a key that other rows have is null
-    ("rows.parquet", "text", True),
-    ("rows.parquet", "json", True),  # a type of `datasets`, which holds what JSON holds
-    ("rows.csv", "text", True),
+@pytest.mark.parametrize("name, spelled, mixed, kept", [
+    ("rows.jsonl", list, None, True),
+    ("rows.parquet", list, None, False),  # there a key that other rows have is null
+    ("rows.parquet", json.dumps, None, True),
+    ("rows.parquet", list, "use_json", True),  # a type of `datasets`, which holds what JSON holds
+    ("rows.csv", json.dumps, None, True),
 ])  # fmt: skip
-def test_nulls_are_the_users_own_unless_a_type_puts_them(name, kind, kept, tmp_path):
-    called = call("search", title="Inception", **NULLS)
-    tool = {"type": "function", "function": {"name": "search", "parameters": NULLS}}
-    row = {"messages": [QUESTION, message("assistant", "", tool_calls=[called])], "tools": [tool]}
-    if kind == "json":  # a column whose values have no type in common
-        other = call("search", title=1)
-        row["messages"].append(message("assistant", "", tool_calls=[other]))
-        row["tools"].append(
-            {"type": "function", "function": {"name": "b", "parameters": {"of": 1}}}
-        )
-    given = {key: json.dumps(row[key]) for key in row} if kind == "text" else row
-    path = tmp_path / name
-    if name.endswith("csv"):
-        datasets.Dataset.from_list([given]).to_csv(path)
-    elif name.endswith("parquet"):
-        mixed = "use_json" if kind == "json" else None
-        datasets.Dataset.from_list([given], on_mixed_types=mixed).to_parquet(path)
-    else:
-        write_jsonl(path, [given])
-    found = formats.standard(rows_of(path)[0], {})
-    arguments = {"title": "Inception"} | (NULLS if kept else {"of": [{}]})
-    _, (_, answer, *_) = conversation(found)
-    assert answer["tool_calls"][0]["function"]["arguments"] == arguments
-    assert found["tools"][0]["function"]["parameters"] == (NULLS if kept else {"of": [{}]})
+def test_nulls_are_the_users_own_unless_a_type_puts_them(name, spelled, mixed, kept, tmp_path):
+    calls = [call("search", title="Inception", **NULLS)]
+    tools = [{"type": "function", "function": {"name": "search", "parameters": NULLS}}]
+    if mixed:  # values that have no type in common
+        calls.append(call("search", title=1))
+        tools.append({"type": "function", "function": {"name": "b", "parameters": {"of": 1}}})
+    chat = [QUESTION, message("assistant", "", tool_calls=calls)]
+    row = {"messages": spelled(chat), "tools": spelled(tools)}
+    found = read(row, tmp_path, name, mixed)
+    expected = NULLS if kept else {"of": [{}]}
+    assert found["tools"][0]["function"]["parameters"] == expected
+    _, (_, answer) = conversation(found)
+    called = answer["tool_calls"][0]["function"]["arguments"]
+    assert called == {"title": "Inception", **expected}
 
 
 def test_columns_of_alpaca_may_have_other_names():
@@ -576,16 +567,15 @@ def test_a_call_that_is_not_read_leaves_out_its_row(
     tokenizer, accelerator, tmp_path, capsys, function, row, bad
 ):
     """It was an empty turn of the history. The first row decides about no column's type."""
-    text = json.dumps(bad)
+    text, called = json.dumps(bad), json.dumps(OLD_CALL)
     others = [text.replace("function_call", name) for name in ("function_calls", "toolCall")]
-    others += [text.replace(json.dumps(OLD_CALL), json.dumps(json.dumps(OLD_CALL)))]
-    unused = text.replace(json.dumps(OLD_CALL), "null")
-    path = write_jsonl(tmp_path / "rows.jsonl", [bad, row, *map(json.loads, [*others, unused])])
+    others += [text.replace(called, json.dumps(called)), text.replace(called, "null")]
+    path = write_jsonl(tmp_path / "rows.jsonl", [bad, row, *map(json.loads, others)])
     rows = load(accelerator, tokenizer, path, function)["row"][:]
     assert 2 in rows and not {1, 3, 4, 5} & {*rows}
-    said = capsys.readouterr().out
-    assert "left out (a call in 'function_call', and none in 'tool_calls'): 2 of 6 rows" in said
-    assert "left out (a call in 'toolCall', and none in 'tool_calls'): 1 of 6 rows" in said
+    said = "left out (a call in '{}', and none in 'tool_calls'): {} of 6 rows"
+    out = capsys.readouterr().out
+    assert said.format("function_call", 2) in out and said.format("toolCall", 1) in out
 
 
 def calls_written(name: str, content, calls) -> str:
