@@ -30,9 +30,6 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gz
 
 # What messages have, in OpenAI's form and in ShareGPT's, and tools, nested and flat.
 CHAT_KEYS = [{"role", "content"}, {"from", "value"}, {"type", "function"}, {"name", "parameters"}]
-# What `save_to_disk` of a `Dataset` and of a `DatasetDict` writes into a folder.
-SAVED_TO_DISK = ({"state.json", "dataset_info.json"}, {"dataset_dict.json"})
-
 # Longer than any text of a cell: the default ends at 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
@@ -53,22 +50,17 @@ def find(name: str, split: str) -> TypedRows | TextFiles:
         sys.exit(f"data set {name!r}{place}: {in_one_line(error)}")
 
 
-def find_local(path: Path, split: str) -> datasets.Dataset | TextFiles:
+def find_local(path: Path, split: str) -> TypedRows | TextFiles:
     """Finds the rows of a file or a folder."""
-    name = str(path)
-    in_folder = {file.name for file in path.iterdir()} if path.is_dir() else set()
-    if any(files <= in_folder for files in SAVED_TO_DISK):
-        sys.exit(
-            f"data set {name!r} was written by `save_to_disk`, which is not read: "
-            f"`datasets.load_from_disk({name!r})`, and `to_parquet` of each split, make files of it"
-        )
     # A file is not resolved: a link of the hub's cache points to one whose name says no format.
     splits = splits_of_folder(path) if path.is_dir() else {"train": [path.absolute()]}
     files = [file for file in splits.get(split, []) if is_data_file(file)]
     if not files:
+        is_arrow = any(file.suffix == ".arrow" for file in splits.get(split, []))
+        advice = ". `save_to_disk` wrote it: write it with `to_parquet`" if is_arrow else ""
         sys.exit(
-            f"data set {name!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or one of "
-            f"them and .gz; its splits: {', '.join(splits)}"
+            f"data set {str(path)!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or in "
+            f"one of them and .gz; its splits: {', '.join(splits)}{advice}"
         )
     if any(file.suffix != ".parquet" for file in files):
         return TextFiles(files)
