@@ -36,7 +36,7 @@ class Sequence(NamedTuple):
 def encode_answers(
     tokenizer, prompt: list[dict], answers: list[list[dict]], tools=None, is_text: bool = False
 ) -> tuple[list[int], list[Sequence], list[str]]:
-    """Returns the token ids of a prompt and of its answers, and notes: of a `Conversation`.
+    """Returns the token ids of a conversation's prompt and of its answers, and notes.
 
     After `<bot><think>` an answer `No` replaces the opened thought, and `<think>Why</think>Yes`
     goes on with it. So the prompt of both is `<bot>`, and the second answer begins with `<think>`.
