@@ -167,10 +167,8 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
 
 
 def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
-    paths = [
-        str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}]))
-        for name in ("one", "two")
-    ]
+    rows = {name: [{"prompt": U1, "completion": name}] for name in ("one", "two")}
+    paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", rows[name])) for name in rows]
 
     def load(names: list[str]) -> dict:
         args = SharedArgs(dataset_name=paths, eval_dataset_name=names, max_length=99)
@@ -336,9 +334,8 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
 
 def test_templates_that_refuse(tokenizer):
     with pytest.raises(TemplateError, match="System role not supported"):
-        sft(
-            make_tokenizer("{{ raise_exception('System role not supported') }}"), {"messages": CHAT}
-        )
+        refusing = make_tokenizer("{{ raise_exception('System role not supported') }}")
+        sft(refusing, {"messages": CHAT})
     with pytest.raises(BadRow, match="no chat template"):
         sft(make_tokenizer(None), {"messages": CHAT})
 

@@ -22,18 +22,9 @@ reward_row = load("reward").reward_row
 
 ASK = message("user", "What time is it?")
 NO = message("assistant", "No.")
-CLOCK = {
-    "type": "function",
-    "function": {
-        "name": "clock",
-        "description": "The time.",
-        "parameters": {
-            "type": "object",
-            "properties": {"zone": {"type": "string", "description": "where"}},
-            "required": ["zone"],
-        },
-    },
-}
+ZONE = {"type": "object", "properties": {"zone": {"type": "string", "description": "where"}}}
+CLOCK = {"name": "clock", "description": "The time.", "parameters": ZONE | {"required": ["zone"]}}
+CLOCK = {"type": "function", "function": CLOCK}
 CLOCK_CALL = {"name": "clock", "arguments": {"zone": "CET"}}
 CALLS = [{"type": "function", "id": "abcdefghi", "function": CLOCK_CALL}]
 CALL = message("assistant", "", tool_calls=CALLS)
@@ -180,14 +171,14 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
     tokenizer = templates.tokenizer("qwen2_5")
     row = {"prompt": [ASK, last], "chosen": [NOON], "rejected": [NO]}
     labelled = {"prompt": [ASK, last], "completion": "noon.", "label": 1}
-    for call in (
-        lambda: formats.preference_row(row, tokenizer, LONG),
-        lambda: prompts.prompt_row(row, tokenizer, LONG, 8),
-        lambda: formats.labelled_row(labelled, tokenizer, LONG),
-        lambda: sft_row(labelled | {"label": None}, tokenizer, LONG, "assistant"),
+    for function, given, *settings in (
+        (formats.preference_row, row),
+        (prompts.prompt_row, row, 8),
+        (formats.labelled_row, labelled),
+        (sft_row, labelled | {"label": None}, "assistant"),
     ):
         with pytest.raises(BadRow, match="the prompt ends with an assistant message"):
-            call()
+            function(given, tokenizer, LONG, *settings)
 
 
 def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
@@ -202,10 +193,8 @@ def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
 # ============================================================ transcripts that differ early
 def test_transcripts_that_differ_before_the_last_turn_become_turns():
     tokenizer = templates.tokenizer("qwen2_5")
-    row = {
-        "chosen": "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Noon.",
-        "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
-    }
+    row = {"rejected": "\n\nHuman: Why?\n\nAssistant: No."}
+    row["chosen"] = "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Noon."
     found = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
     learned = targets_of(found["chosen_ids"], found["chosen_learned"])
     assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
@@ -233,11 +222,8 @@ def test_after_a_prompt_that_the_template_writes_as_nothing():
     tokenizer.chat_template = (
         "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    row = {
-        "prompt": [message("system", "Be brief.")],
-        "chosen": [NOON],
-        "rejected": [message("assistant", "It is.")],
-    }
+    row = {"prompt": [message("system", "Be brief.")]}
+    row |= {"chosen": [NOON], "rejected": [message("assistant", "It is.")]}
     read = formats.preference_row(row, tokenizer, LONG)
     assert read["prompt_ids"] == []
     for kind, text in (("chosen", "Noon."), ("rejected", "It is.")):
