@@ -97,7 +97,7 @@ def text_of(messages: list[dict]) -> str:
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """Returns messages, each with a role and a text; a string becomes one message of `role`."""
     if isinstance(value, str):
-        return [{"content": value, "role": role}]
+        return [{"role": role, "content": value}]
     given = as_json(as_list(value), without_nulls=True)
     return [as_message(message, f"message {number}") for number, message in enumerate(given, 1)]
 
