@@ -15,11 +15,11 @@ from preference_recipes.data import files, formats, messages
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
-from runs import message, recipe, refuses, write_jsonl
+from runs import forked, message, recipe, refuses, write_jsonl
 from templates import left_out, load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-taught_row = runpy.run_path(str(recipe("distill")))["taught_row"]
+taught_row = runpy.run_path(str(forked("gkd")))["row_with_completion"]
 
 
 def completed_row(row, tokenizer, max_length, max_new_tokens, **settings):

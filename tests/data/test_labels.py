@@ -5,9 +5,10 @@ import pytest
 from preference_recipes.data.formats import labelled_row, preference_row, standard
 from preference_recipes.data.messages import BadRow
 from recipes import load
-from runs import message, pair_of
+from runs import forked, message, pair_of
 from templates import left_out
 
+taught_row = load("gkd", forked("gkd")).row_with_completion
 ASK = message("user", "1+2=")
 SAY = message("assistant", "3")
 
@@ -71,4 +72,4 @@ def test_a_row_without_a_label_is_refused(tokenizer, label):
 def test_distillation_learns_no_completion_with_a_label(tokenizer):
     row = {"prompt": [ASK], "completion": [SAY], "label": 0}
     with pytest.raises(BadRow, match="'label'"):
-        load("distill").taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)
+        taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)

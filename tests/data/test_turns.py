@@ -11,12 +11,12 @@ from preference_recipes.data import formats, prompts, rendering
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
-from runs import message
+from runs import forked, message
 from templates import left_out
 
 LONG = 4000
 sft_row = load("sft").sft_row
-taught_row = load("distill").taught_row
+taught_row = load("gkd", forked("gkd")).row_with_completion
 reward_row = load("reward").reward_row
 
 
