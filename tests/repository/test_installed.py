@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from preference_recipes.tools import forks
 from recipes import NAMES
 from runs import OFFLINE, REPOSITORY, copy_repository, recipe, slow_but, training_lines
 
@@ -21,7 +22,7 @@ if not (REPOSITORY / ".git").exists():
     pytest.skip("git knows which files are the repository's", allow_module_level=True)
 
 # Folders of the repository that a wheel has inside its one package.
-MOVED = ("accelerate_configs", "assets", "common", "recipes")
+MOVED = ("accelerate_configs", "assets", "common", "forks", "recipes")
 FEW_UPDATES = ["--max_steps", 2, "--exact_match_rows", 0, "--report_to", "none"]
 
 
@@ -170,7 +171,10 @@ def test_where_a_strangers_common_came_first_one_line_says_so(built, found, tmp_
 def test_list_names_recipes_and_configs(built, tmp_path):
     printed = built.run("preference-recipes", "list", cwd=tmp_path).stdout
     configs = sorted(path.name for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
-    assert re.findall(r"^  (\S+) +\S", printed, re.MULTILINE) == sorted(NAMES) + configs
+    assert (
+        re.findall(r"^  (\S+) +\S", printed, re.MULTILINE)
+        == sorted(NAMES) + forks.names() + configs
+    )
     assert re.search(r"^  dpo +Direct Preference Optimization: ", printed, re.MULTILINE)
     assert re.search(r"^  cpu.yaml +No GPU, fp32$", printed, re.MULTILINE)
 

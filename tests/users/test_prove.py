@@ -125,7 +125,7 @@ FAULTS = {
         "recipes/sft.py",
         {
             STEP_OF_SCHEDULE: "",
-            "        of_update = dict(": f"{STEP_OF_SCHEDULE}        of_update = dict(",
+            "        latest = dict(": f"{STEP_OF_SCHEDULE}        latest = dict(",
         },
     ),
     "evaluation_leaves_dropout_on": Fault(

@@ -25,12 +25,8 @@ TABLE = [
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
     # A process adds its number.
     ("sft", ["--seed", 2**32 - 1], ["--seed 4294967295: expected at least 0 and below 2147483648"]),
-    ("dpo", SMOOTHED, ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
-    (
-        "dpo",
-        [*OWN, "--lora_alpha", 4],
-        ["--lora_alpha 4.0: there are no adapters", "give --lora_r"],
-    ),
+    ("dpo", SMOOTHED, ["--label_smoothing 0.1", "only sigmoid or robust"]),
+    ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha 4.0: not used", "give --lora_r"]),
     ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit True", "give --lora_r"]),
     ("dpo", [*OWN, *TARGETS], ["--lora_target_modules ['q_proj']", "give --lora_r"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], ["'owner/never'", "connect"]),
