@@ -78,18 +78,13 @@ class Args(RewardArgs):
     gamma: float = arg(1.0, "discount", at_least=0, at_most=1)
     gae_lambda: float = arg(1.0, "lambda of GAE", at_least=0, at_most=1)
     clip_range: float = arg(0.2, "clipping of the ratio, below and above 1", at_least=0)
-    clip_range_high: float | None = arg(
-        None, "clipping of the ratio above 1; default: clip_range", at_least=0
-    )
-    dual_clip: float = arg(0.0, "largest ratio at a negative advantage; 0: no bound")
+    clip_range_high: float | None = arg(None, "the same above 1; default: clip_range", at_least=0)
     value_clip_range: float = arg(0.2, "clipping around the old values; 0: none", at_least=0)
     vf_coef: float = arg(0.1, "weight of the value loss", at_least=0)
     train_batch_size: int = arg(128, "samples of one update", at_least=1)
     max_length: int = arg(1024, "tokens of prompt and --max_new_tokens together", at_least=2)
     learning_rate: float = arg(1e-6, "peak learning rate of the actor", with_lora=1e-5, at_least=0)
-    critic_learning_rate: float = arg(
-        1e-5, "peak learning rate of the critic", with_lora=1e-4, at_least=0
-    )
+    critic_learning_rate: float = arg(1e-5, "that of the critic", with_lora=1e-4, at_least=0)
     max_grad_norm: float = arg(1.0, "of actor and critic together; 0: no clipping", at_least=0)
 
 
@@ -166,21 +161,15 @@ def policy_losses(
     advantages: torch.Tensor,
     clip_low: float,
     clip_high: float,
-    dual_clip: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the policy loss of each token, and whether clipping decided it.
 
-    With `dual_clip`, the loss is at most `-A * dual_clip` where the advantage A is negative.
-    Sources: arXiv:1707.06347 eq. 7; another range above 1: DAPO, arXiv:2503.14476 section 3.1;
-    dual clip: arXiv:1912.09729.
+    Sources: arXiv:1707.06347 eq. 7; another range above 1: DAPO, arXiv:2503.14476 section 3.1.
     """
     ratios = torch.exp(logps - old_logps)
     unclipped = -advantages * ratios
     clipped = -advantages * ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = torch.maximum(unclipped, clipped)
-    if dual_clip:
-        bounded = torch.minimum(losses, -advantages * dual_clip)
-        losses = torch.where(advantages < 0, bounded, losses)
     return losses, losses != unclipped
 
 
@@ -230,7 +219,7 @@ def token_losses(
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
-        logps, old_logps, stored["advantages"], args.clip_range, clip_high, args.dual_clip
+        logps, old_logps, stored["advantages"], args.clip_range, clip_high
     )
     critic_losses, value_clipped = value_losses(
         output["values"], stored["values"], stored["returns"], args.value_clip_range
@@ -503,17 +492,13 @@ def check_settings(args: Args) -> None:
     )
     # Sizes whose samples make whole updates are the multiples of this one.
     fewest = math.lcm(args.train_batch_size, args.n_samples_per_prompt) // args.n_samples_per_prompt
-    below = args.rollout_batch_size // fewest * fewest
-    nearest = " or ".join(str(size) for size in (below, below + fewest) if size)
-    if args.rollout_batch_size != below:
+    if args.rollout_batch_size % fewest:
         sys.exit(
-            f"{arithmetic} are not a multiple of --train_batch_size {args.train_batch_size}. "
-            f"Nearest valid sizes: --rollout_batch_size {nearest}."
+            f"{arithmetic} are not a multiple of --train_batch_size {args.train_batch_size}: "
+            f"give a --rollout_batch_size of {fewest}, or a multiple of that"
         )
     if args.kl_in == "loss" and args.kl_estimator == "k1":
         sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3")
-    if args.dual_clip and args.dual_clip <= 1:
-        sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
 
 
 if __name__ == "__main__":

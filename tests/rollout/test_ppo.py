@@ -21,8 +21,8 @@ from plain_loop import expect_weights, vector
 from preference_recipes.tools import export
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("ppo")), run_name="ppo"))
-ADAPTIVE = runs.forked("adaptive_kl")
-adaptive = types.SimpleNamespace(**runpy.run_path(str(ADAPTIVE), run_name="ppo"))
+FORKED = runs.forked("adaptive_kl", "dual_clip")
+adaptive = types.SimpleNamespace(**runpy.run_path(str(FORKED), run_name="ppo"))
 
 # ---------------------------------------------------------------------------------------------- refusals
 
@@ -135,7 +135,7 @@ def run(inputs, output, name, *more, **changes) -> None:
     flags += ["--reward_function", "rewarding_of_test:reward"]
     flags += ["--ref_model_name_or_path", inputs / str(ref)] * bool(ref)
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
-    file = ADAPTIVE if "kl_target" in settings else runs.recipe("ppo")
+    file = FORKED if {"kl_target", "dual_clip"} & set(settings) else runs.recipe("ppo")
     runs.launch([], file, *flags, *more, cwd=inputs)
 
 

@@ -21,6 +21,7 @@ ON = {
     "dapo": "--refill_rounds 1 --overlong_buffer 2",
     "dpo_norm": "--loss_type sigmoid_norm --beta 5",
     "dppo": "--loss_type dppo_kl --clip_range 0.1 --clip_range_high 0.1",
+    "dual_clip": "--dual_clip 1.05",
     "echo": f"--echo_coef 0.1 --drop_equal_groups false --environment assets.card:Card {CARDS}",
     "ema": "--ema_decay 0.5",
     "gdpo": "--reward_scaling each",
