@@ -36,7 +36,7 @@ class Progress:
     # DPO and reward a pair's prompt counts twice.
     samples: int = 0
     tokens: int = 0
-    # Of a recipe whose rollouts may lead to fewer updates than planned, or to none.
+    # Where a recipe that samples is; its rollouts may lead to fewer updates than planned, or none.
     position: Position | None = None
     stopped_early: bool = False  # by `--stop_after`
     is_idle: bool = False  # see `used_up`

@@ -35,29 +35,29 @@ def flop(wrapper: nn.Module) -> Flop:
     parameter they take 2 in the forward and 4 in the backward pass; for each frozen one below an
     adapter 2 and 2. Embeddings are looked up, and a score head, a single row, is not counted.
     """
-    of_token = 0.0
-    of_target = 0.0
+    per_token = 0.0
+    per_target = 0.0
     for model in architecture.whole_models(wrapper).values():
-        of_expert = share_of_experts(model.config.get_text_config())
-        if of_expert is None:
+        visited_share = share_visited_shares(model.config.get_text_config())
+        if visited_share is None:
             return Flop(0.0, 0.0, None)
-        of_frozen = 4 if has_adapter(model) else 0
+        if_frozen = 4 if has_adapter(model) else 0
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         for weight in model.get_decoder().parameters():
             if id(weight) not in looked_up:
                 shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 empties the parameter
-                share = of_expert if len(shape) == 3 else 1.0
-                for_each = 6 if weight.requires_grad else of_frozen
-                of_token += for_each * engine.size_of(weight) * share
+                share = visited_share if len(shape) == 3 else 1.0
+                for_each = 6 if weight.requires_grad else if_frozen
+                per_token += for_each * engine.size_of(weight) * share
         head = model.get_output_embeddings()
         if head is not None:
-            for_each = 6 if head.weight.requires_grad else of_frozen
-            of_target += for_each * engine.size_of(head.weight)
+            for_each = 6 if head.weight.requires_grad else if_frozen
+            per_target += for_each * engine.size_of(head.weight)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return Flop(of_token, of_target, PEAK_FLOPS.get(gpu))
+    return Flop(per_token, per_target, PEAK_FLOPS.get(gpu))
 
 
-def share_of_experts(config: PreTrainedConfig) -> float | None:
+def share_visited_shares(config: PreTrainedConfig) -> float | None:
     """Returns what share of a mixture's stacked experts a token visits; None: not known."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = max(getattr(config, name, None) or 1 for name in names)

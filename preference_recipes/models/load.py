@@ -43,10 +43,10 @@ def tokenizer_of(
             that they are saved with it and hold at inference.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
     """
-    # Of a folder with tekken.json mistral-common would read that, without the chat template.
+    # mistral-common would read a folder's tekken.json, and not its chat template.
     tokenizer = from_pretrained(AutoTokenizer, name, mistral_format=False)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        # Of Qwen, GPT-2 and Gemma transformers makes an empty one where there is no file.
+        # transformers makes an empty one of Qwen, GPT-2 and Gemma where there is no file.
         sys.exit(f"{name!r} holds no tokenizer: save the model's into its folder")
     if tokenizer.eos_token_id is None:
         sys.exit(
@@ -165,7 +165,7 @@ def from_pretrained(auto_class, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with its error in one line.
 
     Code that a model brings along is never run. transformers would ask on standard input whether
-    it may, and take a line of a pipe for the answer. Of an adapter it would load the base with it.
+    it may, and take a line of a pipe for the answer. An adapter would load its base, too.
     """
     if is_adapter(name):
         sys.exit(

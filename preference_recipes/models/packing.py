@@ -2,7 +2,7 @@
 
 A prompt is read once, before all its answers, where that costs no more than to read it for each.
 Positions and a mask let each answer see its prompt and itself alone, so that it is read as if
-nothing else were there. Of two answers, [4, 5] and [6], to the prompt [1, 2]:
+nothing else were there. Two answers, [4, 5] and [6], to the prompt [1, 2] are laid out as:
 
     input_ids       1  2  4  5  6     one row, `[rows, row length]`
     position_ids    0  1  2  3  2     each answer goes on from its prompt
@@ -82,8 +82,8 @@ class Packer:
         inputs = {"input_ids": batches.send(ids, self.device)}
         if len(rows) < len(answers):
             inputs["position_ids"] = batches.send(positions, self.device)
-            of_pieces = [batches.send(array, self.device) for array in (pieces, prompt_pieces)]
-            inputs["attention_mask"] = attention_mask(*of_pieces)
+            numbers = [batches.send(array, self.device) for array in (pieces, prompt_pieces)]
+            inputs["attention_mask"] = attention_mask(*numbers)
 
         targets: list[int] = []
         predictors: list[int] = []

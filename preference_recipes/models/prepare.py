@@ -48,7 +48,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
     """Makes a missing gradient one of zeros, before an optimizer steps, as ZeRO does.
 
-    That of an expert which no token of an update visited may be missing.
+    An expert that no token of an update visited may have none.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -69,8 +69,8 @@ LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
     """Returns the texts of answers without special tokens, but with the markers of thoughts.
 
-    Of some tokenizers these are special, too, and a thought would run into what follows it. Where
-    an answer has a header (gpt-oss), its text is what follows the last one.
+    Some tokenizers have these as special tokens, too, and a thought would run into what follows it.
+    Where an answer has a header (gpt-oss), its text is what follows the last one.
     """
     header = header_of(tokenizer)
     if header:

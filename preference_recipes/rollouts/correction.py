@@ -29,9 +29,9 @@ def weighted(
     if is_first:
         values = sampler_differences(logps, stored["sampler_logps"], mask)
     if args.vllm_url:
-        weights, of_sampler = importance_weights(logps, stored["sampler_logps"], mask, args)
+        weights, measured = importance_weights(logps, stored["sampler_logps"], mask, args)
         losses = losses * weights
-        values |= of_sampler
+        values |= measured
     return losses, values
 
 

@@ -76,7 +76,7 @@ class Stage:
         self.sampler = sampler
         self.generator = generator
         self.user_class = user_class
-        # Of the latest samples, by their row. Each process has those of its own prompts.
+        # The latest samples' environments by row. Each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
     # ======================================================== playing

@@ -54,8 +54,8 @@ def held_out_results(
     if scores is not None:
         values |= {f"rewards/{name}/mean": part for name, part in scores.parts.items()}
     line = {}
-    for name, of_samples in values.items():
-        numbers = np.asarray(of_samples, dtype=float)
+    for name, column in values.items():
+        numbers = np.asarray(column, dtype=float)
         if not np.isnan(numbers).all():  # NaN counts nowhere
             line[prefix + name] = float(np.nanmean(numbers))
     return line, samples.examples(sampler.tokenizer, scores, prefix.rstrip("/"))

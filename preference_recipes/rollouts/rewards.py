@@ -161,9 +161,9 @@ class Judge:
 
         # If it ends the run on one process, the others would wait for its scores forever.
         scores_of_mine = distributed.all_or_none(sampler.accelerator, True, call)
-        of_samples = distributed.gather_rows(dict(zip(mine, zip(*scores_of_mine))))
+        scored = distributed.gather_rows(dict(zip(mine, zip(*scores_of_mine))))
         names = [name for name in self.weights if name != OF_MODEL]
-        return dict(zip(names, map(list, zip(*of_samples))))
+        return dict(zip(names, map(list, zip(*scored))))
 
 
 # ============================================================ calls of reward functions

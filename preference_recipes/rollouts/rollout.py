@@ -165,7 +165,7 @@ def compute_logps(
     if not all_names:
         return {}
     temperature = sampler.args.temperature
-    of_sample = {}  # tensors [response length, names], on the CPU
+    outputs = {}  # by sample, tensors [response length, names], on the CPU
     with checks.evaluation_mode(sampler.model):
         for rows, batch in samples.scoring_batches(sampler):
             per_token = []
@@ -174,13 +174,13 @@ def compute_logps(
                 per_token = [output[name] for name in names]
             if reference is not None:
                 per_token.append(reference.logps(batch, temperature))
-            of_places = torch.stack(per_token, 2).cpu()
-            for row, values, is_token in zip(rows, of_places, batch["mask"].cpu()):
+            stacked = torch.stack(per_token, 2).cpu()
+            for row, values, is_token in zip(rows, stacked, batch["mask"].cpu()):
                 # What an environment wrote keeps its places, with values of 0. Only places after
                 # the last token of the model are left out.
                 end = int(is_token.nonzero()[-1]) + 1
-                of_sample[row] = torch.where(is_token[:end, None], values[:end], 0.0)
-    padded = pad_sequence(distributed.gather_rows(of_sample), batch_first=True)
+                outputs[row] = torch.where(is_token[:end, None], values[:end], 0.0)
+    padded = pad_sequence(distributed.gather_rows(outputs), batch_first=True)
     return dict(zip(all_names, padded.unbind(2)))
 
 
@@ -189,11 +189,11 @@ def n_updates(args, n_prompts: int) -> int:
     """Returns the updates of so many prompts, cut into rollouts, of which the last may be short."""
     n_full, rest = divmod(n_prompts, args.rollout_batch_size)
 
-    def of_rollout(prompts: int) -> int:
+    def in_rollout(prompts: int) -> int:
         samples = prompts * args.n_samples_per_prompt
         return args.num_epochs_per_rollout * math.ceil(samples / args.train_batch_size)
 
-    return n_full * of_rollout(args.rollout_batch_size) + of_rollout(rest)
+    return n_full * in_rollout(args.rollout_batch_size) + in_rollout(rest)
 
 
 def describe_updates(args, run: progress.Progress, may_be_fewer: bool = False) -> str:

@@ -18,7 +18,7 @@ class Response(NamedTuple):
     """One generated response."""
 
     ids: list[int]  # up to and including its first stop token
-    # Of each token under the distribution that it was drawn from; none if it was chosen greedily.
+    # Under the distribution that each token was drawn from; none if it was chosen greedily.
     logps: list[float]
 
 

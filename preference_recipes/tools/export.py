@@ -9,7 +9,7 @@ its manifest, and those files of the actor that the manifest names are copied, b
 `--dtype` converts them. OUT is then an ordinary Hugging Face folder. This works offline, without a
 GPU, and reads no pickle. With `--critic` it is PPO's critic, a sequence classifier with one label.
 
-Of a run with `--lora_r` OUT is an ordinary folder of peft. With `--merge` it is a whole model, the
+After `--lora_r` OUT is an ordinary folder of peft. With `--merge` it is a whole model, the
 adapter added to its base in fp32. The base is where the adapter's config says, or the folder of
 `--base`; one that has changed since the run is refused. `--merge` also takes an adapter in the
 place of a checkpoint: a folder, such as a run's `actor/`, or a hub name.
