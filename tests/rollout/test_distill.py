@@ -111,7 +111,8 @@ def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
             flag, where = "teacher_url", server_of(inputs / path[1:]).url
         named.setdefault(flag, []).append(f"{name}={where}" if name else where)
     flags += runs.flags_of(named)
-    file = GKD if "on_policy_share" in settings else runs.recipe("distill")
+    file = runs.forked("sdft") if "ema_decay" in settings else runs.recipe("distill")
+    file = GKD if "on_policy_share" in settings else file
     runs.launch(runs.LAUNCHERS[launcher], file, *flags, *more)
 
 
@@ -274,6 +275,25 @@ def test_the_base_below_adapters_teaches_what_it_reads_elsewhere(inputs, launche
     for tag in ("kl/reverse", "kl/forward", "teacher/entropy"):
         assert first[tag] == pytest.approx(expected[tag], rel=1e-4)
     assert last["kl/reverse"] != first["kl/reverse"]
+
+
+class SelfTaught(Reference):
+    def update(self, samples, is_first):
+        line = super().update(samples, is_first)
+        pairs = zip(self.teachers[""].parameters(), self.policy.parameters())
+        for mean, weight in pairs:
+            mean.data.lerp_(weight.data, 1 - self.set.ema_decay)
+        return line
+
+
+@pytest.mark.parametrize("launcher", ["plain", runs.slow("zero3"), runs.slow("fsdp2")])
+def test_the_average_of_a_student_teaches_it(inputs, launcher):
+    """SDFT. Each rollout has one update, so that none of its samples has another teacher."""
+    output = inputs / f"average-{launcher}"
+    settings = dict(SHARED, max_steps=5, rollout_batch_size=4, teacher_prompt="hint")
+    settings |= dict(learning_rate=0.02, ema_decay=0.7)
+    run(inputs, output, settings, {}, launcher=launcher)
+    expect_run(output, SelfTaught(inputs, settings, {"": "model"}).go(), without=("epoch",))
 
 
 # A recipe that prints the padded tokens of each batch that a model reads.
