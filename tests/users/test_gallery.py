@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from preference_recipes.tools import forks
-from runs import REPOSITORY, forked, refuses
+from runs import ASSETS, REPOSITORY, forked, refuses
 from test_prove import prove
 
 README = (REPOSITORY / "forks/README.md").read_text()
@@ -26,6 +26,8 @@ ON = {
     "maxrl": "--advantage_std mean",
     "off_policy": "--off_policy_limit 0.01",
     "sapo": "--loss_type sapo --average sequence",
+    "sdft": f"--model_name_or_path {ASSETS}/model --dataset_name {ASSETS}/prompts_train.jsonl "
+    "--teacher_prompt answer --ema_decay 0.5",
     "sdpo": "--sdpo_weight 0.3 --sdpo_teacher ema --ema_decay 0.5",
 }
 
