@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from common import in_one_line
+from common import errors, in_one_line
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
@@ -37,14 +37,15 @@ class UserClass(NamedTuple):
 @functools.cache
 def load(name: str) -> UserClass:
     make = load_function(name)
-    instance = make()
+    with errors.exits_with_a_message():
+        instance = make()
+        if hasattr(instance, "close"):
+            awaited_result(instance.close())
     tools = []
     if not hasattr(instance, "step"):
         tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
         if not tools:
             sys.exit(f"--environment {name} has no `step`, nor a public method as a tool")
-    if hasattr(instance, "close"):
-        awaited_result(instance.close())
     return UserClass(name, make, hasattr(instance, "get_reward"), tools)
 
 
@@ -58,7 +59,8 @@ def load_function(name: str) -> Callable:
     """Loads the function or class `MODULE:NAME`. The current directory is searched, too."""
     here = os.getcwd()
     sys.path.append(here)
-    function = pkgutil.resolve_name(name)
+    with errors.exits_with_a_message():  # a script may do its work when it is imported
+        function = pkgutil.resolve_name(name)
     os.chdir(here)  # wherever the module went
     return function
 
@@ -107,7 +109,10 @@ def awaited_result(result: Any) -> Any:
     """Returns what a call returned or, if that is an awaitable, what awaiting it gives."""
 
     async def awaited() -> Any:
-        return await result
+        try:
+            return await result
+        except SystemExit as end:  # it would end the loop, and nobody would know
+            raise RuntimeError(f"sys.exit({end.code!r})") from end
 
     if not inspect.isawaitable(result):
         return result

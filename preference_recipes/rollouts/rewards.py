@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from common import distributed
 from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
+from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import answers, environments
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
@@ -27,6 +28,7 @@ from preference_recipes.rollouts.sources import Source
 OF_MODEL = "reward_model"
 # The name of `get_reward` among the parts of a score.
 OF_ENVIRONMENT = "environment"
+TEXTS = (str, bytes, bytearray)
 
 
 class Scores(NamedTuple):
@@ -61,6 +63,17 @@ def load_prompts(accelerator, args, tokenizer) -> Data:
         max_new_tokens=args.max_new_tokens,
         tools=tools or None,
     )
+
+
+def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> None:
+    """Lets a policy draw only tokens that all who read its samples have an embedding for.
+
+    Args:
+        others: models that read them, besides the reference and the reward model.
+    """
+    readers = (args.ref_model_name_or_path, args.reward_model_name_or_path, *others)
+    sizes = load.check_embeddings(data, args.model_name_or_path, *readers, draws=True)
+    policy.vocabulary = min(sizes.values())
 
 
 class Judge:
@@ -200,13 +213,16 @@ def called(function: Callable, given: dict[str, Any]) -> Any:
 
 def as_numbers(name: str, scores: Any, n: int) -> list[float]:
     """Returns scores that a user's code gave for n responses as numbers, NaN where it gave None."""
+    # Keys, characters and the order of a set are no scores, though they may be numbers.
+    is_list = not isinstance(scores, (Mapping, Set, *TEXTS)) and not hasattr(scores, "columns")
     values = None
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        values = [None if score is None else float(score) for score in scores]
+    if is_list:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers = [math.nan if isinstance(score, TEXTS) else score for score in scores]
+            values = [None if number is None else float(number) for number in numbers]
     if values is None or len(values) != n or any(value != value for value in values):  # NaN
-        sys.exit(
-            f"{name}: expected {n} numbers, one for each response, or None; got {scores!r:.200}"
-        )
+        got = " ".join(repr(scores).split())[:200]
+        sys.exit(f"{name}: expected {n} numbers, one for each response, or None; got {got}")
     return [math.nan if value is None else value for value in values]
 
 
