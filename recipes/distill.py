@@ -32,7 +32,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
@@ -50,12 +50,13 @@ from preference_recipes.data import dataset, prompts
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.divergence import DistillModel, Lesson
 from preference_recipes.models.packing import Packer
-from preference_recipes.models.teachers import Teachers
+from preference_recipes.models.teachers import Question
 from preference_recipes.rollouts import correction, results, rollout
 from preference_recipes.rollouts.args import RolloutArgs
 from preference_recipes.rollouts.rollout import Rollout, State
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each
+from preference_recipes.rollouts.served import AllTeachers
 from preference_recipes.rollouts.sources import Source
 from preference_recipes.tools import show_preview
 
@@ -69,6 +70,8 @@ class Args(RolloutArgs):
     teacher: list[str] | None = arg(
         None, "several teachers, NAME=PATH each; the column `teacher` names a row's own"
     )
+    teacher_url: list[str] | None = arg(None, "vLLM servers of a teacher, or NAME=URL each")
+    teacher_top_k: int = arg(64, "tokens that a server tells", only_with="teacher_url", at_least=1)
     teacher_prompt: str | None = arg(None, "column with the teacher's prompt")
     loss_type: Literal["divergence", "sampled"] = arg(
         "divergence", "over the vocabulary, or a policy gradient on sampled tokens"
@@ -83,6 +86,8 @@ class Args(RolloutArgs):
     train_batch_size: int = arg(128, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
     lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "a schedule of transformers")
+
+    may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"teacher_url"}
 
 
 # ============================================================ the algorithm
@@ -160,6 +165,7 @@ class TaughtRollout(Rollout):
 
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what its teacher reads before the response
+    words: list | None = None  # see `AllTeachers.words`; None: not asked yet
 
     def as_read(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the samples' lengths `[N]`, with the longer prompt: student's or teacher's.
@@ -169,22 +175,19 @@ class TaughtRollout(Rollout):
         prompts = zip(self.samples.prompts, self.teacher_prompts)
         return lengths + [max(len(taught) - len(own), 0) for own, taught in prompts]
 
-    def lessons(
-        self, all_teachers: Teachers, rows: list[int], batch: dict, packer: Packer
-    ) -> list[Lesson]:
-        """Returns one `Lesson` for each teacher that teaches any of these samples.
+    @property
+    def questions(self) -> list[Question]:
+        """What the teacher of each sample is asked."""
+        answers = (self.samples.responses, self.samples.is_sampled)
+        return list(map(Question, self.teachers, self.teacher_prompts, *answers))
 
-        Args:
-            batch: these samples, as the student reads them.
-        """
-        return all_teachers.lessons(
-            batch,
-            prompts=[self.teacher_prompts[row] for row in rows],
-            answers=[self.samples.responses[row] for row in rows],
-            learned=[self.samples.is_sampled[row] for row in rows],
-            names=[self.teachers[row] for row in rows],
-            packer=packer,
-        )
+    def lessons(
+        self, all_teachers: AllTeachers, rows: list[int], batch: dict, packer: Packer
+    ) -> list[Lesson]:
+        """Returns a lesson of each teacher of these samples; `batch` is what the student reads."""
+        questions = self.questions
+        asked = [questions[row] for row in rows]
+        return all_teachers.lessons(batch, asked, [self.words[row] for row in rows], packer)
 
 
 def make_rollout(run: Run, source: Source, state: State) -> TaughtRollout:
@@ -220,7 +223,7 @@ def taught(run: Run, samples: Samples, columns: dict) -> TaughtRollout:
     names = repeat_each(columns.get("teacher", one_teacher), samples.per_prompt)
     # Without --teacher_prompt a teacher reads what the student reads.
     prompts_of_teachers = columns.get("teacher_prompt_ids", columns["prompt_ids"])
-    known = list(teachers.names_and_paths(run.args))
+    known = list(teachers.locations(run.args))
     tokens = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
     tokens["teacher"] = torch.tensor([[known.index(name)] for name in names])
     return TaughtRollout(
@@ -241,15 +244,6 @@ CHARTS = {
     "entropy": ["entropy", "teacher/entropy"],
     "length": ["completions/mean_length", "eval/length"],
 }
-
-
-def make_student(accelerator, args: Args, tokenizer, data) -> DistillModel:
-    """Returns the student, ready for `prepare.for_training`; see `prepare.policy`."""
-    student = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    policy = DistillModel(student, teachers.shared_vocabulary(args, data, student))
-    prepare.disable_dropout(policy)  # because responses are sampled without dropout
-    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
-    return policy
 
 
 def load_prompts(accelerator, args: Args, tokenizer) -> dataset.Data:
@@ -274,7 +268,10 @@ def main():
     data = load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
-    policy = make_student(accelerator, args, tokenizer, data)
+    student = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    policy = DistillModel(student, teachers.shared_vocabulary(args, data, student))
+    prepare.disable_dropout(policy)  # because responses are sampled without dropout
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     state = State()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
@@ -290,7 +287,7 @@ def main():
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
-    all_teachers = Teachers(accelerator, args, tokenizer, model)
+    all_teachers = AllTeachers(accelerator, args, tokenizer, model)
     models = [model, *(teacher.model for teacher in all_teachers.by_name.values())]
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
@@ -316,6 +313,14 @@ def main():
     while not run.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, source, state)
+        if state.rollout.words is None:
+            try:
+                with run.timed("teacher"):  # the student's servers sample the next one meanwhile
+                    state.rollout.words = all_teachers.words(state.rollout.questions)
+            except SystemExit:
+                if run.global_step:
+                    checkpoint.save()  # with what was sampled: a resumed run asks again
+                raise
         samples = state.rollout.samples
         tokens = state.rollout.tokens
         # All processes agree on the samples of this update. Each takes its share of them.
@@ -368,7 +373,7 @@ def main():
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, actor: Actor, source: Source, all_teachers: Teachers) -> None:
+def evaluate(run: Run, actor: Actor, source: Source, all_teachers: AllTeachers) -> None:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
     sampler = source.sampler
     packer = sampler.packer
@@ -378,6 +383,7 @@ def evaluate(run: Run, actor: Actor, source: Source, all_teachers: Teachers) -> 
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = source.sample_held_out(eval_set)
             made = taught(run, samples, eval_set[:])
+            made.words = all_teachers.words(made.questions)
             means = Means(run.accelerator)
             for rows, weights in run.split(range(len(samples)), made.as_read(samples.lengths)):
                 batch, stored = samples.collate(rows, made.tokens, packer)
@@ -397,7 +403,7 @@ def evaluate(run: Run, actor: Actor, source: Source, all_teachers: Teachers) -> 
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
     """Refuses settings that contradict each other."""
-    teachers.names_and_paths(args)  # exits if none is named, or one twice
+    teachers.check_settings(args)  # exits if none is named, or one twice
     rollout.check_rollout_size(args)
     if args.loss_type == "sampled" and args.beta != 1:
         sys.exit(

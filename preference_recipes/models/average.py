@@ -25,6 +25,7 @@ class Average:
         self.accelerator = accelerator
         self.policy = policy
         self.decay = decay
+        engine.reshard(policy)  # else FSDP2 may show whole ones, which it frees
         self.trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self.parts = {name: part.float().clone() for name, part in self.parts_of_policy().items()}
 

@@ -8,9 +8,11 @@ mixture m = (1 - beta) s + beta t, the divergence at a position is
     0 < beta < 1    beta KL(t || m) + (1 - beta) KL(s || m), the generalised Jensen-Shannon one
 
 Source: Agarwal et al. 2023, arXiv:2306.13649 eq. 1. Towards both ends the third vanishes; divided
-by beta, or by 1 - beta, it becomes the KL.
+by beta, or by 1 - beta, it becomes the KL. Of a teacher elsewhere only its most probable tokens are
+known: see `TopLesson`.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -85,6 +87,56 @@ class Lesson:
     head: Head
     places: torch.Tensor
 
+    def read(self, part: slice, student: torch.Tensor) -> torch.Tensor:
+        """Returns log-probs of all tokens at a part of the places; both are fp32 `[n, v]`."""
+        weight = self.head.weight.to(product_dtype(self.hidden))
+        teacher, _ = replace(self.head, weight=weight).logps(self.hidden[part])
+        return teacher
+
+    def known(self, part: slice, student: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns those of `VALUES` that what `read` returns does not tell."""
+        return {}
+
+
+@dataclass(frozen=True)
+class TopLesson:
+    """What is known of a teacher elsewhere: the log-probs of its k most probable tokens.
+
+    All other tokens count as one. The divergence of such coarser distributions is at least 0, and
+    at most that over all tokens (the data processing inequality): it does not see how the student
+    divides the rest. `read` divides the teacher's rest as the student does. Then s / t is the same
+    for all its tokens, so the divergence over all tokens, and its gradient, are the coarser ones.
+    """
+
+    ids: torch.Tensor  # of these tokens, the most probable first, int64 `[n, k]`
+    logps: torch.Tensor  # of these tokens, fp32 `[n, k]`
+    target_logps: torch.Tensor  # of the targets, fp32 `[n]`
+    places: torch.Tensor  # see `Lesson`
+
+    def read(self, part: slice, student: torch.Tensor) -> torch.Tensor:
+        ids = self.ids[part]
+        own_rest = student.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+        teacher = student + (self.rest(part) - own_rest)
+        return teacher.scatter_(1, ids, self.logps[part])
+
+    def rest(self, part: slice) -> torch.Tensor:
+        """Returns the log-prob of all other tokens together: log(1 - exp(total)), `[n, 1]`."""
+        total = self.logps[part].logsumexp(-1, keepdim=True)
+        # A rest below the rounding of the total is not known: it is taken to be that.
+        total = total.clamp(max=-torch.finfo(total.dtype).eps)
+        # Each way is precise where the other one is not (Maechler 2012).
+        of_small_total = total.exp().neg().log1p()
+        return torch.where(total < -math.log(2), of_small_total, total.expm1().neg().log())
+
+    def known(self, part: slice, student: torch.Tensor) -> dict[str, torch.Tensor]:
+        # The entropy is the coarser distribution's.
+        coarse = torch.cat([self.logps[part], self.rest(part)], 1)
+        return {
+            "teacher_entropy": -(coarse.exp() * coarse).sum(-1),
+            "agreement": (student.argmax(-1) == self.ids[part, 0]).float(),
+            "teacher_logps": self.target_logps[part],
+        }
+
 
 # ============================================================ from log-probs to divergences
 def compare(
@@ -158,17 +210,14 @@ class Divergence:
     targets: torch.Tensor
     multiplier: float
     softcap: float
-    lesson: Lesson
+    lesson: Lesson | TopLesson
     beta: float | None
     n_matrices: ClassVar[int] = 2
 
     def read(self, part: slice, hidden, matrix, bias) -> tuple:
         """Returns both models' log-probs of all tokens, and the steepness of the student's cap."""
         student, slope = Head(matrix, bias, self.multiplier, self.softcap).logps(hidden)
-        head = self.lesson.head
-        weight = head.weight.to(product_dtype(self.lesson.hidden))
-        teacher, _ = replace(head, weight=weight).logps(self.lesson.hidden[part])
-        return student, teacher, slope
+        return student, self.lesson.read(part, student), slope
 
     def values(self, part: slice, state: tuple) -> list[torch.Tensor]:
         student, teacher, _ = state
@@ -176,7 +225,8 @@ class Divergence:
         for s, t, targets in blocks(student, teacher, self.targets[part]):
             divergence, values = compare(s, t, targets, self.beta)
             rows.append([divergence, *map(values.get, VALUES)])
-        return list(map(torch.cat, zip(*rows)))
+        found = dict(zip(("divergence", *VALUES), map(torch.cat, zip(*rows))))
+        return list((found | self.lesson.known(part, student)).values())
 
     def slopes(self, part: slice, state: tuple) -> torch.Tensor:
         student, teacher, slope = state
@@ -209,7 +259,7 @@ class DistillModel(LogProbModel):
         temperature: float = 1.0,
         *args,
         as_teacher: bool = False,
-        lessons: list[Lesson] | None = None,
+        lessons: list[Lesson | TopLesson] | None = None,
         beta: float | None = None,
         **kwargs,
     ):

@@ -1,7 +1,8 @@
 """The teachers of a distillation: which models they are, and what they say of a batch."""
 
+import copy
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,51 +11,74 @@ from torch import nn
 
 from common import batches, engine
 from preference_recipes.models import load, lora, prepare
-from preference_recipes.models.divergence import DistillModel, Head, Lesson
+from preference_recipes.models.divergence import DistillModel, Head, Lesson, TopLesson
 from preference_recipes.models.packing import Packer
 
 # The name of a teacher that is alone and has none.
 ONLY = ""
+# What a teacher behind a server says of the n learned tokens of an answer: the ids of the k most
+# probable ones, int32 `[n, k]`; their log-probs and that of the token itself, fp32 `[n, k + 1]`.
+Words = tuple[torch.Tensor, torch.Tensor]
 
 
-def names_and_paths(args) -> dict[str, str | None]:
-    """Returns the teachers' folders or hub names, by what the column `teacher` calls them.
+class Question(NamedTuple):
+    """What a teacher is asked about."""
 
-    None stands for the student without its adapters.
+    teacher: str  # its name
+    prompt: list[int]  # what it reads before the answer
+    answer: list[int]
+    learned: list[bool]  # of each token of the answer, whether the teacher speaks of it
+
+
+def locations(args) -> dict[str, str | list[str] | None]:
+    """Returns where each teacher is, by what the column `teacher` calls it.
+
+    That is a folder or a hub name, the URLs of its vLLM servers, or None: it is the student itself,
+    without its adapters if it has some.
     """
-    if args.teacher and args.teacher_model_name_or_path:
-        sys.exit(
-            "--teacher and --teacher_model_name_or_path: give one of them. --teacher NAME=PATH "
-            "names several teachers, of which the column `teacher` of a row chooses one"
-        )
+    pairs = [pair.partition("=")[::2] for pair in args.teacher or ()]
     if args.teacher_model_name_or_path:
-        return {ONLY: args.teacher_model_name_or_path}
-    if args.teacher:
-        named: dict[str, str | None] = dict(pair.partition("=")[::2] for pair in args.teacher)
-        if len(named) < len(args.teacher) or not all(named.values()):
-            sys.exit(f"--teacher {' '.join(args.teacher)}: expected NAME=PATH, each name once")
-        return named
-    if args.lora_r and args.teacher_prompt:
-        return {ONLY: None}
-    sys.exit(
-        "there is no teacher: give --teacher_model_name_or_path, or --lora_r with --teacher_prompt "
-        "to make the student's base its teacher"
-    )
+        pairs.append((ONLY, args.teacher_model_name_or_path))
+    here: dict[str, Any] = dict(pairs)
+    servers: dict[str, list[str]] = {}
+    for pair in args.teacher_url or ():
+        name, _, url = pair.rpartition("=")
+        servers.setdefault(name, []).append(url)
+    found = here | servers
+    is_clear = len(found) == len(pairs) + len(servers) and all(found.values())
+    if not is_clear or (ONLY in found and len(found) > 1):
+        sys.exit(
+            "expected one teacher, or several as --teacher NAME=PATH and --teacher_url NAME=URL, "
+            f"each name once: a row's column `teacher` names its own. Got {[*here, *servers]}"
+        )
+    if servers and args.temperature != 1:
+        temperature = f"--temperature {args.temperature:g}"
+        sys.exit(f"{temperature}: a --teacher_url tells log-probs of given tokens at 1 only")
+    return found or {ONLY: None}
+
+
+def check_settings(args) -> None:
+    """Exits if no teacher is named, or one twice."""
+    if None in locations(args).values() and not (args.lora_r and args.teacher_prompt):
+        sys.exit(
+            "there is no teacher: give --teacher_model_name_or_path, --teacher_url, or --lora_r "
+            "with --teacher_prompt to make the student's base its teacher"
+        )
 
 
 def names(args) -> list[str]:
     """Returns the names that the column `teacher` chooses from; none if a teacher has all rows."""
-    return [name for name in names_and_paths(args) if name != ONLY]
+    return [name for name in locations(args) if name != ONLY]
 
 
 def shared_vocabulary(args, data, student: nn.Module) -> int:
-    """Returns how many tokens the student and all its teachers have in common, from the first.
+    """Returns how many tokens the student and its teachers here have in common, from the first.
 
     Output layers are often padded beyond the tokenizer, to different sizes: 151,936 rows in the
     small Qwen2.5 models and 152,064 in the large ones. If all are of one size they are used whole.
     Otherwise only tokens that the tokenizer has are given a probability.
     """
-    paths = names_and_paths(args).values()
+    paths = [path for path in locations(args).values() if not isinstance(path, list)]
     by_model = load.check_embeddings(data, args.model_name_or_path, *paths, draws=True)
     sizes = {student.get_output_embeddings().out_features, *by_model.values()}
     tokens = max(data.converter.tokenizer.get_vocab().values()) + 1
@@ -64,18 +88,19 @@ def shared_vocabulary(args, data, student: nn.Module) -> int:
 class Teacher(NamedTuple):
     """A prepared `DistillModel`, and its output layer at the run's temperature.
 
-    That is whole on every process: else the student's passes would gather it.
+    That is whole on every process: else the student's passes would gather it. None: the model is
+    the student as it is when it is asked, maybe inside `Average.in_place_of_the_policy`.
     """
 
     model: nn.Module
-    head: Head
+    head: Head | None
 
 
 class Teachers:
-    """Frozen models that a student learns from, each on its own rows of the data.
+    """Models here that a student learns from, each on its own rows of the data.
 
     Attributes:
-        by_name: the teachers by what the column `teacher` calls them.
+        by_name: these teachers by what the column `teacher` calls them.
         fingerprints: of teachers that are models of their own, for the identity of a checkpoint.
     """
 
@@ -83,60 +108,61 @@ class Teachers:
         """Loads what the arguments name. All processes must call it; `model` is the student."""
         self.is_sharded = engine.is_sharded(accelerator)
         self.have_own_prompts = args.teacher_prompt is not None
+        self.temperature = args.temperature
         self.fingerprints: dict[str, str] = {}
         self.by_name: dict[str, Teacher] = {}
-        student = engine.unwrapped(accelerator, model)
-        for name, path in names_and_paths(args).items():
-            if path is None:  # the student without its adapters
-                wrapper = student
-                prepared = lora.WithoutAdapters(model)
-            else:
+        self.student = student = engine.unwrapped(accelerator, model)
+        for name, path in locations(args).items():
+            if path is None and args.lora_r:
+                head = student.whole_head(args.temperature)
+                self.by_name[name] = Teacher(lora.WithoutAdapters(model), head)
+            elif path is None:
+                self.by_name[name] = Teacher(model, head=None)
+            elif isinstance(path, str):
                 teacher = load.causal_lm(path, tokenizer, args, frozen=True)
                 wrapper = DistillModel(teacher, student.vocabulary)
                 title = f"teacher {name}" if name != ONLY else "teacher"
                 self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
                 prepared = prepare.frozen(accelerator, wrapper)
-            self.by_name[name] = Teacher(prepared, wrapper.whole_head(args.temperature))
+                self.by_name[name] = Teacher(prepared, wrapper.whole_head(args.temperature))
 
     @torch.no_grad()
     def lessons(
-        self,
-        batch: dict,
-        *,
-        prompts: list[list[int]],
-        answers: list[list[int]],
-        learned: list[list[bool]],
-        names: list[str],
-        packer: Packer,
-    ) -> list[Lesson]:
+        self, batch: dict, questions: list[Question], words: list[Words | None], packer: Packer
+    ) -> list[Lesson | TopLesson]:
         """Returns what the teachers say at the targets of a batch, each of its own answers.
 
         Where the engine cuts weights, every teacher reads on all processes, also where it has no
         answer: all must call it equally often.
 
         Args:
-            batch: of these answers, as the student reads them.
-            learned: of each of their tokens, whether a teacher speaks of it.
-            prompts: what the teacher of each answer reads before it.
-            names: of these teachers.
+            batch: of the answers in these questions, as the student reads them.
+            words: what servers said of each answer; None: its teacher is here.
         """
         # Of each target the number of its answer.
-        owners = np.repeat(np.arange(len(answers)), [sum(flags) for flags in learned])
-        lessons = []
+        owners = np.repeat(np.arange(len(questions)), [sum(each.learned) for each in questions])
+        lessons: list[Lesson | TopLesson] = []
         for name, teacher in self.by_name.items():
-            mine = [number for number, owner in enumerate(names) if owner == name]
+            mine = [number for number, each in enumerate(questions) if each.teacher == name]
             if not mine and not self.is_sharded:
                 continue
             own_batch = batch
-            if len(mine) < len(answers) or self.have_own_prompts:
-                read = mine or [-1]  # a padding row, since the others wait
+            if len(mine) < len(questions) or self.have_own_prompts:
+                read = [questions[number] for number in mine or [-1]]  # -1: a padding row
                 own_batch = packer.make_batch(
-                    [prompts[number] for number in read],
-                    [answers[number] for number in read],
-                    [learned[number] for number in read],
+                    [each.prompt for each in read],
+                    [each.answer for each in read],
+                    [each.learned for each in read],
                 )
             hidden = teacher.model(own_batch, as_teacher=True)
+            head = teacher.head or copy.deepcopy(self.student.whole_head(self.temperature))
             if mine:
                 places = batches.send(np.flatnonzero(np.isin(owners, mine)), packer.device)
-                lessons.append(Lesson(hidden, teacher.head, places))
+                lessons.append(Lesson(hidden, head, places))
+        served = [number for number, said in enumerate(words) if said is not None]
+        if served:
+            said = zip(*(words[number] for number in served))
+            ids, logps = (batches.send(torch.cat(parts), packer.device) for parts in said)
+            places = batches.send(np.flatnonzero(np.isin(owners, served)), packer.device)
+            lessons.append(TopLesson(ids.long(), logps[:, :-1], logps[:, -1], places))
         return lessons

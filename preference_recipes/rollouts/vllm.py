@@ -302,13 +302,13 @@ class Server:
             sys.exit(f"{self.url} gave {len(responses)} responses, asked for {request['n']}")
         return responses
 
-    def send(self, path: str, content: dict | None = None) -> dict[str, Any]:
-        """Posts a request, and returns the JSON of the answer; an empty dict if it has none."""
+    def send(self, path: str, content: dict | None = None, method: str = "POST") -> dict[str, Any]:
+        """Sends a request, and returns the JSON of the answer; an empty dict if it has none."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         body = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(self.url + path, body, headers, method="POST")
+        request = urllib.request.Request(self.url + path, body, headers, method=method)
         try:
             with OPENER.open(request, timeout=TIMEOUT_SECONDS) as answer:
                 text = answer.read()

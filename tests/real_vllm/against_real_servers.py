@@ -1,9 +1,11 @@
 """Runs against real vLLM servers, on a CPU: `make test-vllm`, which installs vLLM in an environment of its own.
 
-A server takes about a minute to start, so there are three: of a model whose head is tied to its
-embeddings, of one whose head is not, both in fp32, and of the first in bf16, with adapters.
+A server takes about a minute to start, so there are four: of a model whose head is tied to its
+embeddings, of one whose head is not, both in fp32, of the first in bf16, with adapters, and of a
+teacher in fp32.
 """
 
+import math
 import os
 import shutil
 import signal
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from preference_recipes.rollouts.vllm import Server
 from runs import (
@@ -87,6 +89,7 @@ class RealServer:
             *("--worker-extension-cls", "faulty_worker.Faulty", *flags),
         ]
         self.log = log
+        self.folder = model
         with open(log, "w") as file:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
@@ -134,6 +137,40 @@ def untied(models, tmp_path_factory):
 def bf16(models, tmp_path_factory):
     flags = ["--enable-lora", "--max-lora-rank", "8"]
     yield from started(models, tmp_path_factory, "tied", *flags, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    widen_heads(ASSETS / "teacher", folder / "teacher")
+    yield from started(folder, tmp_path_factory, "teacher", "--max-logprobs", "264")
+
+
+def widen_heads(folder: Path, wide: Path, size: int = 32) -> None:
+    """Writes the same function as a model whose heads have `size` numbers: the new ones are zeros."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = model.config
+    old = config.head_dim
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # Rotary embeddings pair number i of the first half with number i of the second.
+            halves = weight.unflatten(0, (-1, 2, old // 2))
+            new = torch.nn.functional.pad(halves, (0, 0, 0, (size - old) // 2)).flatten(0, 2)
+            # Scores are divided by the root of a head's size.
+            weights[name] = new * (math.sqrt(size / old) if "q_proj" in name else 1)
+        elif name.endswith("v_proj.weight"):
+            heads = weight.unflatten(0, (-1, old))
+            weights[name] = torch.nn.functional.pad(heads, (0, 0, 0, size - old)).flatten(0, 1)
+        elif name.endswith("o_proj.weight"):
+            heads = weight.unflatten(1, (-1, old))
+            weights[name] = torch.nn.functional.pad(heads, (0, size - old)).flatten(1)
+    config.head_dim = size
+    # Angle i turns by theta ** (-2 i / size) a position: as fast as before.
+    config.rope_parameters["rope_theta"] **= size / old
+    config.dtype = "float32"
+    shutil.copytree(folder, wide)
+    LlamaForCausalLM._from_config(config).save_pretrained(wide, state_dict=weights)
 
 
 def run(model, output, *urls, check=True, **settings):
@@ -261,3 +298,43 @@ def test_bf16_and_adapters_in_place(models, bf16, tmp_path, capsys):
         assert 1e-4 < max(probes) < 0.2
         before, after = (evaluation_lines(output)[n]["eval/scores"] for n in (0, -1))
         assert after > before
+
+
+# ============================================================ teachers
+
+
+def distill(output, *teacher, student=ASSETS / "model", held_out=True, **settings):
+    """Runs the demo of distill.py with another teacher."""
+    own = dict(model_name_or_path=student, output_dir=output, rollout_batch_size=128)
+    own |= dict(train_batch_size=128, micro_train_batch_size=128, max_length=64, max_new_tokens=8)
+    own |= dict(learning_rate=5e-4, lr_scheduler_type="linear", eval_steps=1000)
+    own |= {"dataset_name": FLAGS["dataset_name"]}
+    own |= {"eval_dataset_name": FLAGS["eval_dataset_name"]} if held_out else {}
+    launch([], recipe("distill"), *flags_of(own | settings), *teacher, timeout=1200)
+    return training_lines(output), evaluation_lines(output)
+
+
+def test_a_student_is_no_further_from_itself_than_the_server_rounds(teacher, tmp_path, capsys):
+    folder = teacher.folder
+    served = ("--teacher_url", teacher.url, "--teacher_top_k", 264)
+    settings = dict(student=folder, max_steps=1, held_out=False)
+    [line], _ = distill(tmp_path / "served", *served, **settings)
+    report(capsys, f"KL to the same model behind a server: {line['kl/reverse']:.2g}")
+    assert abs(line["kl/reverse"]) < 1e-6 and abs(line["kl/forward"]) < 1e-6
+    assert line["teacher/agreement"] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_served_teacher_teaches_as_a_local_one(teacher, tmp_path, capsys):
+    """The first loss where it tells of all tokens, and the demo where it tells of 16."""
+    local = ("--teacher_model_name_or_path", teacher.folder)
+    all_told = ("--teacher_url", teacher.url, "--teacher_top_k", 264)
+    some_told = ("--teacher_url", teacher.url, "--teacher_top_k", 16)
+    [line], _ = distill(tmp_path / "all", *all_told, max_steps=1, held_out=False)
+    learned = {}
+    for name, flags in (("top 16", some_told), ("local", local)):
+        lines, evaluations = distill(tmp_path / name, *flags, max_steps=60)
+        right = learned[name] = [found["eval/exact_match"] for found in evaluations]
+        report(capsys, f"{name}: {right[0]:.3f} are right before, {right[-1]:.3f} after 60 updates")
+    report(capsys, f"first loss {line['loss']:.7f} and {lines[0]['loss']:.7f}")
+    assert line["loss"] == pytest.approx(lines[0]["loss"], abs=1e-4)
+    assert min(right[-1] for right in learned.values()) >= 0.9

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bare_runs import bare_sampler
 from preference_recipes.rollouts import generation
@@ -99,6 +99,8 @@ class FakeServer:
                 self.end_headers()
                 self.wfile.write(text.encode())
 
+            do_GET = do_POST
+
             def log_message(self, *_):
                 pass
 
@@ -112,8 +114,26 @@ class FakeServer:
             self.worker.load_adapter(content["lora_path"])
             return None
         if path == "/v1/completions":
-            return self.complete(content)
+            return self.tell(content) if "prompt_logprobs" in content else self.complete(content)
+        if path == "/v1/models":
+            longest = self.worker.model_runner.model_config.max_model_len
+            return {"data": [{"id": "M", "root": self.folder.name, "max_model_len": longest}]}
+        if path == "/tokenize":
+            tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            return {"tokens": tokenizer(content["prompt"], add_special_tokens=False).input_ids}
         return None  # pause, resume, reset_prefix_cache
+
+    @torch.no_grad()
+    def tell(self, content: dict) -> dict:
+        """Log-probs of the prompt's tokens and of the most probable ones, always at temperature 1."""
+        ids, told = content["prompt"], []
+        all_logps = self.worker.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        for logps, token in zip(all_logps, ids[1:]):
+            top = logps.topk(content["prompt_logprobs"]).indices.tolist()
+            ranks = {token: int((logps >= logps[token]).sum())}
+            ranks |= {other: rank for rank, other in enumerate(top, 1)}
+            told.append({n: {"logprob": logps[n].item(), "rank": r} for n, r in ranks.items()})
+        return {"choices": [{"prompt_token_ids": ids, "prompt_logprobs": [None, *told]}]}
 
     def complete(self, content: dict) -> dict:
         """Draws response i from the seed + i, alone: it does not depend on the other requests."""

@@ -49,6 +49,12 @@ def make_inputs(folder: Path, of_row=lambda row: {}, **changes) -> None:
     write_jsonl(folder / "prompts.jsonl", rows)
 
 
+def coarsened(logps: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probs of some tokens, and of all the others together."""
+    top = logps.double().gather(1, ids)
+    return torch.cat([top, (1 - top.exp().sum(1, keepdim=True)).log()], 1)
+
+
 class PlainRun:
     """What such runs have alike.
 

@@ -12,7 +12,8 @@ import torch
 import plain_rollouts
 import runs
 from common import arguments
-from plain_rollouts import PlainRun, expect_alike, expect_run, lengths_of
+from fake_vllm import FakeServer
+from plain_rollouts import PlainRun, coarsened, expect_alike, expect_run, lengths_of
 from runs import say
 
 GKD = runs.forked("gkd")
@@ -34,6 +35,14 @@ REFUSED = [
         "--max_sampler_difference 0.1: not used: give --vllm_url, too",
     ),
     (dict(loss_type="sampled", sampler_correction="none"), "--sampler_correction none: not used"),
+    (dict(teacher_url=HTTP, teacher_model_name_or_path="T"), "expected one teacher, or several"),
+    (dict(teacher=["T"], teacher_model_name_or_path=None), "as --teacher NAME=PATH and --teacher_"),
+    (dict(teacher=["a=T"], teacher_url=["a=http://x"]), "each name once: a row's column `teacher`"),
+    (
+        dict(teacher_url=HTTP, teacher_model_name_or_path=None, temperature=0.7),
+        "--temperature 0.7: a --teacher_url tells log-probs of given tokens at 1 only",
+    ),
+    (dict(teacher_model_name_or_path=None), "there is no teacher"),
 ]
 
 
@@ -53,10 +62,14 @@ def test_settings_that_cannot_work_are_refused(changes, message):
 SHARED = dict(plain_rollouts.SHARED, rollout_batch_size=5)
 MIXED = dict(beta=0.3, temperature=0.8, on_policy_share=0.5, teacher_prompt="hint", max_epochs=2)
 SAMPLED = dict(loss_type="sampled", temperature=0.8, n_samples_per_prompt=3, train_batch_size=8)
-# 7 prompts: rollouts of 5 and 2 an epoch. By name: the settings, and who teaches.
+# 7 prompts: rollouts of 5 and 2 an epoch. By name: the settings, and who teaches; @: behind a server.
 WHOLE = {
     "reverse kl": (SHARED | dict(max_epochs=2), {"": "same"}),
     "several teachers, other prompts, completions": (SHARED | MIXED, {"a": "same", "b": "padded"}),
+    "the top tokens of a server": (
+        SHARED | dict(beta=0.3, teacher_top_k=7, max_epochs=2),
+        {"": "@same"},
+    ),
     "sampled tokens": (
         SHARED | SAMPLED | dict(num_epochs_per_rollout=2, max_steps=7),
         {"": "padded"},
@@ -82,14 +95,24 @@ def inputs(tmp_path_factory):
     return folder
 
 
+@functools.cache
+def server_of(folder):
+    return FakeServer(folder)
+
+
 def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
     """Runs the recipe; the only teacher has no name."""
     flags = runs.short_run(inputs, "prompts", output, **settings)
-    if "" in teachers:
-        flags += ["--teacher_model_name_or_path", inputs / teachers[""]]
-    elif teachers:
-        flags += ["--teacher", *(f"{name}={inputs / path}" for name, path in teachers.items())]
-    file = GKD if "on_policy_share" in settings else runs.recipe("distill")
+    named: dict[str, list] = {}
+    for name, path in teachers.items():
+        flag = "teacher" if name else "teacher_model_name_or_path"
+        where = inputs / path
+        if path.startswith("@"):
+            flag, where = "teacher_url", server_of(inputs / path[1:]).url
+        named.setdefault(flag, []).append(f"{name}={where}" if name else where)
+    flags += runs.flags_of(named)
+    file = runs.forked("sdft") if "ema_decay" in settings else runs.recipe("distill")
+    file = GKD if "on_policy_share" in settings else file
     runs.launch(runs.LAUNCHERS[launcher], file, *flags, *more)
 
 
@@ -111,8 +134,9 @@ class Reference(PlainRun):
         vocabulary = 261 if "padded" in teachers.values() else 264
         self.student = Student(self.policy, vocabulary)
         self.teachers = {
-            name: Student(self.load(path), vocabulary) for name, path in teachers.items()
+            name: Student(self.load(path.strip("@")), vocabulary) for name, path in teachers.items()
         }
+        self.top_k = settings.get("teacher_top_k")
 
     @torch.no_grad()
     def roll_out(self, number: int) -> tuple[list, dict]:
@@ -154,6 +178,13 @@ class Reference(PlainRun):
         s = self.set
         kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
         student, teacher = self.logps(self.student, sample.prompt, sample.response), sample.taught
+        found = {
+            "entropy": -(student.exp() * student).sum(-1),
+            "teacher/agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
+        }
+        if self.top_k:
+            top = teacher.topk(self.top_k).indices
+            student, teacher = coarsened(student, top), coarsened(teacher, top)
         if s.loss_type == "sampled":
             logps = student.gather(1, sample.ids)[:, 0]
             old = logps.detach() if is_first else sample.old
@@ -163,13 +194,11 @@ class Reference(PlainRun):
         else:
             mixture = ((1 - s.beta) * student.exp() + s.beta * teacher.exp()).log()
             loss = s.beta * kl(teacher, mixture) + (1 - s.beta) * kl(student, mixture)
-        found = {
+        found |= {
             "loss": loss,
             "kl/reverse": kl(student, teacher),
             "kl/forward": kl(teacher, student),
-            "entropy": -(student.exp() * student).sum(-1),
             "teacher/entropy": -(teacher.exp() * teacher).sum(-1),
-            "teacher/agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
         }
         if sample.teacher:
             found[f"kl/reverse/{sample.teacher}"] = found["kl/reverse"]
@@ -215,6 +244,15 @@ def test_a_run_is_that_of_the_plain_reference(inputs, plain_run, name):
     expect_run(plain_run(name), Reference(inputs, *WHOLE[name]).go(), without=("epoch",))
 
 
+def test_a_server_that_tells_of_all_tokens_is_as_a_teacher_here(inputs):
+    """Beside one that is here, over two processes."""
+    settings = dict(SHARED, beta=0.3, teacher_prompt="hint", max_epochs=2)
+    run(inputs, inputs / "here", settings, {"a": "model", "b": "same"})
+    settings["teacher_top_k"] = 999  # as many as there are: 264
+    run(inputs, inputs / "served", settings, {"a": "model", "b": "@same"}, launcher="ddp")
+    expect_alike(inputs / "here", inputs / "served")
+
+
 @pytest.mark.parametrize("launcher", ["ddp", "zero3", runs.slow("fsdp2")])
 def test_several_teachers_under_engines(inputs, plain_run, launcher):
     """Each teacher reads on both processes, though often only one of them has answers of its own."""
@@ -237,6 +275,25 @@ def test_the_base_below_adapters_teaches_what_it_reads_elsewhere(inputs, launche
     for tag in ("kl/reverse", "kl/forward", "teacher/entropy"):
         assert first[tag] == pytest.approx(expected[tag], rel=1e-4)
     assert last["kl/reverse"] != first["kl/reverse"]
+
+
+class SelfTaught(Reference):
+    def update(self, samples, is_first):
+        line = super().update(samples, is_first)
+        pairs = zip(self.teachers[""].parameters(), self.policy.parameters())
+        for mean, weight in pairs:
+            mean.data.lerp_(weight.data, 1 - self.set.ema_decay)
+        return line
+
+
+@pytest.mark.parametrize("launcher", ["plain", runs.slow("zero3"), runs.slow("fsdp2")])
+def test_the_average_of_a_student_teaches_it(inputs, launcher):
+    """SDFT. Each rollout has one update, so that none of its samples has another teacher."""
+    output = inputs / f"average-{launcher}"
+    settings = dict(SHARED, max_steps=5, rollout_batch_size=4, teacher_prompt="hint")
+    settings |= dict(learning_rate=0.02, ema_decay=0.7)
+    run(inputs, output, settings, {}, launcher=launcher)
+    expect_run(output, SelfTaught(inputs, settings, {"": "model"}).go(), without=("epoch",))
 
 
 # A recipe that prints the padded tokens of each batch that a model reads.

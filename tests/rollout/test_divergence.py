@@ -1,10 +1,13 @@
 """The divergence of a student from its teacher: values and gradients against plain fp64."""
 
+import math
+
 import pytest
 import torch
 
 from architectures import build
-from preference_recipes.models import logprobs, packing
+from plain_rollouts import coarsened
+from preference_recipes.models import divergence, logprobs, packing
 from preference_recipes.models.divergence import VALUES, DistillModel, Divergence, Head, Lesson
 from preference_recipes.models.logprobs import ByChunks
 
@@ -59,13 +62,26 @@ def drawn(n=11, vocabulary=67, teacher_vocabulary=71, cut=61) -> dict:
     }
 
 
-def ours(given: dict, formulas, beta, temperature: float, cut: int):
-    """What a `Divergence` gives of these tensors, and the gradients of hidden states, weight and bias."""
+def top_lesson(teacher, targets, k: int) -> divergence.TopLesson:
+    """What a server tells of a teacher with these log-probs `[n, v]`."""
+    logps, ids = teacher.topk(k)
+    return divergence.TopLesson(
+        ids, logps, teacher.gather(1, targets[:, None])[:, 0], torch.arange(0)
+    )
+
+
+def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
+    """What a `Divergence` gives of these tensors, and the gradients of hidden states, weight and bias.
+
+    With k the teacher is behind a server.
+    """
     (multiplier, softcap), of_teacher = formulas
     learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
     of_teacher = [number / temperature for number in of_teacher]
     head = Head(given["teacher_weight"][:cut], given["teacher_bias"][:cut], *of_teacher)
     lesson = Lesson(given["teacher_hidden"], head, torch.arange(0))
+    if k:
+        lesson = top_lesson(head.logps(given["teacher_hidden"])[0], given["targets"], k)
     of_student = (multiplier / temperature, softcap / temperature)
     job = Divergence(given["targets"], *of_student, lesson, beta)
     hidden, weight, bias = learned
@@ -74,7 +90,7 @@ def ours(given: dict, formulas, beta, temperature: float, cut: int):
     return first.detach(), dict(zip(VALUES, others)), gradients
 
 
-def exact(given: dict, formulas, beta, temperature: float, cut: int):
+def exact(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
     """The same by `dense` in fp64."""
     given = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
     learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
@@ -84,6 +100,12 @@ def exact(given: dict, formulas, beta, temperature: float, cut: int):
         for (hidden, weight, bias), formula in zip((learned, of_teacher), formulas)
     )
     first, others = dense(student, teacher, given["targets"], beta)
+    if k and k < cut:
+        top = teacher.topk(k).indices
+        coarse = [coarsened(logps, top) for logps in (student, teacher)]
+        of_coarse, values = dense(*coarse, torch.zeros_like(given["targets"]), beta)
+        first = first if beta is None else of_coarse
+        others |= {name: values[name] for name in ("reverse_kl", "forward_kl", "teacher_entropy")}
     gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
     return first.detach(), {name: value.detach() for name, value in others.items()}, gradients
 
@@ -105,12 +127,14 @@ def assert_close(found, expected, bound=1e-6):
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("beta", [*BETAS, None])
-def test_values_and_gradients_are_those_of_plain_fp64(beta, temperature, formula, monkeypatch):
+@pytest.mark.parametrize("k", [None, 1, 9, 61])
+def test_values_and_gradients_are_those_of_plain_fp64(k, beta, temperature, formula, monkeypatch):
     """Chunks of 3 of 11 positions, some of which count nowhere; heads of 67 and 71 rows cut to 61."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 61 * 3)
-    case = (drawn(), FORMULAS[formula], beta, temperature, 61)
+    case = (drawn(), FORMULAS[formula], beta, temperature, 61, k)
     found = ours(*case)
-    assert_close(found, exact(*case))
+    # Put together, the tokens' gradients are smaller than what is rounded of each.
+    assert_close(found, exact(*case), bound=5e-6 if k else 1e-6)
     assert not any(found[2][place][61:].any() for place in (1, 2))  # what is cut off learns nothing
 
 
@@ -127,6 +151,44 @@ def test_probabilities_that_fp32_cannot_hold_overflow_nothing(beta):
     torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
     for gradient, exact_gradient in zip(found[2], expected[2]):
         assert (gradient.double() - exact_gradient).norm() <= 3e-5 * (1 + exact_gradient.norm())
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("spread", [1, 4, 30])  # 30: one token is certain up to rounding
+def test_the_top_tokens_give_a_bound_from_below_and_all_of_them_the_divergence(beta, spread):
+    """In fp64: by the definition, with its gradient, and for each number of tokens above the one before."""
+    draw = torch.Generator().manual_seed(2)
+    logits = spread * torch.randn(2, 50, 12, generator=draw, dtype=torch.float64)
+    logits.requires_grad_()
+    student, teacher = logits.log_softmax(-1)
+    targets = torch.zeros(50, dtype=torch.long)
+    bound, error = torch.zeros(50), torch.full((50,), 1e-14)
+    for k in range(1, 13):
+        lesson = top_lesson(teacher, targets, k)
+        filled = lesson.read(slice(None), student)
+        last, bound = bound, divergence.compare(student, filled, targets, beta)[0]
+        assert (bound - last + error).min() >= 0
+        # What is left of 1 is rounded, and so is the divergence.
+        ours = student.scatter(1, lesson.ids, -math.inf).logsumexp(1)
+        theirs = lesson.rest(slice(None))[:, 0].exp()
+        error = ours.exp() * (1e-15 / theirs).log1p() + 1e-15 * (9 - ours.clamp(min=-999))
+        if k < 12 and spread < 30:
+            whole = dense(*(coarsened(p, lesson.ids) for p in (student, teacher)), targets, beta)[0]
+            assert torch.allclose(bound, whole, rtol=1e-9, atol=1e-12)
+            (expected,) = torch.autograd.grad(whole.sum(), logits, retain_graph=True)
+            found = divergence.gradient(student, filled, targets, beta)
+            assert torch.allclose(found, expected[0], rtol=1e-6, atol=1e-9)
+    assert torch.allclose(bound, dense(student, teacher, targets, beta)[0], rtol=1e-12)
+
+
+def test_the_rest_is_precise_at_both_ends():
+    for p in (1e-20, 0.1, 0.9, 1 - 1e-6):
+        logp = torch.tensor([[math.log(p)]], dtype=torch.float64)
+        rest = top_lesson(logp, torch.tensor([0]), 1).rest(slice(1)).item()
+        assert rest == pytest.approx(math.log1p(-p), rel=1e-9)
+    for logp in (0.0, 1e-12, -1e-17):  # the sum of rounded numbers may be above 1
+        lesson = top_lesson(torch.tensor([[logp]], dtype=torch.float64), torch.tensor([0]), 1)
+        assert lesson.rest(slice(1)).item() == pytest.approx(math.log(2.0**-52))
 
 
 # ---------------------------------------------------------------------------------------------- whole models

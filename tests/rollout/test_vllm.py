@@ -4,6 +4,7 @@ import http.client
 import itertools
 import json
 import shutil
+import time
 import types
 from pathlib import Path
 
@@ -16,7 +17,9 @@ import runs
 from bare_runs import bare_sampler
 from fake_vllm import FakeServer
 from plain_rollouts import expect_alike
+from preference_recipes.models.divergence import DistillModel
 from preference_recipes.rollouts import vllm
+from preference_recipes.rollouts.served import AllTeachers
 from preference_recipes.rollouts.vllm import Server
 from runs import say
 
@@ -325,3 +328,93 @@ def test_answers_in_another_order_are_put_in_order(server):
     first, second = Server(server.url).complete(REQUEST)
     assert (first.ids, first.logps) == ([8, 9, 1], [-1.0, -1.5, -2.0])
     assert (second.ids, second.logps) == ([7, 1], [-1.0, -2.0])
+
+
+# ============================================================ teachers; their numbers: test_distill.py
+
+
+def told(answer: dict) -> list[dict]:
+    return answer["choices"][0]["prompt_logprobs"]
+
+
+def as_logits(answer: dict) -> None:
+    for entry in told(answer)[-1].values():
+        entry["logprob"] += 3
+
+
+def with_unknown_token(answer: dict) -> None:
+    entries = told(answer)[-1]
+    second_best = next(token for token in entries if entries[token]["rank"] == 2)
+    entries["264"] = entries.pop(second_best)
+
+
+ASKED = "/v1/completions"
+FAULTS = [  # what is asked for, how the answer is changed, and what is said of it
+    (ASKED, lambda answer: told(answer).pop(), "does not tell 5 log-probs of each token asked"),
+    (ASKED, lambda answer: answer["choices"][0]["prompt_token_ids"].append(5), "does not tell 5"),
+    (ASKED, lambda answer: answer["choices"][0].pop("prompt_logprobs"), "does not tell 5"),
+    (ASKED, lambda answer: told(answer)[-1].popitem(), "does not tell 5 log-probs"),
+    (ASKED, with_unknown_token, "or of tokens beyond the 264 of the student"),
+    (ASKED, as_logits, "tells no log-probs (its --logprobs-mode)"),
+    ("/tokenize", lambda answer: answer["tokens"].insert(9, 7), "another tokenizer: in the text"),
+    ("/v1/models", lambda answer: answer["data"][0].update(max_model_len=99), "max-model-len 99"),
+]
+
+
+@pytest.mark.parametrize("path, change, said", FAULTS)
+def test_a_teacher_that_is_refused(accelerator, tokenizer, server, path, change, said):
+    def fault(asked, content):
+        answer = json.loads(json.dumps(server.answer(asked, content)))
+        if asked == path:
+            change(answer)
+        return 200, json.dumps(answer)
+
+    server.fault = fault
+    names = dict(teacher=None, teacher_model_name_or_path=None, teacher_url=[server.url])
+    sizes = dict(teacher_prompt=None, temperature=1.0, lora_r=0, teacher_top_k=5, max_length=99)
+    args = types.SimpleNamespace(**names, **sizes)
+    model = DistillModel(server.worker.model)
+    runs.refuses(server.url, said, call=lambda: AllTeachers(accelerator, args, tokenizer, model))
+
+
+TAUGHT = dict(FLAGS, n_samples_per_prompt=2, max_epochs=3, max_steps=8, eval_steps=100)
+TAUGHT |= dict(rollouts_ahead=1, teacher_top_k=9)
+del TAUGHT["reward_function"]
+
+
+@pytest.mark.parametrize("launcher", ["plain", runs.slow("ddp")])
+def test_a_teacher_dies_and_comes_back(inputs, server, second, tmp_path, launcher):
+    """Nothing is lost. And while the teacher is asked about a rollout, the next one is sampled."""
+    in_time = []
+
+    def is_asked_about(rollout: int) -> bool:
+        """Once it is asked at the start, and twice in the evaluation before the first update."""
+        return second.paths().count(ASKED) > 3 + 8 * rollout
+
+    def wait_for_the_teacher(path, content):
+        if content.get("n") == 2:
+            rollout = (sum(asked.get("n") == 2 for _, asked in server.requests) - 1) // 4
+            end = time.monotonic() + 60
+            while rollout and not is_asked_about(rollout - 1) and time.monotonic() < end:
+                time.sleep(0.01)
+            in_time.append(not rollout or is_asked_about(rollout - 1))
+
+    settings = dict(TAUGHT, teacher_url=second.url)
+    how = dict(name="distill", launcher=launcher)
+    healthy = second.fault
+    server.fault = wait_for_the_teacher
+    run(inputs, tmp_path / "whole", settings, server.url, **how)
+    assert in_time == [True] * 16
+
+    second.requests.clear()
+    server.fault = healthy
+    second.fault = lambda path, content: (503, "gone") if is_asked_about(2) else None
+    done = run(inputs, tmp_path / "half", settings, server.url, **how, check=False)
+    said_at_the_end(done)
+    assert f"{second.url}{ASKED} answered 503 'gone'" in done.stdout
+    assert (tmp_path / "half/checkpoints/global_step_000004").exists()
+    second.fault = healthy
+    run(inputs, tmp_path / "half", dict(settings, resume="auto"), server.url, **how)
+    assert runs.timeless(tmp_path / "half") == runs.timeless(tmp_path / "whole")
+    assert runs.samples(tmp_path / "half") == runs.samples(tmp_path / "whole")
+    assert torch.equal(runs.weights(tmp_path / "half"), runs.weights(tmp_path / "whole"))

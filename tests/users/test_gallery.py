@@ -29,6 +29,8 @@ ON = {
     "maxrl": "--advantage_std mean",
     "off_policy": "--off_policy_limit 0.01",
     "sapo": "--loss_type sapo --average sequence",
+    "sdft": f"--model_name_or_path {ASSETS}/model --dataset_name {ASSETS}/prompts_train.jsonl "
+    "--teacher_prompt answer --ema_decay 0.5",
     "sdpo": "--sdpo_weight 0.3 --sdpo_teacher ema --ema_decay 0.5",
 }
 # The proof samples three responses a prompt, gkd takes one: test_distill.py runs it on the engines.

@@ -75,6 +75,8 @@ def bound_of(tag: str, line: dict, later_loss: float) -> float:
         return METRIC * max(value, SMALL_NORM)
     if tag.endswith("loss"):
         return (LOSS if line["global_step"] < 2 else later_loss) * max(1.0, value)
+    if tag == "sampling/sampling_logp_difference/max":
+        return 10 * METRIC  # all rounding: that of the least probable token's log-prob
     if tag.endswith("accuracies") and abs(line[tag.replace("accuracies", "margins")]) < 1e-4:
         return 1.0  # the signs of margins of a policy that is still its reference: all rounding
     sums = [abs(other) for name, other in line.items() if "logps" in name]
