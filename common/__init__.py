@@ -5,7 +5,7 @@ import functools
 import gc
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Imports make millions of objects that stay. At Python's own threshold the collector looks through
 # them so often that a recipe starts a fifth later. `arguments.parse` goes back to that threshold.
@@ -15,6 +15,15 @@ gc.set_threshold(100_000, 50, 50)
 # Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
 FILES = Path(__file__).resolve().parent.parent
 ASSETS = FILES / "assets"
+
+
+class Refused(ValueError):
+    """What was asked for cannot be done. A recipe ends with the message, which is one line."""
+
+
+def refuse(message: str) -> NoReturn:
+    """Raises `Refused`."""
+    raise Refused(message)
 
 
 def counted(number: int, noun: str) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from common import counted, engine, folders, saving
+from common import counted, engine, folders, refuse, saving
 from common.run import Run
 
 BEST_FOLDER = "actor_best"
@@ -105,7 +104,7 @@ class Actor:
         by_name = -1 if re.search(r"(loss|kl)$|/kl/(reverse|forward)(/|$)", metric) else 1
         sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], by_name)
         if metric not in line:
-            sys.exit(
+            refuse(
                 f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "
                 f"they have {', '.join(line)}"
             )

@@ -8,10 +8,10 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from common import counted, display, engine, in_one_line, log, optim
+from common import counted, display, engine, in_one_line, log, optim, refuse
 from common.actor import BEST_FOLDER, Actor
 from common.checkpoint import Checkpoint
-from common.record import HERE
+from common.record import relative
 from common.run import Run
 
 
@@ -78,7 +78,7 @@ def end(actor: Actor) -> None:
             HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
         except Exception as error:  # of the network, the name, the token
             command = shlex.join(["hf", "upload", "--private", name, relative(folder)])
-            sys.exit(f"--push_to_hub {name}: {in_one_line(error)}. To repeat it: {command}")
+            refuse(f"--push_to_hub {name}: {in_one_line(error)}. To repeat it: {command}")
         print(f"uploaded {folder} to {repository}", flush=True)
 
 
@@ -121,8 +121,3 @@ def loss_of_epoch(run: Run) -> float:
             samples += line["samples"] - before
         before = line["samples"]
     return total / samples
-
-
-def relative(path: Path) -> str:
-    """Returns a path as it is shortest for a person: from the working directory, if inside of it."""
-    return str(path.relative_to(HERE)) if path.is_relative_to(HERE) else str(path)

@@ -32,8 +32,9 @@ def write(*lines: str) -> None:
     """Prints lines above the bar; on a terminal they break between words."""
     if sys.stdout.isatty():
         width = max(os.get_terminal_size(sys.stdout.fileno()).columns, 40)
-        settings = dict(subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False)
-        lines = [textwrap.fill(line, width, **settings) for line in lines]
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 12, break_long_words=False)
+        wrapper.break_on_hyphens = False
+        lines = tuple(map(wrapper.fill, lines))
     tqdm.write("\n".join(lines))
 
 
@@ -101,7 +102,8 @@ def progress_of(metric: str, evaluations: list[dict[str, float]]) -> str:
     if sign := direction(metric):
         finite = [(value, step) for value, step in seen if math.isfinite(value)]
         best, step = max(finite or seen, key=lambda each: (sign * each[0], -each[1]))
-        earlier.append(f"best {best:.4g} at {step or 'the start'}")
+        is_now = step == evaluations[-1]["global_step"]
+        earlier.append("the best" if is_now else f"best {best:.4g} at {step or 'the start'}")
     return f"{text} ({', '.join(earlier)})"
 
 
@@ -115,7 +117,7 @@ def describe_evaluation(evaluations: list[dict[str, float]], samples: list[dict]
 
 
 def describe_sample(sample: dict) -> str:
-    """Returns a line: the end of a prompt, the beginning of its response, and what that is worth."""
+    """Returns a line: the end of a prompt, the beginning of its response, and its worth."""
     prompt = " ".join(sample["prompt"].split())
     if len(prompt) > 60:
         prompt = f"... {prompt[-60:]}"

@@ -16,6 +16,11 @@ HERE = Path.cwd()  # a user's code may leave it
 PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes"
 
 
+def relative(path: Path) -> str:
+    """Returns a path from the working directory, if it is inside of it."""
+    return str(path.relative_to(HERE)) if path.is_relative_to(HERE) else str(path)
+
+
 def write(accelerator, args) -> None:
     """Writes `run.yaml` and `environment.json` to `args.output_dir`; for the main process.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from common import batches, display, engine, log, stopping
+from common import batches, display, engine, folders, log, stopping
 from common.metrics import Flop, Speed
 from common.progress import Progress
 
@@ -206,7 +206,8 @@ class Run(Progress):
         """Appends lines to one of the run's files. All processes may call it."""
         if not lines or not self.accelerator.is_main_process:
             return
-        with open(self.output_dir / name, "a", encoding="utf-8") as file:
+        path = self.output_dir / name
+        with folders.writing(path), open(path, "a", encoding="utf-8") as file:
             for line in lines:
                 numbered = {"global_step": self.global_step, **line}
                 file.write(json.dumps(numbered, ensure_ascii=False) + "\n")

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from accelerate import DeepSpeedPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import FILES
+from common import FILES, refuse
 
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
@@ -39,10 +38,10 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     }
     for key, value in sizes.items():
         if config.get(key, "auto") not in ("auto", value):
-            sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
+            refuse(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
         config[key] = value
     if "scheduler" in config:
-        sys.exit('the DeepSpeed config has a "scheduler": remove it and use --lr_scheduler_type')
+        refuse('the DeepSpeed config has a "scheduler": remove it and use --lr_scheduler_type')
     # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):

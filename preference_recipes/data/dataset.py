@@ -28,7 +28,7 @@ import pyarrow
 import transformers
 from accelerate.utils import gather_object
 
-from common import distributed, folders, in_one_line
+from common import distributed, folders, in_one_line, refuse
 from preference_recipes.data import files, formats, rendering
 from preference_recipes.data.messages import BadRow
 
@@ -95,7 +95,7 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     if len(held_out) > 1:
         prefixes = [f"eval/{files.stem(name)}/" for name in held_out]
     if len(set(prefixes)) < len(held_out):
-        sys.exit(f"--eval_dataset_name {held_out}: two sets would log under the same name")
+        refuse(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
     return Data(train, starts, dict(zip(prefixes, eval_sets)), converter)
 
@@ -192,7 +192,7 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     if folder.is_dir():
         return folder
     if len(rows) == 0:
-        sys.exit(f"data set {name!r}, split {split!r}, holds no rows")
+        refuse(f"data set {name!r}, split {split!r}, holds no rows")
     # In containers the numbers of processes come back: a killed run's folder may still be there.
     temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
     temporary.mkdir(parents=True)
@@ -229,12 +229,12 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
             with ProcessPoolExecutor(processes, mp_context=fork) as pool:
                 parts = list(pool.map(write_rows, *zip(*tasks)))
     except BadRow as error:
-        sys.exit(f"data set {name!r}, {error}")
+        refuse(f"data set {name!r}, {error}")
     counts = sum((counts for counts, _ in parts), collections.Counter())
     notes = [f"{what}: {count} of {len(rows)} rows" for what, count in sorted(counts.items())]
     checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
-        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+        refuse(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     from preference_recipes.data import unread  # only here: most runs find their rows tokenised
 
     not_read = unread.describe(rows.select(range(len(rows))), converter)

@@ -14,7 +14,6 @@ import glob
 import gzip
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import datasets
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules.json.json import Json
 
-from common import counted, in_one_line, print_once
+from common import counted, in_one_line, print_once, refuse
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
@@ -43,7 +42,7 @@ def find(name: str, split: str) -> datasets.Dataset | TextFiles:
     splits = splits_of_folder(path) if path.is_dir() else {"train": [path.absolute()]}
     files = [file for file in splits.get(split, []) if is_data_file(file)]
     if not files:
-        sys.exit(
+        refuse(
             f"data set {name!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or one of "
             f"them and .gz; its splits: {', '.join(splits)}"
         )
@@ -57,7 +56,7 @@ def refuse_missing(name: str) -> None:
     """Ends the run if a name can only be a local file's or folder's, and there is none."""
     is_local = name.removesuffix(".gz").endswith(SUFFIXES) or name.startswith(("/", ".", "~"))
     if is_local and not Path(name).exists():
-        sys.exit(f"data file {name!r} does not exist (looked in {Path.cwd()})")
+        refuse(f"data file {name!r} does not exist (looked in {Path.cwd()})")
 
 
 def stem(name: str) -> str:
@@ -123,7 +122,7 @@ def rows_of(path: Path) -> Iterator[dict]:
                 yield row
                 number += 1
     except Exception as error:
-        sys.exit(f"{path}, row {number}: {in_one_line(error)}")
+        refuse(f"{path}, row {number}: {in_one_line(error)}")
 
 
 def parsed(file, is_csv: bool) -> Iterable:
@@ -171,7 +170,7 @@ def find_on_hub(name: str, split: str) -> datasets.Dataset | TextFiles:
         return builder.as_dataset(split)
     files = builder.config.data_files
     if split not in files:
-        sys.exit(f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, files))}")
+        refuse(f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, files))}")
     settings = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
     manager = datasets.DownloadManager(base_path=builder.base_path, download_config=settings)
     downloaded = manager.download_and_extract(files[split])

@@ -5,10 +5,10 @@ answer, `row_of_answers` encodes them. `standard` renames the columns of other t
 """
 
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from common import refuse
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
     SENDERS,
@@ -356,7 +356,7 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     for pair in pairs or []:
         column, _, users_name = pair.partition("=")
         if column not in FORMAT_COLUMNS or column in columns or not users_name:
-            sys.exit(
+            refuse(
                 f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
                 "each once, such as prompt=question"
             )

@@ -1,6 +1,5 @@
 """The teachers of a distillation: which models they are, and what they say of a batch."""
 
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoConfig
 
-from common import batches, engine
+from common import batches, engine, refuse
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.divergence import DistillModel, Head, Lesson
 from preference_recipes.models.packing import Packer
@@ -24,7 +23,7 @@ def names_and_paths(args) -> dict[str, str | None]:
     None stands for the student without its adapters.
     """
     if args.teacher and args.teacher_model_name_or_path:
-        sys.exit(
+        refuse(
             "--teacher and --teacher_model_name_or_path: give one of them. --teacher NAME=PATH "
             "names several teachers, of which the column `teacher` of a row chooses one"
         )
@@ -33,11 +32,11 @@ def names_and_paths(args) -> dict[str, str | None]:
     if args.teacher:
         named: dict[str, str | None] = dict(pair.partition("=")[::2] for pair in args.teacher)
         if len(named) < len(args.teacher) or not all(named.values()):
-            sys.exit(f"--teacher {' '.join(args.teacher)}: expected NAME=PATH, each name once")
+            refuse(f"--teacher {' '.join(args.teacher)}: expected NAME=PATH, each name once")
         return named
     if args.lora_r and args.teacher_prompt:
         return {ONLY: None}
-    sys.exit(
+    refuse(
         "there is no teacher: give --teacher_model_name_or_path, or --lora_r with --teacher_prompt "
         "to make the student's base its teacher"
     )

@@ -17,14 +17,13 @@ takes an adapter in the place of a checkpoint: a folder, such as a run's `actor/
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common import folders
+from common import folders, refuse
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -49,7 +48,7 @@ def export(
     """
     out = out.resolve()  # a link would be replaced by a folder next to it
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        sys.exit(f"{out} exists and is not an empty folder: choose another")
+        refuse(f"{out} exists and is not an empty folder: choose another")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         copy = Path(folder, "copy")
@@ -69,14 +68,14 @@ def copy_model(checkpoint: Path, model: str, out: Path) -> None:
     """Copies the files of a model that a checkpoint's manifest names, after checking all of it."""
     fault = folders.fault_of(checkpoint)
     if fault:
-        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
+        refuse(f"{checkpoint} is not a whole checkpoint: {fault}")
     manifest = folders.read_json(checkpoint / "manifest.json")
     names = [name for name in manifest if name.startswith(f"{model}/")]
     if not names:
-        sys.exit(f"{checkpoint} holds no {model}: its manifest names none")
+        refuse(f"{checkpoint} holds no {model}: its manifest names none")
     for name in names:
         if (checkpoint / name).resolve() != checkpoint.resolve() / name:
-            sys.exit(f"{checkpoint}: its manifest names {name!r}, a link or not in the checkpoint")
+            refuse(f"{checkpoint}: its manifest names {name!r}, a link or not in the checkpoint")
         copied = out / name.removeprefix(f"{model}/")
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(checkpoint / name, copied)
@@ -98,7 +97,7 @@ def merge(adapter: str, out: Path) -> None:
 
     folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
     if not (folder / "adapter_config.json").is_file():
-        sys.exit(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
+        refuse(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
     config = peft.PeftConfig.from_pretrained(folder)
     settings = {"dtype": torch.float32}
     auto_class = peft.AutoPeftModelForCausalLM
@@ -120,7 +119,7 @@ def merge(adapter: str, out: Path) -> None:
     largest = expected.abs().max().item()
     # peft 0.21 merges an adapter on tied embeddings wrongly: it changes the shared matrix twice.
     if not difference <= 1e-3 * largest:  # also where one is not finite
-        sys.exit(
+        refuse(
             f"the whole model would be another one: its logits differ by up to {difference:.3g} "
             f"from those of base and adapter, which are up to {largest:.3g} in size. Load the "
             "adapter with peft instead, or make one that leaves tied embeddings alone"
