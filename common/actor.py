@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from common import counted, engine, folders, refuse, saving
+from common import counted, display, engine, folders, record, refuse, saving
 from common.run import Run
 
 BEST_FOLDER = "actor_best"
@@ -71,7 +70,7 @@ class Actor:
                 weights=weights,
             )
         if run.accelerator.is_main_process:
-            tqdm.write(f"saved the actor: {directory}")  # above the progress bar
+            display.write(f"saved the actor: {record.relative(directory)}")
 
     def save_if_due(self) -> None:
         """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
@@ -131,4 +130,4 @@ class Actor:
             self.run.stopped_early = True
             evaluations = counted(self.best.since, "evaluation")
             if self.run.accelerator.is_main_process:
-                tqdm.write(f"stopped early: {evaluations} without a better one (--stop_after)")
+                display.write(f"stopped early: {evaluations} without a better one (--stop_after)")

@@ -89,11 +89,9 @@ class Checkpoint:
         if number:
             self.save()
             run.bar.close()
-            folder = record.relative(run.output_dir)
-            go_on = f"to go on add --output_dir {folder} --resume auto to the command"
-            stopping.end(
-                self.accelerator, number, f"after update {self.last_saved}, saved; {go_on}"
-            )
+            go_on = f"--output_dir {record.relative(run.output_dir)} --resume auto"
+            where = f"after update {self.last_saved}, saved: to continue add {go_on}"
+            stopping.end(self.accelerator, number, where)
 
     def save(self) -> None:
         """Writes `checkpoints/global_step_...`, then deletes the oldest ones.

@@ -92,7 +92,8 @@ def describe_result(actor: Actor) -> list[str]:
     is_whole_epoch = run.position is None and run.updates_seen % run.updates_per_epoch == 0
     if is_whole_epoch and run.n_rows % run.train_batch_size:
         lines.append(f"loss in the last epoch: {loss_of_epoch(run):.4g}")
-    if run.global_step <= 3 and run.args.learning_rate == type(run.args)().learning_rate:
+    is_default = run.args.learning_rate == getattr(type(run.args), "learning_rate", None)
+    if run.global_step <= 3 and is_default:
         lines.append(
             f"NOTE: {counted(run.global_step, 'update')} at the default --learning_rate "
             f"{run.args.learning_rate:g} cannot have taught much. For a small set: "

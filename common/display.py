@@ -61,6 +61,12 @@ class Bar(tqdm):
             self.printed = time.monotonic()
             print(self.line(), file=sys.stderr, flush=True)
 
+    def close(self) -> None:
+        """Ends the bar; it stays as it is."""
+        if self.is_plain:
+            print(self.line(), file=sys.stderr, flush=True)
+        super().close()
+
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.began
@@ -69,7 +75,7 @@ class Bar(tqdm):
         """Returns the whole items that fit into so many columns."""
         run = self.run
         total = run.total_steps
-        items = [f"update {run.global_step:{len(str(total))}}/{total}"]
+        items = [f"update {run.global_step}/{total}"]
         if run.global_step > self.before:
             left = self.elapsed / (run.global_step - self.before) * (total - run.global_step)
             items.append(f"{tqdm.format_interval(self.elapsed)}<{tqdm.format_interval(left)}")

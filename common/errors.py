@@ -1,7 +1,6 @@
 """How a process ends. A run that cannot go on says why in one message, printed last."""
 
 import atexit
-import contextlib
 import json
 import os
 import sys
@@ -62,12 +61,13 @@ def repeat(message: str) -> None:
     is_launched = launcher.exists() and b"accelerate" in launcher.read_bytes()
     if not (is_launched or "TORCHELASTIC_ERROR_FILE" in os.environ) or os.fork():
         return
-    os.setsid()  # the launcher ends the groups of the processes that it started
-    with contextlib.suppress(OSError):
+    try:
+        os.setsid()  # the launcher ends the groups of the processes that it started
         while launcher.read_bytes():  # nothing any more while it ends, which is before the prompt
             time.sleep(0.01)
-    os.write(2, f"{message}\n".encode())
-    os._exit(0)
+    finally:
+        os.write(2, f"{message}\n".encode())
+        os._exit(0)
 
 
 def leave() -> None:

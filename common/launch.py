@@ -15,7 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, distributed, engine, folders, log, refuse
+from common import arguments, distributed, engine, folders, log, record, refuse
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
@@ -54,9 +54,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
                 f"--output_dir {args.output_dir} is not visible to every process: "
                 "several nodes need a shared file system"
             )
-        accelerator.print(
-            f"{engine.describe(accelerator)}; output in {args.output_dir}", flush=True
-        )
+        where = record.relative(Path(args.output_dir))
+        accelerator.print(f"{engine.describe(accelerator)}; output in {where}", flush=True)
     return accelerator
 
 

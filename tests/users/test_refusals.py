@@ -15,9 +15,37 @@ OWN = [*MODEL, "--dataset_name", "pairs.jsonl"]
 
 SMOOTHED = [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1]
 TARGETS = ["--lora_target_modules", "q_proj"]
+MINE = """
+def asks(prompts, responses, key): ...
+class Deck:
+    def reset(self, deck, **columns): ...
+    def step(self, message): ...
+    def get_reward(self): ...
+"""
+ASKED = [*MODEL, "--dataset_name", "asked.jsonl", "--reward_function"]
 # Each: recipe, flags, what the message says.
 TABLE = [
-    ("dpo", ["unknown.yaml"], ["unrecognized arguments: --betta 0.2"]),
+    ("dpo", ["unknown.yaml"], ["unknown.yaml: there is no argument betta. Did you mean --beta?"]),
+    ("dpo", ["none.yaml"], ["none.yaml cannot be read: [Errno 2] No such file"]),
+    ("dpo", ["torn.yaml"], ["torn.yaml cannot be read: ", "line 1"]),
+    ("dpo", ["--per_device_train_batch_size", 4], [" 4. Here it is --micro_train_batch_size"]),
+    ("dpo", ["--lr=1e-4"], ["unrecognized arguments: --lr=1e-4. Here it is --learning_rate"]),
+    ("dpo", ["--learning-rate", 1], ["--learning-rate 1. Did you mean --learning_rate?"]),
+    ("dpo", ["--bf16"], ["--bf16. Here it is a YAML of accelerate_configs/"]),
+    ("dpo", ["--qqq", 1], ["error: unrecognized arguments: --qqq 1"]),
+    ("dpo", ["--report_to", "wandb"], ["wandb is not installed: pip install wandb"]),
+    ("dpo", ["--push_to_hub", "True"], ["--push_to_hub True: expected a name, such as me/my-model"]),
+    ("dpo", ["--model_name_or_path", "./none", *OWN[2:]], ["folder './none' does not exist"]),
+    ("dpo", ["--model_name_or_path", "a/b/none", *OWN[2:]], ["folder 'a/b/none' does not exist"]),
+    ("grpo", [*ASKED, "none:brief"], ["'none:brief' cannot be loaded, from /", "No module named 'none'"]),
+    ("grpo", [*ASKED, "mine:none"], ["'mine:none' cannot be loaded", "no attribute 'none'"]),
+    ("grpo", [*ASKED, "mine"], ["'mine' is no function or class: expected MODULE:NAME"]),
+    ("grpo", [*ASKED, "mine:asks"], ["missing a required argument: 'key'; the data's columns: prompt"]),
+    (
+        "grpo",
+        [*ASKED[:-1], "--environment", "mine:Deck", "--strings_as_messages"],
+        ["`reset`: missing a required argument: 'deck'", "columns: prompt, answer"],
+    ),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
     ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
     # Not after the models are loaded.
@@ -25,11 +53,11 @@ TABLE = [
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
     # A process adds its number.
     ("sft", ["--seed", 2**32 - 1], ["--seed 4294967295: expected at least 0 and below 2147483648"]),
-    ("dpo", SMOOTHED, ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
+    ("dpo", SMOOTHED, ["--label_smoothing 0.1: not used with --loss_type ipo, only sigmoid"]),
     (
         "dpo",
         [*OWN, "--lora_alpha", 4],
-        ["--lora_alpha 4.0: there are no adapters", "give --lora_r"],
+        ["--lora_alpha 4.0: not used", "give --lora_r"],
     ),
     ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit True", "give --lora_r"]),
     ("dpo", [*OWN, *TARGETS], ["--lora_target_modules ['q_proj']", "give --lora_r"]),
@@ -44,7 +72,10 @@ def folder(tmp_path_factory):
     """A user's working directory."""
     folder = tmp_path_factory.mktemp("mistakes")
     write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
+    write_jsonl(folder / "asked.jsonl", [{"prompt": "a", "answer": "b"}] * 4)
     (folder / "unknown.yaml").write_text("betta: 0.2\n")
+    (folder / "torn.yaml").write_text("beta: [0.2\n")
+    (folder / "mine.py").write_text(MINE)
     return folder
 
 
@@ -55,6 +86,7 @@ def test_a_mistake_is_one_message(folder, name, flags, parts):
     assert result.returncode == 1, result.stdout
     assert all(part in said[-1] for part in parts), result.stdout
     assert "Traceback" not in result.stdout and len(said) < 8, result.stdout
+    assert not [*folder.glob("runs/*/*")]  # a failed start leaves no folder of a run
 
 
 class Waits(Exception):
@@ -75,6 +107,8 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
         raise Waits
 
     monkeypatch.setattr(time, "sleep", sleep)
+    repeated = []
+    monkeypatch.setattr(errors, "repeat", repeated.append)
     file = become(1)
     with pytest.raises(SystemExit) as stopped:  # a signal that stops a run is no error
         errors.run(lambda: sys.exit(128 + signal.SIGTERM))
@@ -91,6 +125,7 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
         with pytest.raises(Waits):
             errors.run(main)
     assert capsys.readouterr().err == "" and not other.exists()
+    assert repeated == ["--beta 0: expected more"]
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # without a launcher
     with pytest.raises(SystemExit, match="said"):
         errors.run(lambda: sys.exit("said"))
