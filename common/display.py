@@ -47,8 +47,8 @@ class Bar(tqdm):
     def __init__(self, run):
         self.run = run
         self.values: dict[str, float] = {}  # the latest ones, by tag
-        self.before = run.global_step
-        self.began = self.printed = time.monotonic()
+        self.before = self.printed = run.global_step
+        self.began = self.printed_at = time.monotonic()
         is_main = run.accelerator.is_main_process
         self.is_plain = is_main and not sys.stderr.isatty()
         # tqdm only decides when the line is drawn.
@@ -57,14 +57,19 @@ class Bar(tqdm):
     def show(self, values: dict[str, float]) -> None:
         """Shows values of a log line; those that a line lacks stay as they were."""
         self.values |= values
-        if self.is_plain and time.monotonic() - self.printed >= 10:
-            self.printed = time.monotonic()
+        if time.monotonic() - self.printed_at >= 10:
+            self.print()
+
+    def print(self) -> None:
+        """Prints the line where there is no terminal, unless it is there already."""
+        if self.is_plain and self.run.global_step > self.printed:
+            self.printed = self.run.global_step
+            self.printed_at = time.monotonic()
             print(self.line(), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Ends the bar; it stays as it is."""
-        if self.is_plain:
-            print(self.line(), file=sys.stderr, flush=True)
+        self.print()
         super().close()
 
     @property
