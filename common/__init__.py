@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,15 @@ class Refused(ValueError):
 def refuse(message: str) -> NoReturn:
     """Raises `Refused`."""
     raise Refused(message)
+
+
+@contextlib.contextmanager
+def ends_with_refusals():
+    """Lets a command end with what was refused, in place of a traceback: a decorator."""
+    try:
+        yield
+    except Refused as refusal:
+        sys.exit(str(refusal))
 
 
 def counted(number: int, noun: str) -> str:

@@ -116,6 +116,7 @@ def quiet() -> None:
     for name in ("accelerate.utils.other", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")  # by peft
     # Wrong after a resume at update 0, and where DeepSpeed steps an optimizer on the CPU.
     warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
 

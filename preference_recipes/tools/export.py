@@ -23,7 +23,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common import folders, refuse
+from common import ends_with_refusals, folders, in_one_line, refuse
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -87,15 +87,20 @@ def merge(adapter: str, out: Path) -> None:
     Args:
         adapter: a folder or a hub name.
     """
-    import peft  # all of these are slow to import
+    from common import adapters, launch  # all of these are slow to import
+
+    launch.quiet()
+    import peft
     import torch
     from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, GenerationConfig
 
-    from common import adapters
     from preference_recipes.models.load import PublishedGenerationConfig
 
-    folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
+    try:
+        folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
+    except Exception as error:  # of the name, the network, the hub
+        refuse(f"{adapter} is no folder here, and not on the hub: {in_one_line(error)}")
     if not (folder / "adapter_config.json").is_file():
         refuse(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
     config = peft.PeftConfig.from_pretrained(folder)
@@ -153,6 +158,7 @@ def convert(folder: Path, dtype: str) -> None:
         saving.write_dtype(folder, dtype)
 
 
+@ends_with_refusals()
 def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=command,
