@@ -72,5 +72,7 @@ def carried(dataclass: type) -> type:
 @functools.cache
 def print_once(text: str) -> None:
     """Prints a line once, on the main process, also where there is no Accelerator yet."""
+    from common import display
+
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        display.write(text)

@@ -69,16 +69,17 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str):
         if message.startswith("unrecognized arguments: --"):
-            message += self.hint(message.split()[2].partition("=")[0])
+            unknown = (word for word in message.split() if word.startswith("--"))
+            message += "".join(map(self.hint, unknown))
         sys.exit(f"{self.format_usage()}{self.prog}: error: {message}")
 
     def hint(self, flag: str) -> str:
         """Returns what an argument that does not exist may mean, for the end of a message."""
-        name = flag.lstrip("-").replace("-", "_")
+        name = flag.partition("=")[0].lstrip("-").replace("-", "_")
         tables = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
         for names, ours in [*tables["current"].items(), *tables["older"].items()]:
             if name in names.split(", "):
-                return f". Here it is {ours}"
+                return f". Instead of {name} give {ours}"
         close = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
         return f". Did you mean {close[0]}?" if close else ""
 

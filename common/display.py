@@ -32,10 +32,11 @@ def write(*lines: str) -> None:
     """Prints lines above the bar; on a terminal they break between words."""
     if sys.stdout.isatty():
         width = max(os.get_terminal_size(sys.stdout.fileno()).columns, 40)
-        wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 12, break_long_words=False)
-        wrapper.break_on_hyphens = False
+        wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 12)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths, names
         lines = tuple(map(wrapper.fill, lines))
     tqdm.write("\n".join(lines))
+    sys.stdout.flush()
 
 
 class Bar(tqdm):

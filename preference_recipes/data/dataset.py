@@ -28,7 +28,7 @@ import pyarrow
 import transformers
 from accelerate.utils import gather_object
 
-from common import distributed, folders, in_one_line, refuse
+from common import display, distributed, folders, in_one_line, refuse
 from preference_recipes.data import files, formats, rendering
 from preference_recipes.data.messages import BadRow
 
@@ -114,7 +114,8 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
     rows = datasets.concatenate_datasets(parts)
-    accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
+    if accelerator.is_main_process:
+        display.write("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
     if not any(rows["answer"][:]):
         rows = rows.remove_columns("answer")
     return rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common import engine, refuse, replaced
+from common import display, engine, refuse, replaced
 from common.adapters import ADAPTER
 from preference_recipes.models import architecture
 
@@ -63,10 +63,11 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
             module.support_avx512bf16_for_cpu = False
     _, trained = engine.count_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-    accelerator.print(
-        f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
-        f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
-    )
+    if accelerator.is_main_process:
+        display.write(
+            f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
+            f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
+        )
 
 
 def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
