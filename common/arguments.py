@@ -7,7 +7,9 @@ import gc
 import inspect
 import math
 import os
+import re
 import sys
+from os.path import expanduser
 from pathlib import Path
 
 import torch
@@ -100,6 +102,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     if words and words[0].endswith((".yaml", ".yml")):
         # Read as flags, so that the same parser checks types, choices and unknown names.
         words = yaml_to_flags(words[0], parser) + words[1:]
+    # A shell expands `~` where it begins a word, but not after `=`, nor in a YAML.
+    words = [re.sub(r"(?<![^=])~.*", lambda path: expanduser(path[0]), word) for word in words]
     given = parser.parse_args(words)
     if given.model_name_or_path is None and given.dataset_name is None:
         words = yaml_to_flags(ASSETS / demo, parser) + words
@@ -158,11 +162,16 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
     A value of `null` leaves the default. `{assets}` in a value is the folder of the assets.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        text = Path(path).read_text(encoding="utf-8")
+        values = yaml.safe_load(text) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(f"{path} cannot be read: {in_one_line(error)}")
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
+    names = [key.value for key, _ in yaml.compose(text).value] if values else []
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        parser.error(f"{path}: {twice} is there {names.count(twice)} times: leave one of them")
     flags = []
     for name, value in values.items():
         if f"--{name}" not in parser._option_string_actions:
@@ -190,6 +199,8 @@ def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
     if args.micro_train_tokens:
         return math.ceil(samples / processes)
     step = args.micro_train_batch_size * processes
+    if samples % step and getattr(args, "preview", 0):
+        return 1  # it makes no update
     if samples % step:
         below = samples // step * step
         nearest = " or ".join(str(size) for size in (below, below + step) if size)

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from common import Refused, refuse
+from common import Refused, errors, refuse
 
 
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
@@ -20,7 +20,8 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
     problem = None
     if mine:
         try:
-            result = function(*args)
+            with errors.exits_with_a_message():
+                result = function(*args)
         except (SystemExit, Refused) as error:
             problem = error.args and error.args[0]
     problems = [problem for problem in gather_object([problem]) if problem]

@@ -42,17 +42,29 @@ def save(
                 else:
                     model.save_pretrained(temporary, state_dict=state_dict)
                     largest = max(state_dict.values(), key=torch.Tensor.numel)
-                    write_dtype(temporary, str(largest.dtype).removeprefix("torch."))
+                    write_config(temporary, str(largest.dtype).removeprefix("torch."))
                 tokenizer.save_pretrained(temporary)
                 record.write_card(temporary, args)
                 folders.replace(temporary, folder)
     accelerator.wait_for_everyone()
 
 
-def write_dtype(folder: Path, dtype: str) -> None:
-    """Writes into a Hugging Face folder's config which dtype its weights have."""
+def write_config(folder: Path, dtype: str) -> None:
+    """Writes into a Hugging Face folder's config which dtype its weights have, and the rotary base
+    and scaling as transformers 4 named them: mlx-lm 0.32 and others know no `rope_parameters`.
+    """
     file = folder / "config.json"
     config = {**folders.read_json(file), "dtype": dtype}
+    for part in (config, config.get("text_config", {})):
+        rope = part.get("rope_parameters") or {}
+        full = rope.get("full_attention", rope)
+        former = {
+            "rope_theta": full.get("rope_theta"),
+            "rope_local_base_freq": rope.get("sliding_attention", {}).get("rope_theta"),
+            "partial_rotary_factor": full.get("partial_rotary_factor"),
+            "rope_scaling": None if full.get("rope_type") == "default" else full,
+        }
+        part.update({name: value for name, value in former.items() if value and name not in part})
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

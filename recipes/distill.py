@@ -243,10 +243,10 @@ CHARTS = {
 }
 
 
-def make_student(accelerator, args: Args, tokenizer) -> DistillModel:
+def make_student(accelerator, args: Args, tokenizer, data) -> DistillModel:
     """Returns the student, ready for `prepare.for_training`; see `prepare.policy`."""
     student = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    policy = DistillModel(student, teachers.shared_vocabulary(args, tokenizer, student))
+    policy = DistillModel(student, teachers.shared_vocabulary(args, data, student))
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy
@@ -274,7 +274,7 @@ def main():
     data = load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
-    policy = make_student(accelerator, args, tokenizer)
+    policy = make_student(accelerator, args, tokenizer, data)
     state = State()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,

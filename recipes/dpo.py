@@ -226,6 +226,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=formats.preference_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
+    load.check_embeddings(data, args.model_name_or_path, args.ref_model_name_or_path)
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
@@ -247,7 +248,7 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
-        precompute(accelerator, args, reference, [train, *held_out.values()], collate, packer)
+        precompute(accelerator, args, reference, train, held_out.values(), collate, packer)
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)

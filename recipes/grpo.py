@@ -311,6 +311,7 @@ def main():
 
     # Without dropout, because responses are sampled without it.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
+    rewards.limit_vocabulary(policy, args, data)
     state = State()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,

@@ -161,14 +161,14 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=formats.labelled_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
+    load.check_embeddings(data, args.model_name_or_path, args.ref_model_name_or_path)
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
     answer_counts = batches.column(data.train, "n_answers")
 
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
-    flop = cost.flop(policy)
-    run = Run(accelerator, args, len(train), flop=flop, bar_metric="kl", charts=CHARTS)
+    run = Run(accelerator, args, len(train), flop=cost.flop(policy), bar_metric="kl", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)

@@ -336,14 +336,14 @@ def log_rollout(
 
 
 # ============================================================ actor and critic
-def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
+def make_actor_critic(accelerator, args: Args, tokenizer, data) -> ActorCritic:
     """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`."""
-    critic_name = (
-        args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
-    )
-    actor_model = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    name = args.model_name_or_path
+    critic_name = args.critic_model_name_or_path or args.reward_model_name_or_path or name
+    actor_model = load.causal_lm(name, tokenizer, args)
     critic_model = score_model(critic_name, tokenizer, args, new_head=True)
     policy = ActorCritic(actor_model, critic_model)
+    rewards.limit_vocabulary(policy, args, data, critic_name)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy
@@ -376,7 +376,7 @@ def main():
     data = rewards.load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
-    policy = make_actor_critic(accelerator, args, tokenizer)
+    policy = make_actor_critic(accelerator, args, tokenizer, data)
     state = State()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,

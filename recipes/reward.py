@@ -162,6 +162,7 @@ def main():
     separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
+    load.check_embeddings(data, args.model_name_or_path)
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 

@@ -137,7 +137,9 @@ def start(
         fresh: each process is a new interpreter, as a user's are; else see warm.py.
     """
     words = command_of(launcher, script, *flags)
-    environment = os.environ | OFFLINE | (env or {})
+    # Helpers beside a recipe import our packages before it does, and others may be installed.
+    ours = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | OFFLINE | ours | (env or {})
     if not fresh:
         return warm.Process(words, cwd, environment, output)
     with open(output, "wb") as console:

@@ -11,10 +11,10 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.models.auto import AutoConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once, refuse
-from common.adapters import has_adapter
 from preference_recipes.data import rendering
 from preference_recipes.models import architecture
 
@@ -133,6 +133,10 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
             f"{name!r} holds quantized weights, which are not trained as they are: give the model "
             "that they were made from, with --lora_r and --load_in_4bit to pack it"
         )
+    if args.max_length > (most := architecture.longest_row(model)):
+        refuse(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
+    if args.lora_r and not frozen:  # each saved adapter says what it belongs to
+        model.base_fingerprint = fingerprint(PartialState(), name, model.config)
     if getattr(model, "_weight_conversions", None):
         # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers
         # those that no weight needed, and would save Gemma 3 under names that nothing reads.
@@ -204,6 +208,27 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
             )
 
 
+def check_embeddings(data, name: str, *others: str | None, draws: bool = False) -> dict[str, int]:
+    """Returns how many tokens each of these models has an embedding for, by their configs alone.
+
+    Ends the run where one lacks that of a token in a run's `Data` or, with `draws`, of one that the
+    first model may draw and the others read. A padded rest is none.
+    """
+    sizes = {}
+    for each in (name, *filter(None, others)):
+        sizes[each] = from_pretrained(AutoConfig, each).get_text_config().vocab_size
+        data.refuse_ids_beyond(sizes[each], each)
+    smallest = min(sizes, key=sizes.get)
+    tokenizer = data.converter.tokenizer
+    for token, token_id in tokenizer.get_vocab().items() if draws else ():
+        if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
+            refuse(
+                f"{smallest!r} has {sizes[smallest]} embeddings, and none for token {token_id}, "
+                f"{token!r}, which {name!r} may draw: resize it as that was resized"
+            )
+    return sizes
+
+
 class PublishedGenerationConfig(GenerationConfig):
     """The generation config of a published model. It may have faults, and is saved as it is."""
 
@@ -233,15 +258,14 @@ def describe_weights(name: str, config) -> str:
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
 
 
-def base_fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
+def base_fingerprints(wrapper: nn.Module) -> dict[str, str]:
     """Returns the fingerprints of the bases below adapters, by what messages call them.
 
-    A checkpoint holds the adapters alone. All processes must call it.
+    A checkpoint holds the adapters alone.
     """
     found = {}
     for path, model in architecture.whole_models(wrapper).items():
-        if has_adapter(model):
+        if hasattr(model, "base_fingerprint"):
             part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-            name = f"base model of {part}" if part else "base model"
-            found[name] = fingerprint(accelerator, model.config.name_or_path, model.config)
+            found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
     return found

@@ -6,7 +6,6 @@ import copy
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from common import engine
@@ -64,7 +63,7 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
         from preference_recipes.models import lora
 
         lora.add_adapters(accelerator, model, args)
-        model.fingerprints = load.base_fingerprints(accelerator, model)
+        model.fingerprints = load.base_fingerprints(model)
 
 
 def disable_dropout(wrapper: nn.Module) -> None:
@@ -74,19 +73,9 @@ def disable_dropout(wrapper: nn.Module) -> None:
     models = architecture.whole_models(wrapper).values()
     configs = [copy.deepcopy(model.config) for model in models]
     for module in wrapper.modules():
-        silence(module)
+        architecture.silence(module)
     for model, config in zip(models, configs):
         model.config = config
-
-
-def silence(module: nn.Module | PreTrainedConfig) -> None:
-    """Sets to zero, in place, what makes a forward pass random, also in a module's configs."""
-    for name, value in list(vars(module).items()):
-        if isinstance(value, PreTrainedConfig):
-            silence(value)
-        is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
-        if isinstance(value, float) and (is_dropout or "jitter" in name):
-            setattr(module, name, 0.0)
 
 
 # ============================================================ models that are only read

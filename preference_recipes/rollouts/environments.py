@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from common import in_one_line, refuse
+from common import errors, in_one_line, refuse
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
@@ -38,14 +38,15 @@ class UserClass(NamedTuple):
 @functools.cache
 def load(name: str) -> UserClass:
     make = load_function(name)
-    instance = make()
+    with errors.exits_with_a_message():
+        instance = make()
+        if hasattr(instance, "close"):
+            awaited_result(instance.close())
     tools = []
     if not hasattr(instance, "step"):
         tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
         if not tools:
             refuse(f"--environment {name} has no `step`, nor a public method as a tool")
-    if hasattr(instance, "close"):
-        awaited_result(instance.close())
     reset = inspect.signature(instance.reset)
     return UserClass(name, make, hasattr(instance, "get_reward"), tools, reset)
 
@@ -61,7 +62,8 @@ def load_function(name: str) -> Callable:
     here = os.getcwd()
     sys.path.append(here)
     try:
-        function = pkgutil.resolve_name(name)
+        with errors.exits_with_a_message():  # a script may do its work when it is imported
+            function = pkgutil.resolve_name(name)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         refuse(f"{name!r} cannot be loaded, from {here} or as installed: {in_one_line(error)}")
     finally:
@@ -115,7 +117,10 @@ def awaited_result(result: Any) -> Any:
     """Returns what a call returned or, if that is an awaitable, what awaiting it gives."""
 
     async def awaited() -> Any:
-        return await result
+        try:
+            return await result
+        except SystemExit as end:  # it would end the loop, and nobody would know
+            raise RuntimeError(f"sys.exit({end.code!r})") from end
 
     if not inspect.isawaitable(result):
         return result

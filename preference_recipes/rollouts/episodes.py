@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common import distributed, refuse
-from preference_recipes.data import chat, formats, rendering
+from preference_recipes.data import chat, formats, rendering, replies
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments
 from preference_recipes.rollouts.environments import UserClass
@@ -26,7 +26,7 @@ def load_environment(name: str, tokenizer) -> UserClass:
     """Loads the class of `--environment`; exits if the chat template has no place for its turns."""
     user_class = environments.load(name)
     try:
-        chat.check_turns(tokenizer, user_class.tools)
+        replies.check_turns(tokenizer, user_class.tools)
     except BadRow as error:
         refuse(f"--environment {name}: {error}")
     return user_class
@@ -140,7 +140,7 @@ class Stage:
         if isinstance(prompt, str) and not args.strings_as_messages:
             refuse(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
-            [prompt] = formats.as_turns(prompt)
+            prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
         if added is None:
@@ -213,7 +213,7 @@ class Stage:
             return
         args = self.sampler.args
         messages = as_messages(messages, "user")
-        ids = chat.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
+        ids = replies.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply
@@ -232,7 +232,7 @@ class Stage:
 
     def close(self) -> None:
         """Closes all environments of the latest samples; an error in that is of no consequence."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.call("close")
         self.instances = {}
 

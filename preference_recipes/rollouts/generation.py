@@ -11,15 +11,16 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicCache
 
 from common import batches, distributed, engine
-from preference_recipes.models import checks
+from preference_recipes.models import architecture, checks
 from preference_recipes.rollouts import decoding
 from preference_recipes.rollouts.sampler import Response, Sampler
 
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
 CACHE_BYTES = 16 * 2**30
-# With transformers 5.23 these generate other tokens in a batch than alone.
-ALONE = ("recurrent_gemma", "minimax", "rwkv")
+# With transformers 5.23 these generate other tokens in a batch than alone. GPT-Neo's mask ends at
+# its last position, padding counted.
+ALONE = ("recurrent_gemma", "minimax", "rwkv", "gpt_neo")
 
 
 def generate(
@@ -67,26 +68,31 @@ def generate_some(
         draws = torch.from_numpy(uniforms[numbers]).to(sampler.accelerator.device)
         draw = SampleByUniform(draws, temperature)
     batch = begin(sampler, [prompts[number] for number in numbers], max_new_tokens, draw)
-    number_of = list(numbers)  # of each row
+    most = architecture.longest_row(sampler.unwrapped.model)
+    rooms = [int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers]
+    number_of = list(numbers)  # of each row, as `rooms`
     unfinished = list(range(len(numbers)))  # rows
     n_tokens = 0
     while unfinished:
-        n_tokens = min(n_tokens + batch.tokens_at_once, max_new_tokens)
+        n_tokens = min(n_tokens + batch.tokens_at_once, *rooms)
         drawn = batch.advance(n_tokens)
         logps = draw.logps[: len(drawn), :n_tokens].tolist() if draw else [[]] * len(drawn)
         still_unfinished = []
         for row in unfinished:
             end = next((n for n, token in enumerate(drawn[row], start=1) if token in stops), 0)
-            if end or n_tokens == max_new_tokens:
-                end = end or max_new_tokens
+            if end or n_tokens == rooms[row]:
+                end = end or n_tokens
                 yield number_of[row], Response(drawn[row][:end], logps[row][:end])
             else:
                 still_unfinished.append(row)
         unfinished = still_unfinished
         n_finished = len(number_of) - len(unfinished)
-        if unfinished and n_finished and n_finished >= batch.drops_at * len(number_of):
+        is_full = n_tokens == min(rooms)  # no position is left for some row
+        drops = n_finished and n_finished >= batch.drops_at * len(number_of)
+        if unfinished and (is_full or drops):
             batch.keep(unfinished)
             number_of = [number_of[row] for row in unfinished]
+            rooms = [rooms[row] for row in unfinished]
             unfinished = list(range(len(number_of)))
 
 
@@ -96,7 +102,7 @@ def begin(
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
     model = sampler.unwrapped.model
     device = sampler.accelerator.device
-    ids = batches.pad(prompts, sampler.tokenizer.pad_token_id, device, left=True)
+    ids = batches.pad(prompts, sampler.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(sampler, ids, padding, None, draw)
@@ -149,7 +155,7 @@ class Batch:
         model = sampler.unwrapped.model
         config = GenerationConfig(
             max_new_tokens=self.length + n_tokens - self.ids.shape[1],
-            pad_token_id=sampler.tokenizer.pad_token_id,
+            pad_token_id=sampler.pad_token(),
             eos_token_id=sorted(sampler.stop_tokens()) or None,
             suppress_tokens=sampler.tokens_without_probability() or None,
         )

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import print_once
 from preference_recipes.data import dataset
+from preference_recipes.models import architecture
 from preference_recipes.rollouts.answers import decode_answers, is_right
 from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.rewards import Scores
@@ -63,19 +65,24 @@ def exact_match(actor, eval_set, prefix: str) -> tuple[dict[str, float], list[di
     """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
 
     It also returns all prompts and responses for `samples.jsonl`. Answered are the first
-    `--exact_match_rows` of the rows with an `answer`; None: all. All processes must call it.
+    `--exact_match_rows` of the rows with an `answer`, None: all, but those whose prompt leaves no
+    position for an answer. All processes must call it.
 
     Args:
         actor: the recipe's `Actor`.
     """
     args = actor.run.args
     tokenizer = actor.tokenizer
-    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    answered = answered[: args.exact_match_rows]
+    sampler = Sampler(actor.run.accelerator, args, tokenizer, actor.model)
+    most = architecture.longest_row(sampler.unwrapped.model)
+    with_answer = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
+    asked = with_answer[: args.exact_match_rows]
+    answered = [row for row in asked if len(eval_set["prompt_ids"][row]) < most]
+    if left_out := len(asked) - len(answered):
+        print_once(f"{prefix}exact_match: left out ({most} positions are too few): {left_out} rows")
     if not answered:
         return {}, []
     rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
-    sampler = Sampler(actor.run.accelerator, args, tokenizer, actor.model)
     batch_size = 8 * args.micro_train_batch_size
     responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, batch_size=batch_size)
     response_ids = [response.ids for response in responses]

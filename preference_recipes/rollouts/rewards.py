@@ -6,7 +6,7 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from common import distributed, refuse
 from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
+from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import answers, environments
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
@@ -29,6 +30,7 @@ OF_ENVIRONMENT = "environment"
 # What reward functions may ask for besides the data's columns.
 GIVEN = ["response_ids", "truncated", "rendered_prompts", "step"]
 GIVEN_OF_EPISODES = ["messages", "environments"]
+TEXTS = (str, bytes, bytearray)
 
 
 class Scores(NamedTuple):
@@ -88,6 +90,17 @@ def columns_of(data: Data) -> list[str]:
     # All rows of a set have the columns of its first one, with None for what is missing.
     firsts = data.train[data.starts]["columns"]
     return list(dict.fromkeys(itertools.chain.from_iterable(map(json.loads, firsts))))
+
+
+def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> None:
+    """Lets a policy draw only tokens that all who read its samples have an embedding for.
+
+    Args:
+        others: models that read them, besides the reference and the reward model.
+    """
+    readers = (args.ref_model_name_or_path, args.reward_model_name_or_path, *others)
+    sizes = load.check_embeddings(data, args.model_name_or_path, *readers, draws=True)
+    policy.vocabulary = min(sizes.values())
 
 
 class Judge:
@@ -233,11 +246,16 @@ def keywords_of(function: Callable, given: dict[str, Any]) -> dict[str, Any]:
 
 def as_numbers(name: str, scores: Any, n: int) -> list[float]:
     """Returns scores that a user's code gave for n responses as numbers, NaN where it gave None."""
+    # Keys, characters and the order of a set are no scores, though they may be numbers.
+    is_list = not isinstance(scores, (Mapping, Set, *TEXTS)) and not hasattr(scores, "columns")
     values = None
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        values = [None if score is None else float(score) for score in scores]
+    if is_list:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers = [math.nan if isinstance(score, TEXTS) else score for score in scores]
+            values = [None if number is None else float(number) for number in numbers]
     if values is None or len(values) != n or any(value != value for value in values):  # NaN
-        refuse(f"{name}: expected {n} numbers, one for each response, or None; got {scores!r:.200}")
+        got = " ".join(repr(scores).split())[:200]
+        refuse(f"{name}: expected {n} numbers, one for each response, or None; got {got}")
     return [math.nan if value is None else value for value in values]
 
 

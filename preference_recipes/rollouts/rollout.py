@@ -217,7 +217,7 @@ def describe_updates(args, run: progress.Progress, may_be_fewer: bool = False) -
 def check_rollout_size(args) -> None:
     """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if samples < args.train_batch_size:
+    if samples < args.train_batch_size and not args.preview:
         least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
         refuse(
             f"a rollout has {samples} samples, fewer than --train_batch_size "

@@ -46,6 +46,11 @@ class Sampler:
         """Returns the tokens that end a response."""
         return rendering.stop_tokens(self.tokenizer, self.unwrapped.model)
 
+    def pad_token(self) -> int:
+        """Returns what fills rows up; of a pad token that was only added there is no embedding."""
+        most = self.unwrapped.model.get_input_embeddings().num_embeddings - 1
+        return min(self.tokenizer.pad_token_id, most)
+
     def tokens_without_probability(self) -> list[int]:
         """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features

@@ -274,7 +274,7 @@ class Servers:
 
 # ============================================================ one server
 class Server:
-    """A vLLM server at an address. Every method raises `SystemExit` with one line if it fails."""
+    """A vLLM server at an address. Every method raises `Refused` if it fails."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")

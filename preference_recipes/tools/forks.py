@@ -35,15 +35,9 @@ def patched(recipe: str, chosen: list[str]) -> str:
             if recipe_of(name) != recipe:
                 refuse(f"{name} changes recipes/{recipe_of(name)}.py, not recipes/{recipe}.py")
             try:
-                words: list = [
-                    "patch",
-                    "--fuzz=0",
-                    "--silent",
-                    "--forward",
-                    file,
-                    FORKS / f"{name}.diff",
-                ]
-                done = subprocess.run(words, capture_output=True, text=True)
+                words = ["patch", "--fuzz=0", "--silent", "--forward"]
+                files = [str(file), str(FORKS / f"{name}.diff")]
+                done = subprocess.run([*words, *files], capture_output=True, text=True)
             except FileNotFoundError:
                 refuse("the program `patch` is not installed: your system's package is `patch`")
             if done.returncode:

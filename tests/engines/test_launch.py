@@ -119,6 +119,7 @@ def test_a_folder_is_one_runs_until_its_process_ends(tmp_path):
             holder.wait()
             assert decide(tmp_path) == str(tmp_path)
         finally:
+            holder.kill()  # `Popen` waits for it
             os.kill(child, signal.SIGKILL)
 
 
@@ -153,13 +154,17 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     zero2 = json.loads((CONFIGS / "zero2.json").read_text())
     cases = {
         '"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3},
-        'has a "scheduler"': {"scheduler": {"type": "WarmupLR", "params": {}}},
+        'has "scheduler": remove it': {"scheduler": {"type": "WarmupLR", "params": {}}},
+        'has "optimizer": remove it': {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        "has ZeRO stage 0": {"zero_optimization": {"stage": 0}},
+        "has ZeRO stage 0: take 1, 2 or 3": {"zero_optimization": {}},
     }
     for message, change in cases.items():
         (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))
         launcher = deepspeed_launcher(tmp_path / "ds.json", 1)
         result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
         assert result.returncode and message in result.stdout
+        assert "Traceback" not in result.stdout
     launcher = [*config_launcher("cpu"), "--mixed_precision", "fp16"]
     result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
     assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout

@@ -105,6 +105,18 @@ FAULTS = {
         "recipes/dpo.py",
         {"update.divisor / update.n_samples": "update.divisor / args.train_batch_size"},
     ),
+    **{
+        f"the_mean_over_a_micro_batch_in_{name}": Fault(
+            "last-update", f"recipes/{name}.py", {f"loss = {loss}": "loss = losses.mean()"}
+        )
+        for name, loss in {
+            "dpo": "(losses * weights).sum() * update.divisor / update.n_samples",
+            "reward": "(losses * weights).sum() * update.divisor / update.n_samples",
+            "kto": "(losses * answer_weights).sum() * update.divisor / n_answers",
+            "sft": LOSS_OF_SFT,
+            "grpo": "(losses * sample_weights).sum() * update.divisor / n_averaged",
+        }.items()
+    },
     "the_metric_of_rank_0": Fault(
         "means", "common/metrics.py", {"self.accelerator.gather(mine[None])": "mine[None]"}
     ),

@@ -28,12 +28,18 @@ TABLE = [
     ("dpo", ["unknown.yaml"], ["unknown.yaml: there is no argument betta. Did you mean --beta?"]),
     ("dpo", ["none.yaml"], ["none.yaml cannot be read: [Errno 2] No such file"]),
     ("dpo", ["torn.yaml"], ["torn.yaml cannot be read: ", "line 1"]),
-    ("dpo", ["--per_device_train_batch_size", 4], [" 4. Instead of per_device_train_batch_size give --micro_train_batch_size"]),
+    (
+        "dpo",
+        ["--per_device_train_batch_size", 4],
+        [" 4. Instead of per_device_train_batch_size give --micro_train_batch_size"],
+    ),
     ("dpo", ["--lr=1e-4"], ["arguments: --lr=1e-4. Instead of lr give --learning_rate"]),
     (
         "grpo",
         ["--epsilon", 0.2, "--num-epochs", 3, "--betta", 1],
-        ["--betta 1. Instead of epsilon give --clip_range. Instead of num_epochs give --max_epochs"],
+        [
+            "--betta 1. Instead of epsilon give --clip_range. Instead of num_epochs give --max_epochs"
+        ],
     ),
     ("dpo", ["--learning-rate", 1], ["--learning-rate 1. Did you mean --learning_rate?"]),
     ("dpo", ["--bf16"], ["--bf16. Instead of bf16 give a YAML of accelerate_configs/"]),
