@@ -59,7 +59,8 @@ def run(main: Callable[[], None]) -> None:
 def repeat(message: str) -> None:
     """Prints a message once more below all that a launcher prints, if one started this process."""
     launcher = Path(f"/proc/{LAUNCHER}/cmdline")
-    is_launched = launcher.exists() and b"accelerate" in launcher.read_bytes()
+    words = launcher.read_bytes() if launcher.exists() else b""
+    is_launched = b"accelerate" in words or b"preference-recipes" in words
     if not (is_launched or "TORCHELASTIC_ERROR_FILE" in os.environ) or os.fork():
         return
     try:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from common import errors
-from runs import ASSETS, LAUNCHERS, launch, recipe, write_jsonl
+from runs import ASSETS, LAUNCHERS, config_launcher, launch, recipe, start, write_jsonl
 
 MODEL = ["--model_name_or_path", ASSETS / "model"]
 OWN = [*MODEL, "--dataset_name", "pairs.jsonl"]
@@ -155,15 +155,22 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder):
-    """And is there once: both processes refuse, the launcher reports one.
-
-    The other one may be ended by the launcher's signal before it has read its arguments.
-    """
-    flags = [*MODEL, "--dataset_name", "none.jsonl"]
-    message = "data file 'none.jsonl' does not exist"
-    result = launch(LAUNCHERS["ddp"], recipe("dpo"), *flags, cwd=folder, check=False, fresh=True)
-    assert result.returncode != 0
-    *_, last, border = result.stdout.strip().splitlines()
-    assert set(border) == {"="} and message in last, result.stdout
-    assert result.stdout.count(message) == 1
+@pytest.mark.parametrize(
+    "launcher",
+    [config_launcher("cpu"), config_launcher("single_gpu"), LAUNCHERS["ddp"]],
+    ids=["cpu", "single_gpu", "ddp"],
+)
+@pytest.mark.parametrize("name, flags, parts", TABLE[::9])
+def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(
+    folder, launcher, name, flags, parts
+):
+    """Below what the launcher prints, once: all processes refuse, one says so."""
+    command = start(launcher, recipe(name), *flags, cwd=folder, output=folder / "said", fresh=True)
+    assert command.wait(200) == 1
+    last = ""
+    while not all(part in last for part in parts):  # it comes after the launcher's end
+        time.sleep(0.1)
+        *_, last = (folder / "said").read_text().strip().splitlines()
+    time.sleep(1)
+    assert (folder / "said").read_text().strip().endswith(last)
+    assert not [*folder.glob("runs/*/*")]
