@@ -58,6 +58,8 @@ class Actor:
                 such as a running average of them.
         """
         run = self.run
+        if directory is None and not run.global_step:
+            refuse(f"no update was applied, {run.skipped_steps} were skipped: no actor is saved")
         directory = directory or run.output_dir / "actor"
         with run.timed("paused"):
             saving.save(
