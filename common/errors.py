@@ -65,11 +65,12 @@ def repeat(message: str) -> None:
         return
     try:
         os.setsid()  # the launcher ends the groups of the processes that it started
-        while launcher.read_bytes():  # nothing any more while it ends, which is before the prompt
-            time.sleep(0.01)
-    finally:
+        with contextlib.suppress(OSError):  # it is gone
+            while launcher.read_bytes():  # nothing any more while it ends: before the prompt
+                time.sleep(0.01)
         os.write(2, f"{message}\n".encode())
-        os._exit(0)
+    finally:
+        os._exit(0)  # also where nobody reads any more
 
 
 @contextlib.contextmanager

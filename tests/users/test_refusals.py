@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 import time
+import types
 
 import pytest
 
@@ -152,6 +153,22 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # without a launcher
     with pytest.raises(SystemExit, match="said"):
         errors.run(lambda: sys.exit("said"))
+
+
+def test_the_process_that_repeats_a_message_ends_where_nobody_reads(monkeypatch):
+    """Such as with `| head`: it would wait forever for threads that a fork does not have."""
+    ended = []
+
+    def write(file, text):
+        raise BrokenPipeError
+
+    forked = dict(fork=lambda: 0, setsid=lambda: None, write=write, _exit=ended.append)
+    environ = {"TORCHELASTIC_ERROR_FILE": "error.json"}
+    monkeypatch.setattr(errors, "os", types.SimpleNamespace(environ=environ, **forked))
+    monkeypatch.setattr(errors, "LAUNCHER", "none")
+    with pytest.raises(BrokenPipeError):
+        errors.repeat("said")
+    assert ended == [0]
 
 
 @pytest.mark.slow
