@@ -104,7 +104,7 @@ def describe_result(actor: Actor) -> list[str]:
         if shutil.which(program) is None:  # the environment is not activated
             program = relative(Path(sys.executable).with_name(program))
         words = shlex.join([program, "--logdir", relative(run.output_dir)])
-        lines.append(f"curves  {words}  and open {log.PAGE}")
+        lines.append(f"curves  {words}  and open {log.PAGE} (untick Ignore outliers)")
     model = actor.unwrapped.model
     kind = "CausalLM" if model.can_generate() else "SequenceClassification"
     folder = relative(run.output_dir / "actor")

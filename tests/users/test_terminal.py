@@ -13,7 +13,6 @@ import pytest
 from common import display
 from runs import (
     ASSETS,
-    REPOSITORY,
     evaluation_lines,
     first_rows,
     launch,
@@ -101,10 +100,8 @@ def test_in_a_file_there_are_plain_lines_and_the_last_block_has_the_result(tmp_p
     losses = training_lines(out)[-3:]  # of the last epoch: 8, 8 and 4 rows
     mean = sum(line["loss"] * rows for line, rows in zip(losses, (8, 8, 4))) / 20
     assert f"loss in the last epoch: {mean:.4g}\n" in block
-    assert (
-        f"tensorboard --logdir out  and open {REPOSITORY and 'http://localhost:6006/#custom_scalars&_smoothingWeight=0'}"
-        in block
-    )
+    page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0 (untick Ignore outliers)"
+    assert f"tensorboard --logdir out  and open {page}\n" in block
     assert block.endswith('  model   AutoModelForCausalLM.from_pretrained("out/actor")\n')
     for sample in samples(out)[:3]:
         worth = "right" if sample["right"] else f"wrong: {sample['answer']}"
