@@ -20,6 +20,10 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 # several times the work. For a larger model without a GPU use, for example, `make dpo OMP_NUM_THREADS=8`.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
+# Without a GPU DeepSpeed warns in the launcher that it found none.
+ifeq ($(wildcard /dev/nvidia* /dev/kfd /dev/davinci* /dev/dri/renderD*),)
+export DS_ACCELERATOR ?= cpu
+endif
 
 .PHONY: help sft reward dpo kto ppo grpo distill card rlhf fork prove test test-slow test-all test-minimum test-vllm findings docs lint lock release install install-test
 

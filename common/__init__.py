@@ -4,8 +4,9 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Imports make millions of objects that stay. At Python's own threshold the collector looks through
 # them so often that a recipe starts a fifth later. `arguments.parse` goes back to that threshold.
@@ -15,6 +16,24 @@ gc.set_threshold(100_000, 50, 50)
 # Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
 FILES = Path(__file__).resolve().parent.parent
 ASSETS = FILES / "assets"
+
+
+class Refused(ValueError):
+    """What was asked for cannot be done. A recipe ends with the message, which is one line."""
+
+
+def refuse(message: str) -> NoReturn:
+    """Raises `Refused`."""
+    raise Refused(message)
+
+
+@contextlib.contextmanager
+def ends_with_refusals():
+    """Lets a command end with what was refused, in place of a traceback: a decorator."""
+    try:
+        yield
+    except Refused as refusal:
+        sys.exit(str(refusal))
 
 
 def counted(number: int, noun: str) -> str:
@@ -53,5 +72,7 @@ def carried(dataclass: type) -> type:
 @functools.cache
 def print_once(text: str) -> None:
     """Prints a line once, on the main process, also where there is no Accelerator yet."""
+    from common import display
+
     if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
+        display.write(text)

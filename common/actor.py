@@ -4,15 +4,13 @@ import dataclasses
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from common import counted, engine, folders, saving
+from common import counted, display, engine, folders, record, refuse, saving
 from common.run import Run
 
 BEST_FOLDER = "actor_best"
@@ -60,6 +58,8 @@ class Actor:
                 such as a running average of them.
         """
         run = self.run
+        if directory is None and not run.global_step:
+            refuse(f"no update was applied, {run.skipped_steps} were skipped: no actor is saved")
         directory = directory or run.output_dir / "actor"
         with run.timed("paused"):
             saving.save(
@@ -72,7 +72,7 @@ class Actor:
                 weights=weights,
             )
         if run.accelerator.is_main_process:
-            tqdm.write(f"saved the actor: {directory}")  # above the progress bar
+            display.write(f"saved the actor: {record.relative(directory)}")
 
     def save_if_due(self) -> None:
         """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
@@ -105,7 +105,7 @@ class Actor:
         by_name = -1 if re.search(r"(loss|kl)$|/kl/(reverse|forward)(/|$)", metric) else 1
         sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], by_name)
         if metric not in line:
-            sys.exit(
+            refuse(
                 f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "
                 f"they have {', '.join(line)}"
             )
@@ -132,4 +132,4 @@ class Actor:
             self.run.stopped_early = True
             evaluations = counted(self.best.since, "evaluation")
             if self.run.accelerator.is_main_process:
-                tqdm.write(f"stopped early: {evaluations} without a better one (--stop_after)")
+                display.write(f"stopped early: {evaluations} without a better one (--stop_after)")

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import difflib
 import gc
+import inspect
 import math
 import os
 import re
@@ -13,9 +15,10 @@ from pathlib import Path
 import torch
 import yaml
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
 from transformers import HfArgumentParser
 
-from common import ASSETS, COLLECTED_AFTER, counted, print_once
+from common import ASSETS, COLLECTED_AFTER, counted, in_one_line, print_once, refuse
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -30,15 +33,24 @@ MAY_CHANGE |= {"dataset_name", "eval_dataset_name", "eval_dataset_split"}
 
 # What a micro-batch holds on a GPU, unless the user sets it.
 TOKENS_ON_GPU = 16_384
+# What other trainers' arguments are called here; docs/faq.md has this table.
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
 
 class Parser(HfArgumentParser):
-    """Reads a recipe's arguments; an error is one line below the usage."""
+    """Reads a recipe's arguments; an error is one line below the usage. Its help is in groups."""
 
     def __init__(self, args_class: type):
         # Errors repeat the usage: this line instead of the list of all arguments.
         usage = "%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]"
+        # The class that first had a field is its group; the algorithm's own come first.
+        self.owners = {
+            name: cls for cls in args_class.__mro__ for name in inspect.get_annotations(cls)
+        }
+        self.groups = {}
         super().__init__(args_class, allow_abbrev=False, usage=usage)
+        order = [self.groups[cls] for cls in args_class.__mro__ if cls in self.groups]
+        self._action_groups.sort(key=lambda group: group in order and order.index(group) + 1)
 
     def add_argument(
         self, *flags: str, limits=None, with_lora=None, only_with=None, **settings
@@ -47,10 +59,31 @@ class Parser(HfArgumentParser):
         flags = tuple(flag for flag in flags if "-" not in flag.lstrip("-"))
         if limits:
             settings["help"] += f" [{range_in_words(limits)}]"
-        return super().add_argument(*flags, **settings)
+        owner = self.owners.get(flags[0].lstrip("-").removeprefix("no_"))
+        if owner is None:  # --help
+            return super().add_argument(*flags, **settings)
+        if owner not in self.groups:
+            is_own = "Args(" in owner.__doc__  # as `dataclass` writes it where a class has none
+            self.groups[owner] = self.add_argument_group(
+                "The algorithm" if is_own else owner.__doc__.partition(".")[0]
+            )
+        return self.groups[owner].add_argument(*flags, **settings)
 
     def error(self, message: str):
+        if message.startswith("unrecognized arguments: --"):
+            unknown = (word for word in message.split() if word.startswith("--"))
+            message += "".join(map(self.hint, unknown))
         sys.exit(f"{self.format_usage()}{self.prog}: error: {message}")
+
+    def hint(self, flag: str) -> str:
+        """Returns what an argument that does not exist may mean, for the end of a message."""
+        name = flag.partition("=")[0].lstrip("-").replace("-", "_")
+        tables = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
+        for names, ours in [*tables["current"].items(), *tables["older"].items()]:
+            if name in names.split(", "):
+                return f". Instead of {name} give {ours}"
+        close = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
+        return f". Did you mean {close[0]}?" if close else ""
 
 
 def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
@@ -96,7 +129,11 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
             )
     trackers = [str(tracker) for tracker in get_available_trackers()]
     for name in set(args.report_to).difference(trackers, ["none"]):
+        if name in map(str, LoggerType) and name != "all":
+            parser.error(f"--report_to {name}: {name} is not installed: pip install {name}")
         parser.error(f"--report_to {name}: expected one of {', '.join(trackers)}, or none")
+    if str(args.push_to_hub).lower() in ("true", "false", "yes", "no", "1", "0"):
+        parser.error(f"--push_to_hub {args.push_to_hub}: expected a name, such as me/my-model")
     if args.stop_after and not (args.keep_best and args.eval_steps):
         parser.error(f"--stop_after {args.stop_after} needs --keep_best and --eval_steps")
     refuse_unused(args)
@@ -113,10 +150,10 @@ def refuse_unused(args) -> None:
             continue
         given = getattr(args, needed)
         if not values and not given:
-            sys.exit(f"--{field.name} {value}: not used: give --{needed}, too")
+            refuse(f"--{field.name} {value}: not used: give --{needed}, too")
         if values and given not in values.split(","):
             allowed = " or ".join(values.split(","))
-            sys.exit(f"--{field.name} {value}: not used with --{needed} {given}, only {allowed}")
+            refuse(f"--{field.name} {value}: not used with --{needed} {given}, only {allowed}")
 
 
 def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
@@ -124,8 +161,11 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
 
     A value of `null` leaves the default. `{assets}` in a value is the folder of the assets.
     """
-    text = Path(path).read_text(encoding="utf-8")
-    values = yaml.safe_load(text) or {}
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = yaml.safe_load(text) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(f"{path} cannot be read: {in_one_line(error)}")
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
     names = [key.value for key, _ in yaml.compose(text).value] if values else []
@@ -134,6 +174,8 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
         parser.error(f"{path}: {twice} is there {names.count(twice)} times: leave one of them")
     flags = []
     for name, value in values.items():
+        if f"--{name}" not in parser._option_string_actions:
+            parser.error(f"{path}: there is no argument {name}{parser.hint(str(name))}")
         if value is not None:
             words = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *(str(word).replace("{assets}", str(ASSETS)) for word in words)]
@@ -162,7 +204,7 @@ def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
     if samples % step:
         below = samples // step * step
         nearest = " or ".join(str(size) for size in (below, below + step) if size)
-        sys.exit(
+        refuse(
             f"--train_batch_size {samples} is not a multiple of --micro_train_batch_size "
             f"{args.micro_train_batch_size} x {counted(processes, 'process')} = {step}. "
             f"Nearest valid sizes: {nearest}."

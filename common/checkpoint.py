@@ -4,8 +4,6 @@ import filecmp
 import hashlib
 import json
 import shutil
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,9 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from common import adapters, arguments, counted, distributed, engine, folders, log, record, stopping
+from common import adapters, counted, distributed, engine, folders, log, record, refuse, stopping
 from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
+from common.arguments import MAY_CHANGE
 from common.metrics import Means
 from common.run import Run
 
@@ -90,11 +89,9 @@ class Checkpoint:
         if number:
             self.save()
             run.bar.close()
-            self.accelerator.print(
-                f"stopped by {signal.Signals(number).name} after update {self.last_saved}, "
-                f"saved in {self.folder}: continue with --resume auto"
-            )
-            sys.exit(128 + number)
+            go_on = f"--output_dir {record.relative(run.output_dir)} --resume auto"
+            where = f"after update {self.last_saved}, saved: to continue add {go_on}"
+            stopping.end(self.accelerator, number, where)
 
     def save(self) -> None:
         """Writes `checkpoints/global_step_...`, then deletes the oldest ones.
@@ -106,13 +103,14 @@ class Checkpoint:
             # rollouts without an update since then are not in it. The resumed run repeats them.
             return
         self.last_saved = self.run.global_step
-        with self.run.timed("paused"):
-            self.write(self.folder / f"global_step_{self.last_saved:06d}")
+        final = self.folder / f"global_step_{self.last_saved:06d}"
+        temporary = final.with_name(f".{final.name}.writing")
+        with self.run.timed("paused"), folders.writing(temporary):
+            self.write(temporary, final)
 
-    def write(self, final: Path) -> None:
+    def write(self, temporary: Path, final: Path) -> None:
         """Writes a checkpoint under a temporary name and renames it to `final`."""
         accelerator = self.accelerator
-        temporary = final.with_name(f".{final.name}.writing")
         # All processes write their parts of the engine's state. This makes both folders.
         engine.reshard(self.model)
         only_trained = adapters.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
@@ -216,7 +214,7 @@ class Checkpoint:
                 return path
             self.accelerator.print(f"passed over {path}: {fault}")
         if candidates:
-            sys.exit(f"--resume {resume}: no whole checkpoint, see above")
+            refuse(f"--resume {resume}: no whole checkpoint, see above")
         self.accelerator.print(f"no checkpoint in {self.folder}: starting from the beginning")
         return None
 
@@ -260,14 +258,14 @@ class Checkpoint:
     def refuse_another_run(self, path: Path, before: dict) -> None:
         """Ends the program if a checkpoint has another identity (`before`) than the run."""
         now = self.identity
-        may_change = arguments.MAY_CHANGE | self.run.args.may_change
+        may_change = MAY_CHANGE | self.run.args.may_change
         differences = [
             f"{name}: {value!r} in the checkpoint, {now.get(name)!r} now"
             for name, value in before.items()
             if name not in may_change and now.get(name) != value
         ]
         if differences:
-            sys.exit(f"--resume: {path} belongs to another run: {'; '.join(differences)}")
+            refuse(f"--resume: {path} belongs to another run: {'; '.join(differences)}")
 
     def restore_folder(self, path: Path | None) -> None:
         """Makes the run's folder what it was at the checkpoint; for the main process.

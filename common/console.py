@@ -1,11 +1,18 @@
 """What a run prints before its first update and after its last one, a block each."""
 
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
 from huggingface_hub import HfApi
 from tqdm import tqdm
 
-from common import counted, engine, optim
+from common import counted, display, engine, in_one_line, log, optim, refuse
 from common.actor import BEST_FOLDER, Actor
 from common.checkpoint import Checkpoint
+from common.record import relative
+from common.run import Run
 
 
 def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
@@ -39,7 +46,7 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
         f"{counted(run.total_steps, 'update')}, {warmup} of them warm-up",
         f"update    train_batch_size {args.train_batch_size} {division}",
     ]
-    run.bar.write("\n".join(f"  {line}" for line in lines))  # above the bar
+    display.write(*(f"  {line}" for line in lines))
 
 
 def end(actor: Actor) -> None:
@@ -53,15 +60,65 @@ def end(actor: Actor) -> None:
     if not run.accelerator.is_main_process:
         return
     folder = run.output_dir / "actor"
-    took = tqdm.format_interval(run.bar.format_dict["elapsed"])
-    updates = counted(run.global_step, "update")
-    print(f"done: {updates}, {run.skipped_steps} skipped, took {took}; actor in {folder}")
     best = actor.best
+    took = tqdm.format_interval(run.bar.elapsed)
+    updates = counted(run.global_step, "update")
+    display.write(
+        f"done: {updates}, {run.skipped_steps} skipped, took {took}; actor in {relative(folder)}",
+        *(f"  {line}" for line in describe_result(actor)),
+    )
     if best.value is not None:
         folder = run.output_dir / BEST_FOLDER
         kept = f"{run.args.keep_best} {best.value:.4g} at update {best.global_step}"
         print(f"best: {kept}, saved in {folder}")
     if run.args.push_to_hub:
-        repository = HfApi().create_repo(run.args.push_to_hub, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
+        name = run.args.push_to_hub
+        try:
+            repository = HfApi().create_repo(name, private=True, exist_ok=True)
+            HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
+        except Exception as error:  # of the network, the name, the token
+            command = shlex.join(["hf", "upload", "--private", name, relative(folder)])
+            refuse(f"--push_to_hub {name}: {in_one_line(error)}. To repeat it: {command}")
         print(f"uploaded {folder} to {repository}", flush=True)
+
+
+def describe_result(actor: Actor) -> list[str]:
+    """Returns lines: what was learned, and the commands that show the curves and load the model."""
+    run = actor.run
+    metrics = [name for name in (run.evaluations or [{}])[-1] if display.direction(name)]
+    width = max(map(len, metrics), default=0)
+    lines = [f"{name:{width}}  {display.progress_of(name, run.evaluations)}" for name in metrics]
+    # The last update of an epoch has few samples: its loss alone would say little.
+    is_whole_epoch = run.position is None and run.updates_seen % run.updates_per_epoch == 0
+    if is_whole_epoch and run.n_rows % run.train_batch_size:
+        lines.append(f"loss in the last epoch: {loss_of_epoch(run):.4g}")
+    is_default = run.args.learning_rate == getattr(type(run.args), "learning_rate", None)
+    if run.global_step <= 3 and is_default:
+        lines.append(
+            f"NOTE: {counted(run.global_step, 'update')} at the default --learning_rate "
+            f"{run.args.learning_rate:g} cannot have taught much. For a small set: "
+            "--train_batch_size 4 --max_epochs 10 --learning_rate 1e-4"
+        )
+    if run.board:
+        program = "tensorboard"
+        if shutil.which(program) is None:  # the environment is not activated
+            program = relative(Path(sys.executable).with_name(program))
+        words = shlex.join([program, "--logdir", relative(run.output_dir)])
+        lines.append(f"curves  {words}  and open {log.PAGE} (untick Ignore outliers)")
+    model = actor.unwrapped.model
+    kind = "CausalLM" if model.can_generate() else "SequenceClassification"
+    folder = relative(run.output_dir / "actor")
+    return [*lines, f'model   AutoModelFor{kind}.from_pretrained("{folder}")']
+
+
+def loss_of_epoch(run: Run) -> float:
+    """Returns the mean of the loss over the samples of the last epoch, from its log lines."""
+    total = samples = before = 0
+    for line in log.lines(run.output_dir):
+        if "loss" not in line:
+            continue
+        if line["epoch"] > run.epoch - 1:
+            total += line["loss"] * (line["samples"] - before)
+            samples += line["samples"] - before
+        before = line["samples"]
+    return total / samples

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.overrides import TorchFunctionMode
 
-from common import engine
+from common import engine, print_once
 
 # Numbers whose norm is taken at once. Their copy in fp64 still fits into a processor's cache.
 NORM_AT_ONCE = 2**20
@@ -21,7 +21,7 @@ def make_exact(accelerator: Accelerator) -> None:
         accelerator.clip_grad_norm_ = clip_by_exact_norm
     if accelerator.mixed_precision != "no":
         HalfProductsInFp32().__enter__()  # for the life of the process
-        accelerator.print(
+        print_once(
             f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only "
             "(half weights, fp32 products)"
         )

@@ -1,6 +1,5 @@
 """Collectives on Python objects: a function run on one process for all, values gathered by row."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,14 +7,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
-from common import errors
+from common import Refused, errors, refuse
 
 
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
     """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
 
-    If the function exits on one process, all processes exit, or the others would wait for it
-    forever. All processes must call it.
+    If the function refuses or exits on one process, all processes refuse, or the others would wait
+    for it forever. All processes must call it.
     """
     result = None
     problem = None
@@ -23,11 +22,11 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
         try:
             with errors.exits_with_a_message():
                 result = function(*args)
-        except SystemExit as error:
-            problem = error.code
+        except (SystemExit, Refused) as error:
+            problem = error.args and error.args[0]
     problems = [problem for problem in gather_object([problem]) if problem]
     if problems:
-        sys.exit(problems[0])
+        refuse(str(problems[0]))
     return result
 
 

@@ -13,9 +13,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common import Refused
+
+LAUNCHER = os.getppid()  # if a launcher started this process
+
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen.
+    """Runs a recipe's `main`. If it fails, says why, as the last thing on the screen.
 
     torch's launcher ends its report with what it finds in a process's `error.json`. Only the first
     process of a node that fails writes one. What the others would say is a consequence, or the
@@ -23,12 +27,19 @@ def run(main: Callable[[], None]) -> None:
     """
     try:
         main()
-    except (SystemExit, Exception) as error:
-        message = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+    except (SystemExit, KeyboardInterrupt, Exception) as error:
+        message = traceback.format_exc()
+        if isinstance(error, KeyboardInterrupt):
+            message = "stopped by Ctrl-C before the first update"
+        elif isinstance(error, (SystemExit, Refused)):
+            message = error.args[0] if error.args else None
         for bar in list(tqdm._instances):
             bar.close()  # or Python would draw it again below the message
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ or not isinstance(message, str):
-            raise  # Python prints it
+        if not isinstance(message, str):
+            raise  # a number
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            repeat(message)
+            sys.exit(message)
         file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # .../attempt_0/<local rank>/error.json
         try:
             open(file.parent.parent / "first_failure", "x").close()
@@ -39,9 +50,27 @@ def run(main: Callable[[], None]) -> None:
             extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
             report = {"message": {"message": message, "extraInfo": extra}}
             file.write_text(json.dumps(report), encoding="utf-8")
+            repeat(message)
         sys.exit(1)
     if torch.distributed.is_initialized():
         atexit.register(leave)
+
+
+def repeat(message: str) -> None:
+    """Prints a message once more below all that a launcher prints, if one started this process."""
+    launcher = Path(f"/proc/{LAUNCHER}/cmdline")
+    words = launcher.read_bytes() if launcher.exists() else b""
+    is_launched = b"accelerate" in words or b"preference-recipes" in words
+    if not (is_launched or "TORCHELASTIC_ERROR_FILE" in os.environ) or os.fork():
+        return
+    try:
+        os.setsid()  # the launcher ends the groups of the processes that it started
+        with contextlib.suppress(OSError):  # it is gone
+            while launcher.read_bytes():  # nothing any more while it ends: before the prompt
+                time.sleep(0.01)
+        os.write(2, f"{message}\n".encode())
+    finally:
+        os._exit(0)  # also where nobody reads any more
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Folders that are whole or not there: written aside, flushed, renamed, verified by a manifest."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,10 @@ import shutil
 import zlib
 from pathlib import Path
 from typing import Any
+
+from common import Refused, in_one_line, refuse
+
+LOCK = ".run.lock"
 
 
 def replace(temporary: Path, directory: Path) -> None:
@@ -23,6 +28,26 @@ def replace(temporary: Path, directory: Path) -> None:
     temporary.rename(directory)
     flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Removes the folder of a run that failed before it wrote anything."""
+    if folder.is_dir() and os.listdir(folder) == [LOCK]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path):
+    """Names what cannot be written because of the disk, and removes the part that was."""
+    try:
+        yield
+    except Exception as error:
+        is_full = shutil.disk_usage(path.parent).free < 2**20  # torch and safetensors do not tell
+        if path.is_dir() and (is_full or isinstance(error, (OSError, Refused))):
+            shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, Refused) or not (is_full or isinstance(error, OSError)):
+            raise
+        refuse(f"{path} cannot be written: {in_one_line(error)}")
 
 
 def rotate(parent: Path, keep: int) -> None:

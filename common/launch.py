@@ -1,10 +1,10 @@
 """From the launcher's environment to an Accelerator, and to the folder that is this run's alone."""
 
+import atexit
 import datetime
 import fcntl
 import logging
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, distributed, engine, folders, log
+from common import arguments, distributed, engine, folders, log, record, refuse
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
@@ -38,22 +38,24 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     accelerator = build(args, on_cpu, accumulation)
     if accelerator.num_processes != processes:
-        sys.exit(f"{processes} processes were started, accelerate uses {accelerator.num_processes}")
+        refuse(f"{processes} processes were started, accelerate uses {accelerator.num_processes}")
     if accelerator.device.type == "cpu":
         from common import cpu
 
         cpu.make_exact(accelerator)
     set_seed(args.seed)
     if not getattr(args, "preview", 0):  # a preview writes nothing
+        is_users = Path(args.output_dir or "").exists() and args.output_dir
         args.output_dir = distributed.on_main_process(accelerator, decide_folder, args, recipe)
+        if not is_users:
+            atexit.register(folders.remove_if_unused, Path(args.output_dir))
         if not all(gather_object([Path(args.output_dir).is_dir()])):
-            sys.exit(
+            refuse(
                 f"--output_dir {args.output_dir} is not visible to every process: "
                 "several nodes need a shared file system"
             )
-        accelerator.print(
-            f"{engine.describe(accelerator)}; output in {args.output_dir}", flush=True
-        )
+        where = record.relative(Path(args.output_dir))
+        accelerator.print(f"{engine.describe(accelerator)}; output in {where}", flush=True)
     return accelerator
 
 
@@ -88,9 +90,9 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
         cpu=on_cpu and not use_deepspeed,
     )
     if use_fsdp and not accelerator.is_fsdp2:
-        sys.exit("FSDP without fsdp_version: 2, see accelerate_configs/fsdp2.yaml")
+        refuse("FSDP without fsdp_version: 2, see accelerate_configs/fsdp2.yaml")
     if on_cpu and accelerator.mixed_precision == "fp16" and not use_deepspeed:
-        sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would silently run fp32")
+        refuse("fp16 without DeepSpeed needs a GPU: accelerate would silently run fp32")
     if use_fsdp and accelerator.mixed_precision != "no":
         # accelerate would let FSDP2 round the sums of gradients, and outputs such as log-probs.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -114,6 +116,7 @@ def quiet() -> None:
     for name in ("accelerate.utils.other", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")  # by peft
     # Wrong after a resume at update 0, and where DeepSpeed steps an optimizer on the CPU.
     warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
 
@@ -131,7 +134,7 @@ def decide_folder(args, recipe: str) -> str:
     elif args.resume != "never" and checkpoint.parent.name == "checkpoints":
         own = checkpoint.parents[1]
     if args.resume != "never" and not (args.output_dir or own):
-        sys.exit(f"--resume {args.resume} does not say where to continue: give --output_dir")
+        refuse(f"--resume {args.resume} does not say where to continue: give --output_dir")
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     path = args.output_dir or own or folders.unused(Path("runs", recipe, now), separator="-")
     path = Path(path).absolute()  # a user's code may change the working directory
@@ -140,7 +143,7 @@ def decide_folder(args, recipe: str) -> str:
     lock(path)
     of_a_run = (log.METRICS, "checkpoints", "actors", "actor")
     if path.resolve() != own and any((path / name).exists() for name in of_a_run):
-        sys.exit(
+        refuse(
             f"--output_dir {path} already holds another run. Take another, "
             "or --resume auto to go on from its last checkpoint."
         )
@@ -149,12 +152,12 @@ def decide_folder(args, recipe: str) -> str:
 
 def lock(folder: Path) -> None:
     """Locks a run's folder until this process ends, however it ends."""
-    handle = os.open(folder / ".run.lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
+    handle = os.open(folder / folders.LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # never closed
     try:
         # POSIX, not BSD (`flock`): what a reward function forks, which may outlive this run, does
         # not inherit it. It works on NFS, too.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        sys.exit(f"--output_dir {folder} is in use: two runs would write over each other")
+        refuse(f"--output_dir {folder} is in use: two runs would write over each other")
     except OSError as error:
         print(f"NOTE: {folder} cannot be locked ({error}): let no other run write to it")

@@ -1,21 +1,33 @@
 """Names of the files that a run appends to; TensorBoard and other trackers (`--report_to`)."""
 
+import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+# TensorBoard's page of key charts. Its smoothing would bend the few points of evaluations.
+PAGE = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+# Straight lines, which TensorBoard shows as `progress/...`, so that no tab begins with them.
+STRAIGHT = ("epoch", "samples", "tokens", "skipped_steps")
+
+
+def lines(output_dir: Path) -> Iterator[dict]:
+    """Yields what a run has logged so far."""
+    if (output_dir / METRICS).exists():
+        with open(output_dir / METRICS, encoding="utf-8") as file:
+            yield from map(json.loads, file)
 
 
 def open_trackers(
     accelerator: Accelerator, args, global_step: int, charts: dict[str, list[str]]
-) -> None:
-    """Opens what `--report_to` names; TensorBoard also gets a page of the key charts."""
+) -> "Board | None":
+    """Opens what `--report_to` names. Returns TensorBoard, with a page of the key charts."""
     trackers = [name for name in args.report_to if name not in ("tensorboard", "none")]
     if trackers:
         accelerator.log_with = trackers
@@ -24,13 +36,66 @@ def open_trackers(
         gpus = [] if accelerator.device.type == "cpu" else [accelerator.device]
         with torch.random.fork_rng(gpus):  # that of ClearML sets a seed of its own
             accelerator.init_trackers(Path(sys.argv[0]).stem, config=config)
-    if "tensorboard" in args.report_to:
-        # It hides what a killed run wrote after this update.
-        board = TensorBoardTracker("tensorboard", args.output_dir, purge_step=global_step + 1)
-        board.start()
-        accelerator.trackers.append(board)
+    if "tensorboard" not in args.report_to:
+        return None
+    board = Board(args, global_step, charts)
+    accelerator.trackers.append(board)
+    return board
+
+
+class Board:
+    """A run in TensorBoard. Its evaluations are a run of their own there, with training's tags.
+
+    So both have their own colour, and lie over each other in every chart.
+    """
+
+    name = "tensorboard"  # among accelerate's trackers
+
+    def __init__(self, args, global_step: int, charts: dict[str, list[str]]):
+        from torch.utils.tensorboard.summary import hparams
+
+        self.folder = Path(args.output_dir, "tensorboard")
+        self.purge_step = global_step + 1  # it hides what a killed run wrote from there on
+        self.has_several_sets = len(args.eval_dataset_name or []) > 1
+        self.writers = {}  # by their folders
+        of_run = self.writer("")
         multiline = {}
         for title, tags in charts.items():  # in training, and in each held-out set's evaluation
             names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
-            multiline[title] = ["Multiline", [f"(eval/([^/]+/)?)?({names})$"]]
-        board.writer.add_custom_scalars({"key metrics": multiline})
+            multiline[title] = ["Multiline", [f"^({names})$"]]
+        of_run.add_custom_scalars({"key metrics": multiline})
+        self.add_text("arguments", vars(args), global_step)
+        defaults = vars(type(args)())
+        changed = {name: value for name, value in vars(args).items() if value != defaults[name]}
+        plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in changed.items()}
+        for summary in hparams(plain, {"loss": 0.0}):
+            of_run.file_writer.add_summary(summary)
+
+    def writer(self, folder: str):
+        """Returns the writer of the run itself, or of its evaluations on a held-out set."""
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        if folder not in self.writers:
+            path = str(self.folder / folder)
+            self.writers[folder] = SummaryWriter(path, purge_step=self.purge_step)
+        return self.writers[folder]
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Writes a log line."""
+        for name, value in values.items():
+            depth = 2 if self.has_several_sets else 1  # of `eval/` or `eval/<name>/`
+            *folder, tag = name.split("/", depth) if name.startswith("eval/") else [name]
+            tag = f"progress/{tag}" if name in STRAIGHT else tag
+            self.writer("/".join(folder)).add_scalar(tag, value, step)
+        for writer in self.writers.values():
+            writer.flush()
+
+    def add_text(self, tag: str, values: dict | list, step: int) -> None:
+        """Shows values as indented JSON."""
+        text = json.dumps(values, indent=1, ensure_ascii=False)
+        self.writer("").add_text(tag, "    " + text.replace("\n", "\n    "), step)
+
+    def finish(self) -> None:
+        """Closes the writers."""
+        for writer in self.writers.values():
+            writer.close()

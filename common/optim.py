@@ -1,14 +1,13 @@
 """Parameter groups, AdamW and Muon, the schedule."""
 
 import math
-import sys
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.pytorch_utils import Conv1D
 
-from common import engine
+from common import engine, refuse
 from common.progress import share_of
 
 
@@ -66,7 +65,7 @@ def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, **settings)
     if engine.is_sharded(accelerator):
-        sys.exit(
+        refuse(
             "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
             "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
         )

@@ -6,14 +6,20 @@ import shlex
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
-from common import engine, folders
+from common import engine, folders, log
 
 HERE = Path.cwd()  # a user's code may leave it
 PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes"
+
+
+def relative(path: Path) -> str:
+    """Returns a path from the working directory, if it is inside of it."""
+    return str(path.relative_to(HERE)) if path.is_relative_to(HERE) else str(path)
 
 
 def write(accelerator, args) -> None:
@@ -51,12 +57,30 @@ def write(accelerator, args) -> None:
 def write_card(folder: Path, args) -> None:
     """Writes a model card into an actor's folder, for the hub. It shows no folder of the user's."""
     recipe = Path(sys.argv[0]).stem
-    model, *data = [
-        Path(name).name if (HERE / name).exists() else name
-        for name in (args.model_name_or_path, *args.dataset_name)
-    ]
+    model, *data = map(without_folder, (args.model_name_or_path, *args.dataset_name))
     is_adapter = (folder / "adapter_config.json").exists()
     header = {"library_name": "peft" if is_adapter else "transformers", "tags": [recipe]}
-    text = f"# {model}, trained by {recipe} on {', '.join(data)}"
-    card = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}\n"
+    if not (HERE / args.model_name_or_path).exists():  # a name on the hub
+        header["base_model"] = model
+    text = f"# {model}, trained by {recipe} on {', '.join(data)}\n"
+    evaluations = [line for line in log.lines(Path(args.output_dir)) if "epoch" not in line]
+    if evaluations:
+        step = evaluations[-1].pop("global_step")
+        rows = [f"| {name} | {value:.4g} |" for name, value in evaluations[-1].items()]
+        text += "\n".join([f"\n| evaluation at update {step} | |", "| --- | --- |", *rows, ""])
+    defaults = vars(type(args)())
+    values = {name: without_folder(value) for name, value in vars(args).items()}
+    changed = {name: value for name, value in values.items() if value != defaults.get(name)}
+    changed.pop("output_dir", None)
+    text += f"\nArguments:\n\n```yaml\n{yaml.safe_dump(changed, sort_keys=False)}```\n"
+    card = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}"
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def without_folder(value: Any) -> Any:
+    """Returns an argument's value as others may see it: of a local path the name alone."""
+    if isinstance(value, list):
+        return [without_folder(each) for each in value]
+    if isinstance(value, str) and (value[:1] in ("/", "~", ".") or os.path.exists(HERE / value)):
+        return Path(value).name
+    return value

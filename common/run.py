@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from tqdm import tqdm
 
-from common import batches, engine, log, stopping
+from common import batches, display, engine, folders, log, stopping
 from common.metrics import Flop, Speed
 from common.progress import Progress
 
@@ -67,20 +65,18 @@ class Run(Progress):
         self.speed = Speed(accelerator, self, flop)
         self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
         self.charts = charts
-        self.bar: tqdm | None = None  # the progress bar, from `start` on
+        self.evaluations: list[dict[str, float]] = []  # their lines, on the main process
+        # From `start` on: TensorBoard, if it is asked for, on the main process; the progress bar.
+        self.board: log.Board | None = None
+        self.bar: display.Bar | None = None
 
     def start(self) -> None:
         """Opens the trackers and the bar, and starts the clock. All processes must call it."""
-        if self.accelerator.is_main_process:
-            log.open_trackers(self.accelerator, self.args, self.global_step, self.charts)
-        self.bar = tqdm(
-            total=self.total_steps,
-            initial=self.global_step,
-            desc="update",
-            dynamic_ncols=True,
-            disable=not self.accelerator.is_main_process,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
+        accelerator = self.accelerator
+        if accelerator.is_main_process:
+            self.board = log.open_trackers(accelerator, self.args, self.global_step, self.charts)
+            self.evaluations = [line for line in log.lines(self.output_dir) if "epoch" not in line]
+        self.bar = display.Bar(self)
         self.speed.restart()
 
     def timed(self, name: str):
@@ -187,17 +183,14 @@ class Run(Progress):
         self.write(values)
         self.write_samples(samples)
         if self.accelerator.is_main_process:
-            width = max(len(name) for name in values)
-            rows = [f"  {name:{width}} {value:>10.4g}" for name, value in values.items()]
-            self.bar.write("\n".join([f"evaluation at global_step {self.global_step}:", *rows]))
+            self.evaluations.append({"global_step": self.global_step, **values})
+            display.write(*display.describe_evaluation(self.evaluations, samples))
 
     def write(self, values: dict[str, float]) -> None:
         """Writes a line to `metrics.jsonl`, a JSON object; trackers and the bar show it, too."""
         self.append(log.METRICS, [values])
         self.accelerator.log(values, step=self.global_step)
-        shown = {name.split("/")[-1]: values[name] for name in self.bar_metrics if name in values}
-        if shown:
-            self.bar.set_postfix(shown, refresh=False)
+        self.bar.show({name: values[name] for name in self.bar_metrics if name in values})
 
     def write_samples(self, samples: list[dict]) -> None:
         """Appends samples to `samples.jsonl`, with the updates that the model had made.
@@ -206,12 +199,15 @@ class Run(Progress):
         1), `prompt`, `response`, and what is known of it: `right`, `answer`, `score`, `rewards`.
         """
         self.append(log.SAMPLES, samples)
+        if self.board and samples:
+            self.board.add_text(f"samples/{samples[0]['source']}", samples[:3], self.global_step)
 
     def append(self, name: str, lines: list[dict]) -> None:
         """Appends lines to one of the run's files. All processes may call it."""
         if not lines or not self.accelerator.is_main_process:
             return
-        with open(self.output_dir / name, "a", encoding="utf-8") as file:
+        path = self.output_dir / name
+        with folders.writing(path), open(path, "a", encoding="utf-8") as file:
             for line in lines:
                 numbered = {"global_step": self.global_step, **line}
                 file.write(json.dumps(numbered, ensure_ascii=False) + "\n")

@@ -36,15 +36,16 @@ def save(
             state_dict = {name: converted(value, dtype) for name, value in state_dict.items()}
             temporary = folder.with_name(f".{folder.name}.writing")
             shutil.rmtree(temporary, ignore_errors=True)
-            if adapters.has_adapter(model):
-                adapters.save(model, state_dict, temporary)
-            else:
-                model.save_pretrained(temporary, state_dict=state_dict)
-                largest = max(state_dict.values(), key=torch.Tensor.numel)
-                write_config(temporary, str(largest.dtype).removeprefix("torch."))
-            tokenizer.save_pretrained(temporary)
-            record.write_card(temporary, args)
-            folders.replace(temporary, folder)
+            with folders.writing(temporary):
+                if adapters.has_adapter(model):
+                    adapters.save(model, state_dict, temporary)
+                else:
+                    model.save_pretrained(temporary, state_dict=state_dict)
+                    largest = max(state_dict.values(), key=torch.Tensor.numel)
+                    write_config(temporary, str(largest.dtype).removeprefix("torch."))
+                tokenizer.save_pretrained(temporary)
+                record.write_card(temporary, args)
+                folders.replace(temporary, folder)
     accelerator.wait_for_everyone()
 
 

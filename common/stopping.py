@@ -4,12 +4,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from accelerate import Accelerator
 
-from common import distributed
+from common import distributed, errors, refuse
 from common.progress import Progress
 
 MANY = 100  # consecutive skips that end a run
@@ -69,7 +69,7 @@ def check_skips(accelerator: Accelerator, progress: Progress, loss_scale: float 
     if progress.consecutive_skips < MANY:
         distributed.warn(accelerator, f"update {progress.updates_seen} was skipped: {why}")
         return
-    sys.exit(
+    refuse(
         f"update {progress.global_step + 1} was skipped {MANY} times in a row: {why}. "
         "Lower --learning_rate if the loss had grown; see docs/fp16.md"
     )
@@ -90,13 +90,25 @@ class Signals:
         )
 
     def handle(self, number: int, _frame) -> None:
-        """Takes note of a signal."""
+        """Takes note of a signal, and says so."""
+        if not self.number and os.environ.get("RANK", "0") == "0":
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: ends after this update, and saves\n".encode())
         self.number = number
 
     def of_any(self, accelerator: Accelerator) -> int:
         """Returns the signal that any process got, 0 if none did. All processes must call it."""
         number = torch.tensor(self.number, device=accelerator.device)
         return int(accelerator.reduce(number, "max"))
+
+
+def end(accelerator: Accelerator, number: int, message: str) -> NoReturn:
+    """Ends a run that a signal stopped, and says where it is. All processes must call it."""
+    if accelerator.is_main_process:
+        message = f"stopped by {signal.Signals(number).name} {message}"
+        print(message, flush=True)
+        errors.repeat(message)
+    sys.exit(128 + number)
 
 
 def become_ordinary() -> None:

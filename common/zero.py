@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from accelerate import DeepSpeedPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import FILES
+from common import FILES, refuse
 
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
@@ -39,14 +38,14 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
     }
     for key, value in sizes.items():
         if config.get(key, "auto") not in ("auto", value):
-            sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
+            refuse(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
         config[key] = value
     ours = {"scheduler": "--lr_scheduler_type", "optimizer": "--learning_rate, --weight_decay ..."}
     for key, flags in ours.items():
         if key in config:
-            sys.exit(f'the DeepSpeed config has "{key}": remove it and use {flags}')
+            refuse(f'the DeepSpeed config has "{key}": remove it and use {flags}')
     if not config["zero_optimization"].get("stage"):
-        sys.exit("the DeepSpeed config has ZeRO stage 0: take 1, 2 or 3, or launch with ddp.yaml")
+        refuse("the DeepSpeed config has ZeRO stage 0: take 1, 2 or 3, or launch with ddp.yaml")
     # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):

@@ -14,7 +14,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from common import FILES
+from common import FILES, ends_with_refusals
 from preference_recipes.tools import forks
 
 PROJECT = "preference-recipes"
@@ -22,6 +22,7 @@ RECIPES = FILES / "recipes"
 CONFIGS = FILES / "accelerate_configs"
 
 
+@ends_with_refusals()
 def main() -> None:
     if sys.argv[1:2] == ["run"]:  # accelerate reads its own flags
         return run(sys.argv[2:])

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
-from common import arguments, carried, console, errors, launch, optim
+from common import Refused, arguments, carried, console, errors, launch, optim
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -317,7 +317,7 @@ def main():
             try:
                 with run.timed("teacher"):  # the student's servers sample the next one meanwhile
                     state.rollout.words = all_teachers.words(state.rollout.questions)
-            except SystemExit:
+            except Refused:
                 if run.global_step:
                     checkpoint.save()  # with what was sampled: a resumed run asks again
                 raise

@@ -293,7 +293,7 @@ def log_rollout(
 
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
-    "rewards": ["reward", "eval/scores"],
+    "reward: sampled in training, greedy in evaluations": ["reward", "eval/scores"],
     "right answers": ["eval/exact_match"],
     "entropy, KL to the reference": ["entropy", "kl"],
     "length": ["completions/mean_length", "eval/length"],

@@ -347,7 +347,7 @@ def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
 
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
-    "scores": ["objective/scores", "eval/scores"],
+    "scores: sampled in training, greedy in evaluations": ["objective/scores", "eval/scores"],
     "right answers": ["eval/exact_match"],
     "KL to the reference": ["objective/kl"],
     "losses": ["loss/policy_avg", "loss/value_avg"],

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from common import Refused
 from contracts.proof import warm
 from preference_recipes.tools import forks
 from recipes import RECIPES
@@ -223,11 +224,11 @@ def recipe(name: str) -> Path:
 
 
 def refuses(*parts, call) -> None:
-    """Calls what must exit with one line that holds all parts."""
+    """Calls what must be refused in one line that holds all parts."""
     try:
         call()
-    except SystemExit as refusal:
-        said = refusal.code
+    except (SystemExit, Refused) as refusal:
+        said = refusal.args[0]
     else:
         raise AssertionError(f"not refused: {parts}")
     assert isinstance(said, str) and "\n" not in said, said

@@ -29,7 +29,7 @@ import pyarrow.compute
 import transformers
 from accelerate.utils import gather_object
 
-from common import distributed, folders, in_one_line
+from common import display, distributed, folders, in_one_line, refuse
 from preference_recipes.data import files, formats, rendering
 from preference_recipes.data.messages import BadRow, LeftOut
 
@@ -89,7 +89,7 @@ class Data(NamedTuple):
                 if largest >= n_rows:
                     row = next(row["row"] for row in rows if largest in row[column])
                     token = tokenizer.convert_ids_to_tokens(largest)
-                    sys.exit(
+                    refuse(
                         f"data set {name!r}, row {row}: {column} has token {largest}, {token!r}, "
                         f"and the embedding of {model_name!r} has {n_rows} rows: resize it"
                     )
@@ -119,7 +119,7 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     if len(held_out) > 1:
         prefixes = [f"eval/{files.stem(name)}/" for name in held_out]
     if len(set(prefixes)) < len(held_out):
-        sys.exit(f"--eval_dataset_name {held_out}: two sets would log under the same name")
+        refuse(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
     named = [*zip(args.dataset_name, sets), *zip(held_out, eval_sets)]
     return Data(train, starts, dict(zip(prefixes, eval_sets)), converter, named)
@@ -139,7 +139,8 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     parts = [datasets.Dataset.from_file(str(file)) for file in sorted(folder.glob("*.arrow"))]
     rows = datasets.concatenate_datasets(parts)
-    accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
+    if accelerator.is_main_process:
+        display.write("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
     if not any(rows["answer"][:]):
         rows = rows.remove_columns("answer")
     return rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
@@ -219,7 +220,7 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     if folder.is_dir():
         return folder
     if len(rows) == 0:
-        sys.exit(f"data set {name!r}, split {split!r}, holds no rows")
+        refuse(f"data set {name!r}, split {split!r}, holds no rows")
     # In containers the numbers of processes come back: a killed run's folder may still be there.
     temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
     temporary.mkdir(parents=True)
@@ -256,12 +257,12 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
             with ProcessPoolExecutor(processes, mp_context=fork) as pool:
                 parts = list(pool.map(write_rows, *zip(*tasks)))
     except BadRow as error:
-        sys.exit(f"data set {name!r}, {error}")
+        refuse(f"data set {name!r}, {error}")
     counts = sum((counts for counts, _ in parts), collections.Counter())
     notes = [f"{text}: {count} of {len(rows)} rows" for text, count in sorted(counts.items())]
     checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
-        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+        refuse(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     from preference_recipes.data import unread  # only here: most runs find their rows tokenised
 
     not_read = unread.describe(rows.select(range(len(rows))), converter)

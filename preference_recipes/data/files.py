@@ -15,7 +15,6 @@ import glob
 import gzip
 import itertools
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import datasets
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules.json.json import Json
 
-from common import counted, in_one_line, print_once
+from common import counted, in_one_line, print_once, refuse
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
@@ -47,7 +46,7 @@ def find(name: str, split: str) -> TypedRows | TextFiles:
         return find_local(path, split) if is_local else find_on_hub(name, split)
     except Exception as error:
         place = "" if is_local else " is no file or folder here, and on the hub"
-        sys.exit(f"data set {name!r}{place}: {in_one_line(error)}")
+        refuse(f"data set {name!r}{place}: {in_one_line(error)}")
 
 
 def find_local(path: Path, split: str) -> TypedRows | TextFiles:
@@ -58,7 +57,7 @@ def find_local(path: Path, split: str) -> TypedRows | TextFiles:
     if not files:
         is_arrow = any(file.suffix == ".arrow" for file in splits.get(split, []))
         advice = ". `save_to_disk` wrote it: write it with `to_parquet`" if is_arrow else ""
-        sys.exit(
+        refuse(
             f"data set {str(path)!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or in "
             f"one of them and .gz; its splits: {', '.join(splits)}{advice}"
         )
@@ -72,7 +71,7 @@ def refuse_missing(name: str) -> None:
     """Ends the run if a name can only be a local file's or folder's, and there is none."""
     is_local = name.removesuffix(".gz").endswith(SUFFIXES) or name.startswith(("/", ".", "~"))
     if is_local and not Path(name).exists():
-        sys.exit(f"data file {name!r} does not exist (looked in {Path.cwd()})")
+        refuse(f"data file {name!r} does not exist (looked in {Path.cwd()})")
 
 
 def stem(name: str) -> str:
@@ -138,7 +137,7 @@ def rows_of(path: Path) -> Iterator[dict]:
                 yield row
                 number += 1
     except Exception as error:
-        sys.exit(f"{path}, row {number}: {in_one_line(error)}")
+        refuse(f"{path}, row {number}: {in_one_line(error)}")
 
 
 def parsed(file, is_csv: bool) -> Iterable:
@@ -239,7 +238,7 @@ def find_on_hub(name: str, split: str) -> TypedRows | TextFiles:
         return TypedRows(builder.as_dataset(split))
     files = builder.config.data_files
     if split not in files:
-        sys.exit(f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, files))}")
+        refuse(f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, files))}")
     settings = datasets.DownloadConfig(token=builder.token, storage_options=builder.storage_options)
     manager = datasets.DownloadManager(base_path=builder.base_path, download_config=settings)
     downloaded = manager.download_and_extract(files[split])

@@ -5,8 +5,8 @@ The way of a row: `standard` gives the columns of other tools our names, a reade
 """
 
 import re
-import sys
 
+from common import refuse
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
     SENDERS,
@@ -319,7 +319,7 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     for pair in pairs or []:
         column, _, users_name = pair.partition("=")
         if column not in FORMAT_COLUMNS or column in columns or not users_name:
-            sys.exit(
+            refuse(
                 f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
                 "each once, such as prompt=question"
             )

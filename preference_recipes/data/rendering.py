@@ -9,13 +9,13 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
+from common import refuse
 from preference_recipes.data import thoughts
 from preference_recipes.data.messages import BadRow
 
@@ -253,7 +253,7 @@ def set_defaults(tokenizer, text: str) -> None:
     known = variables(tokenizer)
     unknown = values.keys() - known
     if unknown:
-        sys.exit(
+        refuse(
             f"--chat_template_kwargs {text}: the chat template has no variable {min(unknown)!r} to "
             f"set; it has: {', '.join(sorted(known)) or 'none'}"
         )

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel, masking_utils, modeling_flash_attentio
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from common import replaced
+from common import refuse, replaced
 
 # What attention adds to the score of a token that is not seen. torch itself takes this number for
 # cuDNN's kernel, which makes NaN of -inf. The exponential of it is zero.
@@ -37,7 +36,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
     if len(parts) == 1:
         return parts[0]
-    sys.exit(
+    refuse(
         f"{type(model).__name__}: we could not find which of its parts gives the hidden states: "
         "this architecture is not supported yet"
     )
@@ -123,7 +122,7 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     if softcap:
         expected = softcap * torch.tanh(expected / softcap)
     if result.shape != output.shape or not torch.allclose(result, expected, rtol=1e-5, atol=1e-6):
-        sys.exit(
+        refuse(
             f"{type(model).__name__}: its logits are not its head's output, scaled and soft-capped "
             "as we know it: this architecture is not supported yet"
         )

@@ -1,13 +1,12 @@
 """Whether a model is read correctly, tried before training: log-probs, prompts that are shared."""
 
 import contextlib
-import sys
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from common import engine
+from common import engine, refuse
 from preference_recipes.models import architecture
 from preference_recipes.models.packing import Packer
 
@@ -30,7 +29,7 @@ def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -
     tolerance = 1e-2 if engine.half_precision(accelerator) else 1e-5
     if not typical <= tolerance * (1 + largest):  # also where weights are not finite
         [inside, *_] = architecture.whole_models(model).values()
-        sys.exit(
+        refuse(
             f"{inside.config.name_or_path}: its head's log-probs differ from its own logits' by "
             f"{typical:.3g}: this architecture is not supported yet, or its weights are not finite"
         )

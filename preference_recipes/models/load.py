@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.models.auto import AutoConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import distributed, folders, in_one_line, print_once
+from common import distributed, folders, in_one_line, print_once, refuse
 from preference_recipes.data import rendering
 from preference_recipes.models import architecture
 
@@ -47,9 +46,9 @@ def tokenizer_of(
     tokenizer = from_pretrained(AutoTokenizer, name, mistral_format=False)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # transformers makes an empty one of Qwen, GPT-2 and Gemma where there is no file.
-        sys.exit(f"{name!r} holds no tokenizer: save the model's into its folder")
+        refuse(f"{name!r} holds no tokenizer: save the model's into its folder")
     if tokenizer.eos_token_id is None:
-        sys.exit(
+        refuse(
             f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: "
             "set tokenizer.eos_token and save it"
         )
@@ -91,7 +90,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:
-            sys.exit(
+            refuse(
                 f"{name!r} is a {kind}, such as a reward model, not a language model: "
                 "give a causal language model as the policy, such as recipes/sft.py saves"
             )
@@ -102,9 +101,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
             f"of {', '.join(parts)}: they are not loaded, and no saved actor has them"
         )
     if missing:
-        sys.exit(
-            f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
-        )
+        refuse(f"{name!r} lacks weights, such as {min(missing)}: they would have started at random")
     # The saved actor must end its answers as it does here.
     model.generation_config.eos_token_id = sorted(rendering.stop_tokens(tokenizer, model))
     published = model.generation_config.to_dict()
@@ -132,12 +129,12 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         **settings,
     )
     if not in_4bit and getattr(model, "hf_quantizer", None) is not None:
-        sys.exit(
+        refuse(
             f"{name!r} holds quantized weights, which are not trained as they are: give the model "
             "that they were made from, with --lora_r and --load_in_4bit to pack it"
         )
     if args.max_length > (most := architecture.longest_row(model)):
-        sys.exit(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
+        refuse(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
     if args.lora_r and not frozen:  # each saved adapter says what it belongs to
         model.base_fingerprint = fingerprint(PartialState(), name, model.config)
     if getattr(model, "_weight_conversions", None):
@@ -168,14 +165,16 @@ def from_pretrained(auto_class, name: str, **settings):
     it may, and take a line of a pipe for the answer. An adapter would load its base, too.
     """
     if is_adapter(name):
-        sys.exit(
+        refuse(
             f"{name!r} is an adapter, not a whole model: merge it into its base with "
             f"`python -m preference_recipes.tools.export {name} OUT --merge`, and give OUT instead"
         )
+    if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists():
+        refuse(f"the model's folder {name!r} does not exist (looked in {Path.cwd()})")
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
-        sys.exit(f"{name!r} cannot be loaded by {auto_class.__name__}: {in_one_line(error)}")
+        refuse(f"{name!r} cannot be loaded by {auto_class.__name__}: {in_one_line(error)}")
 
 
 # ============================================================ models that something is wrong with
@@ -202,7 +201,7 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         own_token = own_tokens.get(token_id, token)
         if own_token != token:
-            sys.exit(
+            refuse(
                 f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
                 f"is {own_token!r} there and {token!r} here. The reference policy reads the "
                 "policy's token ids: give the model that the policy was trained from"
@@ -223,7 +222,7 @@ def check_embeddings(data, name: str, *others: str | None, draws: bool = False) 
     tokenizer = data.converter.tokenizer
     for token, token_id in tokenizer.get_vocab().items() if draws else ():
         if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
-            sys.exit(
+            refuse(
                 f"{smallest!r} has {sizes[smallest]} embeddings, and none for token {token_id}, "
                 f"{token!r}, which {name!r} may draw: resize it as that was resized"
             )

@@ -4,7 +4,6 @@
 positions with a backward pass written by hand, and what else it can say of a token.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from common import refuse
 from preference_recipes.models import architecture
 
 # Logits held at once, in elements: 512 MiB in fp32.
@@ -60,7 +60,7 @@ class LogProbModel(ModelWrapper):
         super().__init__(model)
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
-            sys.exit(
+            refuse(
                 f"{type(model).__name__}: the output layer is {type(head).__name__}, "
                 "only a plain nn.Linear is supported"
             )

@@ -5,7 +5,6 @@ Hu et al. 2021, arXiv:2106.09685. A linear layer `W` becomes `W + (alpha / r) * 
 model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from common import counted, engine, print_once, replaced
+from common import counted, display, engine, print_once, refuse, replaced
 from common.adapters import ADAPTER
 from preference_recipes.models import architecture
 
@@ -63,10 +62,11 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
             module.support_avx512bf16_for_cpu = False
     _, trained = engine.count_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-    accelerator.print(
-        f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
-        f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
-    )
+    if accelerator.is_main_process:
+        display.write(
+            f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
+            f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
+        )
 
 
 def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
@@ -98,7 +98,7 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     for target in targets:  # peft would leave out what it does not find
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             kinds = sorted({layer.rpartition(".")[2] for layer in layers})
-            sys.exit(
+            refuse(
                 f"--lora_target_modules {target}: no linear layer of {type(model).__name__} that "
                 f"could get an adapter has this name. There are {', '.join(kinds)} (embeddings, "
                 "the output layer and score heads get none)"
@@ -135,7 +135,7 @@ def packed_in_4bit() -> dict:
     """Returns what `from_pretrained` takes for QLoRA: NormalFloat, and the scales packed again."""
     state = AcceleratorState()
     if engine.is_sharded(state):
-        sys.exit(
+        refuse(
             "--load_in_4bit does not work under DeepSpeed and FSDP2, which cannot shard packed "
             "weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
         )

@@ -1,12 +1,10 @@
 """Models that score: a reward model, or PPO's actor with its critic."""
 
-import sys
-
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from common import print_once, zero
+from common import print_once, refuse, zero
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbModel, ModelWrapper, by_answer
 
@@ -76,7 +74,7 @@ def score_model(
         new_head: gives a model without a score head a new one, see `draw_score_head`.
     """
     if load.tokenizer_of(name).get_vocab() != tokenizer.get_vocab():
-        sys.exit(
+        refuse(
             f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
             "the reward model or critic reads the policy's token ids, "
             "so both need the same vocabulary"
@@ -86,7 +84,7 @@ def score_model(
     )
     lacks_backbone = missing - {"score.weight"}
     if lacks_backbone or (missing and not new_head):
-        sys.exit(
+        refuse(
             f"{name!r} lacks weights, such as {min(missing)}: "
             "expected a reward model with one label, as recipes/reward.py saves it"
         )
@@ -134,7 +132,7 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     tried = own if pad_token is None else [pad_token]
     found = [token for token in tried if token in tokenizer.get_vocab() and token != eos]
     if not found:
-        sys.exit(
+        refuse(
             f"the tokenizer of {tokenizer.name_or_path!r}: none of {tried} is a pad token other "
             f"than its EOS, {eos!r}: transformers would read a saved reward model's score before "
             "the EOS. Give --pad_token TOKEN: one of its vocabulary that never ends an answer"

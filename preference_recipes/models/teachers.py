@@ -1,7 +1,6 @@
 """The teachers of a distillation: which models they are, and what they say of a batch."""
 
 import copy
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from common import batches, engine
+from common import batches, engine, refuse
 from preference_recipes.models import load, lora, prepare
 from preference_recipes.models.divergence import DistillModel, Head, Lesson, TopLesson
 from preference_recipes.models.packing import Packer
@@ -47,20 +46,20 @@ def locations(args) -> dict[str, str | list[str] | None]:
     found = here | servers
     is_clear = len(found) == len(pairs) + len(servers) and all(found.values())
     if not is_clear or (ONLY in found and len(found) > 1):
-        sys.exit(
+        refuse(
             "expected one teacher, or several as --teacher NAME=PATH and --teacher_url NAME=URL, "
             f"each name once: a row's column `teacher` names its own. Got {[*here, *servers]}"
         )
     if servers and args.temperature != 1:
         temperature = f"--temperature {args.temperature:g}"
-        sys.exit(f"{temperature}: a --teacher_url tells log-probs of given tokens at 1 only")
+        refuse(f"{temperature}: a --teacher_url tells log-probs of given tokens at 1 only")
     return found or {ONLY: None}
 
 
 def check_settings(args) -> None:
-    """Exits if no teacher is named, or one twice."""
+    """Refuses arguments that name no teacher, or one twice."""
     if None in locations(args).values() and not (args.lora_r and args.teacher_prompt):
-        sys.exit(
+        refuse(
             "there is no teacher: give --teacher_model_name_or_path, --teacher_url, or --lora_r "
             "with --teacher_prompt to make the student's base its teacher"
         )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from common import errors, in_one_line
+from common import errors, in_one_line, refuse
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
@@ -32,6 +32,7 @@ class UserClass(NamedTuple):
     make: Callable[[], Any]  # a new instance
     has_reward: bool
     tools: list[dict]  # JSON schemas of what the model may call; none if it has `step`
+    reset: inspect.Signature = inspect.Signature()
 
 
 @functools.cache
@@ -45,8 +46,9 @@ def load(name: str) -> UserClass:
     if not hasattr(instance, "step"):
         tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
         if not tools:
-            sys.exit(f"--environment {name} has no `step`, nor a public method as a tool")
-    return UserClass(name, make, hasattr(instance, "get_reward"), tools)
+            refuse(f"--environment {name} has no `step`, nor a public method as a tool")
+    reset = inspect.signature(instance.reset)
+    return UserClass(name, make, hasattr(instance, "get_reward"), tools, reset)
 
 
 def tools_of(instance: Any) -> list[str]:
@@ -59,9 +61,15 @@ def load_function(name: str) -> Callable:
     """Loads the function or class `MODULE:NAME`. The current directory is searched, too."""
     here = os.getcwd()
     sys.path.append(here)
-    with errors.exits_with_a_message():  # a script may do its work when it is imported
-        function = pkgutil.resolve_name(name)
-    os.chdir(here)  # wherever the module went
+    try:
+        with errors.exits_with_a_message():  # a script may do its work when it is imported
+            function = pkgutil.resolve_name(name)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        refuse(f"{name!r} cannot be loaded, from {here} or as installed: {in_one_line(error)}")
+    finally:
+        os.chdir(here)  # wherever the module went
+    if not callable(function):
+        refuse(f"{name!r} is no function or class: expected MODULE:NAME")
     return function
 
 

@@ -8,13 +8,12 @@ tokenised again. `Samples.is_sampled` says which tokens the model drew.
 import contextlib
 import dataclasses
 import json
-import sys
 from typing import Any
 
 import numpy as np
 import torch
 
-from common import distributed
+from common import distributed, refuse
 from preference_recipes.data import chat, formats, rendering, replies
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments
@@ -29,7 +28,7 @@ def load_environment(name: str, tokenizer) -> UserClass:
     try:
         replies.check_turns(tokenizer, user_class.tools)
     except BadRow as error:
-        sys.exit(f"--environment {name}: {error}")
+        refuse(f"--environment {name}: {error}")
     return user_class
 
 
@@ -139,7 +138,7 @@ class Stage:
         row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
         prompt = row["prompt"]
         if isinstance(prompt, str) and not args.strings_as_messages:
-            sys.exit(f"{option}: the prompt is a string: give --strings_as_messages")
+            refuse(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
             prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
@@ -154,7 +153,7 @@ class Stage:
         tools = self.user_class.tools or row.get("tools")
         episode.prompt = chat.encode_prompt(self.sampler.tokenizer, episode.messages, tools).ids
         if episode.places_left(args) <= 0:
-            sys.exit(f"{option}: with what `reset` added, --max_length leaves no room to answer")
+            refuse(f"{option}: with what `reset` added, --max_length leaves no room to answer")
         return episode
 
     def take_turn(self, live: dict[int, Episode], draws: np.ndarray, temperature: float) -> None:

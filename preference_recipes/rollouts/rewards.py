@@ -6,7 +6,6 @@ import inspect
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import distributed
+from common import distributed, refuse
 from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
@@ -28,6 +27,9 @@ from preference_recipes.rollouts.sources import Source
 OF_MODEL = "reward_model"
 # The name of `get_reward` among the parts of a score.
 OF_ENVIRONMENT = "environment"
+# What reward functions may ask for besides the data's columns.
+GIVEN = ["response_ids", "truncated", "rendered_prompts", "step"]
+GIVEN_OF_EPISODES = ["messages", "environments"]
 TEXTS = (str, bytes, bytearray)
 
 
@@ -45,17 +47,17 @@ class Scores(NamedTuple):
 
 def check_settings(args) -> None:
     if not weights_by_part(args):
-        sys.exit(
+        refuse(
             "nothing scores the responses: give --reward_model_name_or_path, --reward_function or "
             "an --environment with get_reward"
         )
     if args.environment and args.rollouts_ahead:
-        sys.exit("--environment with --rollouts_ahead 1: not supported together")
+        refuse("--environment with --rollouts_ahead 1: not supported together")
 
 
 def load_prompts(accelerator, args, tokenizer) -> Data:
     tools = environments.load(args.environment).tools if args.environment else []
-    return dataset.load_data(
+    data = dataset.load_data(
         accelerator,
         args,
         tokenizer,
@@ -63,6 +65,31 @@ def load_prompts(accelerator, args, tokenizer) -> Data:
         max_new_tokens=args.max_new_tokens,
         tools=tools or None,
     )
+    columns = dict.fromkeys(columns_of(data))
+    given = columns | dict.fromkeys(GIVEN + GIVEN_OF_EPISODES * (args.environment is not None))
+    for name in args.reward_function or []:
+        function = environments.load_function(name)
+        keywords = keywords_of(function, given)
+        check_call(f"--reward_function {name}", inspect.signature(function), 2, keywords, columns)
+    if args.environment:
+        reset = environments.load(args.environment).reset
+        check_call(f"--environment {args.environment}: `reset`", reset, 0, columns, columns)
+    return data
+
+
+def check_call(name: str, signature, positional: int, keywords: dict, columns: dict) -> None:
+    """Refuses a user's function that asks for a column which the data do not have."""
+    try:
+        signature.bind(*[None] * positional, **keywords)
+    except TypeError as error:
+        refuse(f"{name}: {error}; the data's columns: {', '.join(columns)}")
+
+
+def columns_of(data: Data) -> list[str]:
+    """Returns the columns of the training data that reward functions and environments may get."""
+    # All rows of a set have the columns of its first one, with None for what is missing.
+    firsts = data.train[data.starts]["columns"]
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(json.loads, firsts))))
 
 
 def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> None:
@@ -85,10 +112,7 @@ class Judge:
     def __init__(self, accelerator, args, tokenizer, data: Data):
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
-        # All rows of a set have the columns of its first one, with None for what is missing.
-        firsts = data.train[data.starts]["columns"]
-        names = itertools.chain.from_iterable(map(json.loads, firsts))
-        self.columns = list(dict.fromkeys(names))  # of the training data
+        self.columns = columns_of(data)
         self.fingerprints: dict[str, Any] = {}
         self.model: nn.Module | None = None  # prepared
         self.mean = 0.0  # these normalise its scores
@@ -122,7 +146,7 @@ class Judge:
         total = torch.tensor(sums, dtype=torch.float32)
         for data_row, reward in zip(samples.data_rows, total.tolist()):
             if not math.isfinite(reward):
-                sys.exit(
+                refuse(
                     f"the reward of data row {data_row} is {reward}: nothing scored it (nan), or "
                     f"fp32 does not hold it (inf); weights: {self.weights}"
                 )
@@ -197,18 +221,27 @@ def given_to_functions(
 def called(function: Callable, given: dict[str, Any]) -> Any:
     """Returns what a function `(prompts, responses, **columns) -> scores` returns; it may be async.
 
-    Columns that its signature does not name are not passed, unless it takes `**columns`. It gets
-    copies, so what it changes reaches neither the samples that are trained on nor other functions.
+    It gets copies, so what it changes reaches neither the samples that are trained on nor other
+    functions.
     """
     # Environments may hold connections: they are not copied.
     kept = {id(instance): instance for instance in given.get("environments", [])}
     keywords = copy.deepcopy(given, kept)
     prompts_and_responses = keywords.pop("prompts"), keywords.pop("responses")
+    result = function(*prompts_and_responses, **keywords_of(function, keywords))
+    return environments.awaited_result(result)
+
+
+def keywords_of(function: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of the given values that a function's signature names, besides the first two.
+
+    If it takes `**columns`, they are all.
+    """
     parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named = [parameter.name for parameter in parameters]
-        keywords = {name: keywords[name] for name in named[2:] if name in keywords}
-    return environments.awaited_result(function(*prompts_and_responses, **keywords))
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return given
+    named = [parameter.name for parameter in parameters]
+    return {name: given[name] for name in named[2:] if name in given}
 
 
 def as_numbers(name: str, scores: Any, n: int) -> list[float]:
@@ -222,7 +255,7 @@ def as_numbers(name: str, scores: Any, n: int) -> list[float]:
             values = [None if number is None else float(number) for number in numbers]
     if values is None or len(values) != n or any(value != value for value in values):  # NaN
         got = " ".join(repr(scores).split())[:200]
-        sys.exit(f"{name}: expected {n} numbers, one for each response, or None; got {got}")
+        refuse(f"{name}: expected {n} numbers, one for each response, or None; got {got}")
     return [math.nan if value is None else value for value in values]
 
 
@@ -238,7 +271,7 @@ def load_functions(names: list[str] | None) -> dict[str, Callable]:
         first, second, *_ = [*inspect.signature(function).parameters, "", ""]
         if first in ("responses", "completions") or second == "prompts":
             # They would get prompts and responses in each other's place.
-            sys.exit(f"--reward_function {name}: prompts and responses come first, in this order")
+            refuse(f"--reward_function {name}: prompts and responses come first, in this order")
         functions[own_name if taken.count(own_name) == 1 else name] = function
     return functions
 
@@ -251,7 +284,7 @@ def weights_by_part(args) -> dict[str, float]:
         names.append(OF_ENVIRONMENT)
     weights = [1.0] * len(names) if args.reward_weights is None else args.reward_weights
     if len(weights) != len(names) or not np.isfinite(weights).all():
-        sys.exit(
+        refuse(
             f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
             f"numbers, one for each of {', '.join(names)}"
         )

@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-import sys
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import batches, carried, counted, distributed, progress
+from common import batches, carried, counted, distributed, progress, refuse
 from common.metrics import Means
 from preference_recipes.models import checks
 from preference_recipes.models.reference import Reference
@@ -147,7 +146,7 @@ def skip(run, state: State, means: Means) -> None:
         )
     if run.finished and run.global_step == 0:
         run.log(means.reduce())  # so that the rewards are in the log
-        sys.exit(f"{message}. The run has applied no update")
+        refuse(f"{message}. The run has applied no update")
     distributed.warn(run.accelerator, message)
 
 
@@ -220,7 +219,7 @@ def check_rollout_size(args) -> None:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples < args.train_batch_size and not args.preview:
         least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
-        sys.exit(
+        refuse(
             f"a rollout has {samples} samples, fewer than --train_batch_size "
             f"{args.train_batch_size}. Smallest valid size: --rollout_batch_size {least}"
         )

@@ -4,14 +4,13 @@ They tell the log-prob of each token of a response, and those of the k most prob
 """
 
 import itertools
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from common import distributed
+from common import distributed, refuse
 from preference_recipes.models import teachers
 from preference_recipes.models.teachers import Question, Teachers, Words
 from preference_recipes.rollouts.vllm import Server
@@ -38,7 +37,7 @@ class AllTeachers(Teachers):
                 self.servers.setdefault(name, []).append(server)
                 title = f"served teacher {name}".strip()
                 if self.fingerprints.setdefault(title, weights) != weights:
-                    sys.exit(f"{url} has {weights}, but the {title} is {self.fingerprints[title]}")
+                    refuse(f"{url} has {weights}, but the {title} is {self.fingerprints[title]}")
                 accelerator.print(f"{title}: {weights} at {url}, its top {self.top_k} tokens")
 
     def prove(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
@@ -48,14 +47,14 @@ class AllTeachers(Teachers):
         """
         model, *_ = server.send("/v1/models", method="GET")["data"]
         if (longest := model["max_model_len"]) <= max_length:  # it adds a token of its own
-            sys.exit(f"--max_length {max_length}: {server.url} has --max-model-len {longest}")
+            refuse(f"--max_length {max_length}: {server.url} has --max-model-len {longest}")
         text = tokenizer.decode(sorted(tokenizer.get_vocab().values()))
         ids = tokenizer.encode(text, add_special_tokens=False)
         request = {"prompt": text, "add_special_tokens": False}
         for own, their in itertools.zip_longest(ids, server.send("/tokenize", request)["tokens"]):
             if own != their:
                 pair = f"in the text of all tokens the student has id {own}, it has {their}"
-                sys.exit(f"{server.url} has another tokenizer: {pair}")
+                refuse(f"{server.url} has another tokenizer: {pair}")
         answer = ids[1:max_length]
         self.ask(Question("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
@@ -99,12 +98,12 @@ class AllTeachers(Teachers):
             own = entries.get(str(ids[place]))
             top = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[: self.top_k]
             if own is None or [entry["rank"] for _, entry in top] != self.ranks:
-                sys.exit(f"{server.url} does not tell {self.top_k} log-probs of each token asked")
+                refuse(f"{server.url} does not tell {self.top_k} log-probs of each token asked")
             top_ids.append([int(token) for token, _ in top])
             logps.append([entry["logprob"] for _, entry in top] + [own["logprob"]])
         words = (torch.tensor(top_ids, dtype=torch.int32), torch.tensor(logps))
         total = words[1][:, :-1].exp().sum(1)
         if not total.max() <= 1.001 or words[0].max() >= self.vocabulary:
             others = f"tokens beyond the {self.vocabulary} of the student"
-            sys.exit(f"{server.url} tells no log-probs (its --logprobs-mode), or of {others}")
+            refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {others}")
         return words

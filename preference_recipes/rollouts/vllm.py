@@ -10,7 +10,6 @@ import http.client
 import itertools
 import json
 import os
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import adapters, engine, saving
+from common import adapters, engine, refuse, saving
 from common.distributed import on_main_process
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
@@ -74,7 +73,7 @@ class Servers:
         workers = self.on_main_process(self.workers)
         shortest = min(worker["max_model_len"] for worker in workers)
         if (longest := sampler.args.max_length) > shortest:  # it might cut responses, unsaid
-            sys.exit(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
+            refuse(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
         dtypes = [worker["dtype"] for worker in workers]
         # The coarsest of those in which the servers compute.
         self.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
@@ -171,7 +170,7 @@ class Servers:
             answers = pool.map(Server.complete, itertools.cycle(self.servers), requests)
             responses = [response for answer in answers for response in answer]
         if {worker["version"] for worker in self.workers()} != {self.version}:
-            sys.exit(
+            refuse(
                 "a vLLM server got other weights while it sampled: another run uses it, too, or it "
                 "was started again. Its responses are not used"
             )
@@ -257,7 +256,7 @@ class Servers:
             self.probes[server.url] = (theirs, ours)
         # Else the old probe is kept: training's small changes add up against it.
         elif (change := (ours - last_ours).abs().max().item()) > VISIBLE_CHANGE[dtype]:
-            sys.exit(
+            refuse(
                 f"{server.url} does not have the weights that it was given: its log-probs are the "
                 f"old ones to the last bit, while those of training changed by {change:.3g}"
             )
@@ -265,7 +264,7 @@ class Servers:
         if bound is None:
             bound = LARGEST_DIFFERENCE[dtype]
         if not difference <= bound:  # also where it is not a number
-            sys.exit(
+            refuse(
                 f"{server.url}: its log-probs differ from those of training by {difference:.3g} on "
                 f"average, more than {bound:g} ({dtype}; --max_sampler_difference): wrong weights, "
                 "log-probs without the temperature, or another precision; see docs/vllm.md"
@@ -275,7 +274,7 @@ class Servers:
 
 # ============================================================ one server
 class Server:
-    """A vLLM server at an address. Every method raises `SystemExit` with one line if it fails."""
+    """A vLLM server at an address. Every method raises `Refused` if it fails."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
@@ -296,10 +295,10 @@ class Server:
             is_whole = len(ids) == request["max_tokens"] or ids[-1] in request["stop_token_ids"]
             has_prompt = choice["prompt_token_ids"] == request["prompt"]
             if not is_whole or not has_prompt or len(logps) != len(ids):
-                sys.exit(f"{self.url}: a response to another prompt, or one that was cut: {choice}")
+                refuse(f"{self.url}: a response to another prompt, or one that was cut: {choice}")
             responses.append(Response(ids, logps if request["temperature"] else []))
         if len(responses) != request["n"]:
-            sys.exit(f"{self.url} gave {len(responses)} responses, asked for {request['n']}")
+            refuse(f"{self.url} gave {len(responses)} responses, asked for {request['n']}")
         return responses
 
     def send(self, path: str, content: dict | None = None, method: str = "POST") -> dict[str, Any]:
@@ -318,7 +317,7 @@ class Server:
             said = f"gave no answer: {error}"
         else:
             return json.loads(text) if text.strip().startswith(b"{") else {}
-        sys.exit(f"the vLLM server {self.url}{path} {said}; docs/vllm.md says how to start it")
+        refuse(f"the vLLM server {self.url}{path} {said}; docs/vllm.md says how to start it")
 
 
 def make_requests(

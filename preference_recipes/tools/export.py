@@ -19,14 +19,13 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common import folders
+from common import ends_with_refusals, folders, in_one_line, refuse
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -53,7 +52,7 @@ def export(
     """
     out = out.resolve()  # a link would be replaced by a folder next to it
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        sys.exit(f"{out} exists and is not an empty folder: choose another")
+        refuse(f"{out} exists and is not an empty folder: choose another")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         copy = Path(folder, "copy")
@@ -73,14 +72,14 @@ def copy_model(checkpoint: Path, model: str, out: Path) -> None:
     """Copies the files of a model that a checkpoint's manifest names, after checking all of it."""
     fault = folders.fault_of(checkpoint)
     if fault:
-        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
+        refuse(f"{checkpoint} is not a whole checkpoint: {fault}")
     manifest = folders.read_json(checkpoint / "manifest.json")
     names = [name for name in manifest if name.startswith(f"{model}/")]
     if not names:
-        sys.exit(f"{checkpoint} holds no {model}: its manifest names none")
+        refuse(f"{checkpoint} holds no {model}: its manifest names none")
     for name in names:
         if (checkpoint / name).resolve() != checkpoint.resolve() / name:
-            sys.exit(f"{checkpoint}: its manifest names {name!r}, a link or not in the checkpoint")
+            refuse(f"{checkpoint}: its manifest names {name!r}, a link or not in the checkpoint")
         copied = out / name.removeprefix(f"{model}/")
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(checkpoint / name, copied)
@@ -93,21 +92,27 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
         adapter: a folder or a hub name.
         base: see `export`.
     """
-    import peft  # all of these are slow to import
+    from common import adapters, launch  # all of these are slow to import
+
+    launch.quiet()
+    import peft
     import torch
     import transformers
     from huggingface_hub import snapshot_download
 
-    from common import adapters, saving
+    from common import saving
     from preference_recipes.models import load
 
-    folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
+    try:
+        folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
+    except Exception as error:  # of the name, the network, the hub
+        refuse(f"{adapter} is no folder here, and not on the hub: {in_one_line(error)}")
     if not (folder / "adapter_config.json").is_file():
-        sys.exit(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
+        refuse(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
     config = peft.PeftConfig.from_pretrained(folder)
     base = base or config.base_model_name_or_path
     if Path(base).is_absolute() and not Path(base).is_dir():
-        sys.exit(f"{base}, the adapter's base, is not there: if it moved, give --base FOLDER")
+        refuse(f"{base}, the adapter's base, is not there: if it moved, give --base FOLDER")
     settings = {"dtype": torch.float32}
     auto_class = transformers.AutoModelForCausalLM
     if config.task_type == "SEQ_CLS":
@@ -120,7 +125,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     if before.partition(" ")[0] != now.partition(" ")[0]:  # one on the hub, the other in a folder
         print(f"NOTE: the adapter was trained on {before}; {base} has {now}: not compared")
     elif before != now:
-        sys.exit(f"{base} is not the adapter's base any more: that had {before}, this has {now}")
+        refuse(f"{base} is not the adapter's base any more: that had {before}, this has {now}")
     model = peft.PeftModel.from_pretrained(model, folder).eval()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -134,7 +139,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     largest = expected.abs().max().item()
     # peft 0.21 merges the adapters of all layers that share a matrix, such as tied embeddings.
     if not difference <= 1e-3 * largest:  # also where one is not finite
-        sys.exit(
+        refuse(
             f"the whole model would be another one: its logits differ by up to {difference:.3g} "
             f"from those of base and adapter, which are up to {largest:.3g} in size. Load the "
             "adapter with peft instead, or make one that leaves alone what several layers share"
@@ -169,6 +174,7 @@ def convert(folder: Path, dtype: str) -> None:
         saving.write_config(folder, dtype)
 
 
+@ends_with_refusals()
 def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=command,

@@ -3,11 +3,10 @@
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from common import FILES
+from common import FILES, refuse
 
 FORKS = FILES / "forks"
 
@@ -20,7 +19,7 @@ def recipe_of(name: str) -> str:
     """Returns the name of the recipe that a fork changes."""
     file = FORKS / f"{name}.diff"
     if not file.is_file():
-        sys.exit(f"{name!r} is no fork; there are {', '.join(names())}")
+        refuse(f"{name!r} is no fork; there are {', '.join(names())}")
     return re.search(r"^--- recipes/(\w+)\.py$", file.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
@@ -34,14 +33,14 @@ def patched(recipe: str, chosen: list[str]) -> str:
         shutil.copyfile(FILES / f"recipes/{recipe}.py", file)
         for name in chosen:
             if recipe_of(name) != recipe:
-                sys.exit(f"{name} changes recipes/{recipe_of(name)}.py, not recipes/{recipe}.py")
+                refuse(f"{name} changes recipes/{recipe_of(name)}.py, not recipes/{recipe}.py")
             try:
                 words = ["patch", "--fuzz=0", "--silent", "--forward"]
                 files = [str(file), str(FORKS / f"{name}.diff")]
                 done = subprocess.run([*words, *files], capture_output=True, text=True)
             except FileNotFoundError:
-                sys.exit("the program `patch` is not installed: your system's package is `patch`")
+                refuse("the program `patch` is not installed: your system's package is `patch`")
             if done.returncode:
                 others = " and ".join(chosen[: chosen.index(name)]) or f"recipes/{recipe}.py"
-                sys.exit(f"{name} cannot be added to {others}: both change the same lines")
+                refuse(f"{name} cannot be added to {others}: both change the same lines")
         return file.read_text(encoding="utf-8")

@@ -85,7 +85,7 @@ def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
 def test_skips_are_said_and_without_end_end(scale, said, capsys):
     accelerator = types.SimpleNamespace(is_main_process=True)
     progress = Progress(1000, 1, 1, 1000, global_step=20)
-    with pytest.raises(SystemExit, match=f"update 21 was skipped 100 times .* finite{said}. Lower"):
+    with pytest.raises(ValueError, match=f"update 21 was skipped 100 times .* finite{said}. Lower"):
         while True:
             progress.update_done(applied=False, samples=1, tokens=1)
             stopping.check_skips(accelerator, progress, scale)

@@ -1,6 +1,7 @@
 """What a run records of itself: arguments that repeat it, its surroundings, a card beside its model."""
 
 import json
+import re
 import sys
 import types
 
@@ -9,7 +10,7 @@ import transformers
 import yaml
 
 from common import record
-from runs import LAUNCHERS, launch, recipe, short_run, timeless, weights
+from runs import LAUNCHERS, launch, recipe, short_run, timeless, weights, write_jsonl
 
 
 def flags(inputs, output, **more):
@@ -51,7 +52,9 @@ def test_each_start_is_recorded(inputs, tmp_path):
 
     card = (output / "actor/README.md").read_text()
     assert header_of(card) == {"library_name": "transformers", "tags": ["mine"]}
-    assert card.endswith("# model, trained by mine on dpo.jsonl\n")
+    assert "\n# model, trained by mine on dpo.jsonl\n" in card and str(inputs) not in card
+    (arguments,) = re.findall(r"```yaml\n(.*)```\n$", card, re.DOTALL)
+    assert yaml.safe_load(arguments).items() >= {"max_steps": 4, "save_steps": 2}.items()
     in_checkpoint = (output / "checkpoints/global_step_000004/actor/README.md").read_text()
     assert header_of(in_checkpoint) == header_of(card)
 
@@ -59,10 +62,16 @@ def test_each_start_is_recorded(inputs, tmp_path):
 def test_a_card_shows_no_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["recipes/sft.py"])
     data = ["owner/data:main", str(tmp_path)]
-    args = types.SimpleNamespace(model_name_or_path="owner/model", dataset_name=data)
+    args = types.SimpleNamespace(model_name_or_path="owner/model", dataset_name=data, beta=0.5)
+    args.output_dir = tmp_path
+    lines = [{"global_step": 1, "epoch": 1}, {"global_step": 2, "eval/exact_match": 0.51239}]
+    write_jsonl(tmp_path / "metrics.jsonl", [{"global_step": 0, "eval/loss": 1.0}, *lines])
     (tmp_path / "adapter_config.json").touch()
     record.write_card(tmp_path, args)
     card = (tmp_path / "README.md").read_text()
-    assert header_of(card) == {"library_name": "peft", "tags": ["sft"]}
+    header = {"library_name": "peft", "tags": ["sft"], "base_model": "owner/model"}
+    assert header_of(card) == header
+    assert "| evaluation at update 2 | |\n| --- | --- |\n| eval/exact_match | 0.5124 |\n\n" in card
+    assert "- owner/data:main\n" in card and "\nbeta: 0.5\n" in card and "output_dir" not in card
     assert f"# owner/model, trained by sft on owner/data:main, {tmp_path.name}\n" in card
     assert str(tmp_path) not in card

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
 from common import console, folders, saving
-from common.actor import Best
+from common.actor import Actor, Best
 from preference_recipes.data import dataset
 from preference_recipes.data.dataset import Converter, Data
 from preference_recipes.data.prompts import prompt_row
@@ -184,6 +184,7 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
 
     monkeypatch.setattr(console, "HfApi", Api)
     made = small_run(tmp_path, push_to_hub="mine")
+    made.actor.unwrapped.model.can_generate = lambda: True
     made.run.start()
     console.end(made.actor)
     assert asked == [
@@ -191,6 +192,17 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
         {"repo_id": "me/mine", "folder_path": tmp_path / "actor"},
     ]
     assert f"uploaded {tmp_path}/actor to" in capsys.readouterr().out
+    Api.upload_folder = lambda self, **settings: 1 / 0
+    again = f"--push_to_hub mine: division by zero. To repeat it: hf upload --private mine {tmp_path}/actor"
+    runs.refuses(again, call=lambda: console.end(made.actor))
+
+
+def test_a_run_of_no_update_saves_no_actor(tmp_path):
+    made = small_run(tmp_path)
+    made.run.skipped_steps = 3
+    said = "no update was applied, 3 were skipped: no actor is saved"
+    runs.refuses(said, call=lambda: Actor.save(made.actor))
+    assert not (tmp_path / "actor").exists()
 
 
 def test_weights_that_a_dtype_cannot_hold_are_said(capsys):

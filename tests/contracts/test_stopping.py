@@ -129,7 +129,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_part_of_it(tmp_path
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
     written = []
-    write = lambda self, final: written.append(final.name)
+    write = lambda self, temporary, final: written.append(final.name)
     monkeypatch.setattr(Checkpoint, "write", write)
     run = small_run(tmp_path)
     for run.run.global_step in (4, 4, 5):

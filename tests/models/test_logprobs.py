@@ -3,18 +3,35 @@
 That they are those of an architecture's own logits, with their gradients, is in test_architectures.py.
 """
 
+import re
 import types
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from architectures import build
 from preference_recipes.models import architecture, checks, logprobs
 from preference_recipes.models.logprobs import ByChunks, LogProbJob, LogProbModel
+from runs import ASSETS, REPOSITORY
 from test_packing import CPU, ON_CPU
 
 IN_BF16 = types.SimpleNamespace(device=CPU, mixed_precision="bf16")
 IDS = list(range(3, 19))
+
+
+def test_the_lines_of_the_page_run_and_give_the_log_probs_of_transformers(capsys):
+    page = (REPOSITORY / "preference_recipes/models/README.md").read_text()
+    names = {}
+    code = re.search("```python\n(.*?)```", page, re.DOTALL)[1]
+    exec(code.replace("assets/model", str(ASSETS / "model")), names)
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype="float32")
+    ids = torch.tensor([names["prompt"] + answer for answer in names["answers"]])
+    logps = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    expected = logps[:, len(names["prompt"]) - 1 :]
+    torch.testing.assert_close(names["logps"], expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"the output layer is LogProbHead, only"):
+        LogProbModel(names["model"].model)
 
 
 # ============================================================ from the head's output to logits
@@ -39,7 +56,7 @@ def model_with(change) -> torch.nn.Module:
     [lambda logits: logits.roll(1, -1), lambda logits: logits[..., :-1], lambda logits: logits**3],
 )
 def test_an_architecture_that_changes_its_logits_otherwise_is_refused(change):
-    with pytest.raises(SystemExit, match=r"^LlamaForCausalLM: its logits.*not supported yet"):
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM: its logits.*not supported yet"):
         LogProbModel(model_with(change))
 
 
@@ -114,7 +131,7 @@ def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
     """Of log-probs of up to 8 these miss a few hundredths: half precision would excuse them."""
     wrapper = LogProbModel(build("llama"))
     wrapper.multiplier, wrapper.softcap = multiplier, softcap
-    with pytest.raises(SystemExit, match=r"differ from its own logits.*not supported yet"):
+    with pytest.raises(ValueError, match=r"differ from its own logits.*not supported yet"):
         checks.check_logprobs(ON_CPU, wrapper, IDS)
     with torch.autocast("cpu", torch.bfloat16):
         checks.check_logprobs(IN_BF16, wrapper, IDS)

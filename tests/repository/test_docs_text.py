@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from common import arguments
@@ -169,6 +170,16 @@ def test_the_commands_of_agents_md_run(tmp_path):
     said = subprocess.check_output(["bash", "-ec", script], cwd=tmp_path, env=env, text=True)
     for words in ("⟦", '"global_step": 4', "97+70=", "1 passed"):
         assert words in said
+
+
+def test_the_table_of_other_names_is_that_of_the_messages():
+    page = (REPOSITORY / "docs/faq.md").read_text().partition("## What are other trainers'")[2]
+    rows = {}
+    for names, ours in re.findall(r"^\| (`.*) \| (.*) \|$", page, re.MULTILINE):
+        rows[names.replace("`", "")] = ours.partition(" ([")[0].replace("`", "")
+    said = yaml.safe_load(arguments.OTHER_NAMES.read_text())
+    older = {f"{names}, older": ours for names, ours in said["older"].items()}
+    assert rows == {**said["current"], **older}
 
 
 def test_every_argument_is_documented():

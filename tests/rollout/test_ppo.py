@@ -34,8 +34,8 @@ def refusal_of(recipe, settings: dict) -> str:
     try:
         args = arguments.parse(recipe.Args, runs.ASSETS / f"{name}.yaml", argv)
         recipe.check_settings(args)
-    except SystemExit as refusal:
-        return refusal.code.strip().splitlines()[-1]
+    except (SystemExit, ValueError) as refusal:
+        return refusal.args[0].strip().splitlines()[-1]
     return ""
 
 

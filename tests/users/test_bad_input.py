@@ -96,7 +96,7 @@ def test_a_home_is_that_of_the_user(tmp_path, monkeypatch):
 def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys, monkeypatch):
     """With one thread, unless the user says how many."""
     threads = []
-    print_once.cache_clear()
+    print_once.cache_clear()  # another test may have run the demo
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     assert parsed("--model_name_or_path=m", "--dataset_name=d") == Args("m", ["d"])
     assert "demo" not in capsys.readouterr().out

@@ -15,6 +15,7 @@ from runs import (
     launch,
     lines,
     recipe,
+    samples,
     training_lines,
 )
 
@@ -75,14 +76,24 @@ def test_the_glossary_is_the_list_of_logged_tags(demo):
 
 def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
     _, output = demo
-    board = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
-    board.Reload()
-    assert board.PluginTagToContent("custom_scalars")  # the page of key metrics
-    shown = {
-        (tag, event.step): event.value
-        for tag in board.Tags()["scalars"]
-        for event in board.Scalars(tag)
-    }
+    shown = {}
+    boards = {}
+    for prefix, folder in (("", "tensorboard"), ("eval/", "tensorboard/eval")):
+        board = EventAccumulator(str(output / folder), size_guidance={"scalars": 0})
+        boards[prefix] = board.Reload()
+        shown |= {
+            (prefix + tag.removeprefix("progress/"), event.step): event.value
+            for tag in board.Tags()["scalars"]
+            for event in board.Scalars(tag)
+        }
+    # Straight lines come after what is learned. Both runs' tags are those of training.
+    assert not {"epoch", "samples", "tokens"} & set(boards[""].Tags()["scalars"])
+    # The page of key metrics, and what tells runs apart.
+    assert boards[""].PluginTagToContent("custom_scalars")
+    assert boards[""].PluginTagToContent("hparams")
+    texts = [tag for tag in boards[""].Tags()["tensors"] if "text_summary" in tag]
+    assert "arguments/text_summary" in texts
+    assert ("samples/eval/text_summary" in texts) == any(samples(output))
     written = {
         (tag, line["global_step"]): value
         for line in lines(output)

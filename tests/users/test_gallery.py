@@ -3,9 +3,11 @@
 import itertools
 import re
 import subprocess
+import sys
 
 import pytest
 
+from preference_recipes import __main__
 from preference_recipes.tools import forks
 from runs import ASSETS, REPOSITORY, forked, refuses
 from test_prove import prove
@@ -59,6 +61,17 @@ def test_a_fork_fits_its_recipe_line_by_line(name, tmp_path):
     assert not [line for line in text.splitlines() if len(line) > 100]
 
 
+def test_the_command_ends_with_what_is_refused(monkeypatch, tmp_path):
+    for words, said in (
+        (["copy", "dpo", "x.py", "--fork", "none"], "'none' is no fork; there are adaptive_kl"),
+        (["export", "none", "out"], "none is not a whole checkpoint: "),
+        (["export", "none", "out", "--merge"], "none is no folder here, and not on the hub: "),
+    ):
+        monkeypatch.setattr(sys, "argv", ["preference-recipes", *words])
+        with pytest.raises(SystemExit, match=said):
+            __main__.main()
+
+
 def test_which_forks_go_together_is_as_the_page_says():
     """In the order of the alphabet."""
     section = README.partition("## What goes together")[2]
@@ -68,7 +81,7 @@ def test_which_forks_go_together_is_as_the_page_says():
         if forks.recipe_of(one) == forks.recipe_of(two):
             try:
                 forks.patched(forks.recipe_of(one), [one, two])
-            except SystemExit as refusal:
+            except ValueError as refusal:
                 assert "both change the same lines" in str(refusal)
                 found.append((one, two))
     assert found == apart

@@ -167,7 +167,7 @@ FAULTS = {
         "recipes/sft.py",
         {
             "    actor.save()\n": "",
-            "update = run.next_update(train)": "update = run.next_update(train); actor.save()",
+            "update = run.next_update(train)": "update = run.next_update(train); run.global_step and actor.save()",
         },
     ),
     "the_reference_learns": Fault(

@@ -4,20 +4,72 @@ import json
 import signal
 import sys
 import time
+import types
 
 import pytest
 
 from common import errors
-from runs import ASSETS, LAUNCHERS, launch, recipe, write_jsonl
+from runs import ASSETS, LAUNCHERS, config_launcher, launch, recipe, start, write_jsonl
 
 MODEL = ["--model_name_or_path", ASSETS / "model"]
 OWN = [*MODEL, "--dataset_name", "pairs.jsonl"]
 
 SMOOTHED = [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1]
 TARGETS = ["--lora_target_modules", "q_proj"]
+MINE = """
+def asks(prompts, responses, key): ...
+class Deck:
+    def reset(self, deck, **columns): ...
+    def step(self, message): ...
+    def get_reward(self): ...
+"""
+ASKED = [*MODEL, "--dataset_name", "asked.jsonl", "--reward_function"]
 # Each: recipe, flags, what the message says.
 TABLE = [
-    ("dpo", ["unknown.yaml"], ["unrecognized arguments: --betta 0.2"]),
+    ("dpo", ["unknown.yaml"], ["unknown.yaml: there is no argument betta. Did you mean --beta?"]),
+    ("dpo", ["none.yaml"], ["none.yaml cannot be read: [Errno 2] No such file"]),
+    ("dpo", ["torn.yaml"], ["torn.yaml cannot be read: ", "line 1"]),
+    (
+        "dpo",
+        ["--per_device_train_batch_size", 4],
+        [" 4. Instead of per_device_train_batch_size give --micro_train_batch_size"],
+    ),
+    ("dpo", ["--lr=1e-4"], ["arguments: --lr=1e-4. Instead of lr give --learning_rate"]),
+    (
+        "grpo",
+        ["--epsilon", 0.2, "--num-epochs", 3, "--betta", 1],
+        [
+            "--betta 1. Instead of epsilon give --clip_range. Instead of num_epochs give --max_epochs"
+        ],
+    ),
+    ("dpo", ["--learning-rate", 1], ["--learning-rate 1. Did you mean --learning_rate?"]),
+    ("dpo", ["--bf16"], ["--bf16. Instead of bf16 give a YAML of accelerate_configs/"]),
+    ("dpo", ["--qqq", 1], ["error: unrecognized arguments: --qqq 1"]),
+    ("dpo", ["--report_to", "wandb"], ["wandb is not installed: pip install wandb"]),
+    (
+        "dpo",
+        ["--push_to_hub", "True"],
+        ["--push_to_hub True: expected a name, such as me/my-model"],
+    ),
+    ("dpo", ["--model_name_or_path", "./none", *OWN[2:]], ["folder './none' does not exist"]),
+    ("dpo", ["--model_name_or_path", "a/b/none", *OWN[2:]], ["folder 'a/b/none' does not exist"]),
+    (
+        "grpo",
+        [*ASKED, "none:brief"],
+        ["'none:brief' cannot be loaded, from /", "No module named 'none'"],
+    ),
+    ("grpo", [*ASKED, "mine:none"], ["'mine:none' cannot be loaded", "no attribute 'none'"]),
+    ("grpo", [*ASKED, "mine"], ["'mine' is no function or class: expected MODULE:NAME"]),
+    (
+        "grpo",
+        [*ASKED, "mine:asks"],
+        ["missing a required argument: 'key'; the data's columns: prompt"],
+    ),
+    (
+        "grpo",
+        [*ASKED[:-1], "--environment", "mine:Deck", "--strings_as_messages"],
+        ["`reset`: missing a required argument: 'deck'", "columns: prompt, answer"],
+    ),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
     ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
     # Not after the models are loaded.
@@ -25,7 +77,7 @@ TABLE = [
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
     # A process adds its number.
     ("sft", ["--seed", 2**32 - 1], ["--seed 4294967295: expected at least 0 and below 2147483648"]),
-    ("dpo", SMOOTHED, ["--label_smoothing 0.1", "only sigmoid or robust"]),
+    ("dpo", SMOOTHED, ["--label_smoothing 0.1: not used with --loss_type ipo, only sigmoid"]),
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha 4.0: not used", "give --lora_r"]),
     ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit True", "give --lora_r"]),
     ("dpo", [*OWN, *TARGETS], ["--lora_target_modules ['q_proj']", "give --lora_r"]),
@@ -40,7 +92,10 @@ def folder(tmp_path_factory):
     """A user's working directory."""
     folder = tmp_path_factory.mktemp("mistakes")
     write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
+    write_jsonl(folder / "asked.jsonl", [{"prompt": "a", "answer": "b"}] * 4)
     (folder / "unknown.yaml").write_text("betta: 0.2\n")
+    (folder / "torn.yaml").write_text("beta: [0.2\n")
+    (folder / "mine.py").write_text(MINE)
     return folder
 
 
@@ -51,6 +106,7 @@ def test_a_mistake_is_one_message(folder, name, flags, parts):
     assert result.returncode == 1, result.stdout
     assert all(part in said[-1] for part in parts), result.stdout
     assert "Traceback" not in result.stdout and len(said) < 8, result.stdout
+    assert not [*folder.glob("runs/*/*")]  # a failed start leaves no folder of a run
 
 
 class Waits(Exception):
@@ -71,6 +127,8 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
         raise Waits
 
     monkeypatch.setattr(time, "sleep", sleep)
+    repeated = []
+    monkeypatch.setattr(errors, "repeat", repeated.append)
     file = become(1)
     with pytest.raises(SystemExit) as stopped:  # a signal that stops a run is no error
         errors.run(lambda: sys.exit(128 + signal.SIGTERM))
@@ -87,21 +145,45 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
         with pytest.raises(Waits):
             errors.run(main)
     assert capsys.readouterr().err == "" and not other.exists()
+    assert repeated == ["--beta 0: expected more"]
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # without a launcher
     with pytest.raises(SystemExit, match="said"):
         errors.run(lambda: sys.exit("said"))
 
 
-@pytest.mark.slow
-def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder):
-    """And is there once: both processes refuse, the launcher reports one.
+def test_the_process_that_repeats_a_message_ends_where_nobody_reads(monkeypatch):
+    """Such as with `| head`: it would wait forever for threads that a fork does not have."""
+    ended = []
 
-    The other one may be ended by the launcher's signal before it has read its arguments.
-    """
-    flags = [*MODEL, "--dataset_name", "none.jsonl"]
-    message = "data file 'none.jsonl' does not exist"
-    result = launch(LAUNCHERS["ddp"], recipe("dpo"), *flags, cwd=folder, check=False, fresh=True)
-    assert result.returncode != 0
-    *_, last, border = result.stdout.strip().splitlines()
-    assert set(border) == {"="} and message in last, result.stdout
-    assert result.stdout.count(message) == 1
+    def write(file, text):
+        raise BrokenPipeError
+
+    forked = dict(fork=lambda: 0, setsid=lambda: None, write=write, _exit=ended.append)
+    environ = {"TORCHELASTIC_ERROR_FILE": "error.json"}
+    monkeypatch.setattr(errors, "os", types.SimpleNamespace(environ=environ, **forked))
+    monkeypatch.setattr(errors, "LAUNCHER", "none")
+    with pytest.raises(BrokenPipeError):
+        errors.repeat("said")
+    assert ended == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [config_launcher("cpu"), config_launcher("single_gpu"), LAUNCHERS["ddp"]],
+    ids=["cpu", "single_gpu", "ddp"],
+)
+@pytest.mark.parametrize("name, flags, parts", TABLE[::9])
+def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(
+    folder, launcher, name, flags, parts
+):
+    """Below what the launcher prints, once: all processes refuse, one says so."""
+    command = start(launcher, recipe(name), *flags, cwd=folder, output=folder / "said", fresh=True)
+    assert command.wait(200) == 1
+    last = ""
+    while not all(part in last for part in parts):  # it comes after the launcher's end
+        time.sleep(0.1)
+        *_, last = (folder / "said").read_text().strip().splitlines()
+    time.sleep(1)
+    assert (folder / "said").read_text().strip().endswith(last)
+    assert not [*folder.glob("runs/*/*")]

@@ -1,0 +1,150 @@
+"""What a run shows in a terminal and in a file: whole numbers, what they mean, and what to do next."""
+
+import fcntl
+import os
+import re
+import struct
+import termios
+import threading
+import types
+
+import pytest
+
+from common import display
+from runs import (
+    ASSETS,
+    evaluation_lines,
+    first_rows,
+    launch,
+    recipe,
+    samples,
+    start,
+    training_lines,
+)
+
+NUMBER = r"-?(\d\.\d\d|\d\d\.\d|\d{3}|0\.\d{3,})k?"  # three digits, and no exponent
+ITEM = rf"update \d+/\d+|\d\d:\d\d<\d\d:\d\d|(loss|acc) {NUMBER}|{NUMBER} tok/s"
+
+
+def flags(folder) -> list[str]:
+    """The demo of SFT, with few rows."""
+    first_rows(folder / "rows.jsonl", ASSETS / "sft_train.jsonl", 20)
+    first_rows(folder / "held_out.jsonl", ASSETS / "sft_eval.jsonl", 6)
+    given = [ASSETS / "sft.yaml", "--dataset_name", "rows.jsonl"]
+    given += ["--eval_dataset_name", "held_out.jsonl"]
+    given += [
+        "--max_steps",
+        12,
+        "--eval_steps",
+        4,
+        "--train_batch_size",
+        8,
+        "--micro_train_batch_size",
+        8,
+    ]
+    return [*given, "--output_dir", "out"]
+
+
+def in_terminal(width: int, folder, *words) -> str:
+    """What a command writes to a terminal of so many columns."""
+    here, there = os.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    parts = []
+
+    def read():
+        while part := os.read(here, 65536):
+            parts.append(part)
+            if b"from_pretrained" in b"".join(parts[-2:]):
+                break
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    process = start([], *words, output=os.ttyname(there), cwd=folder)
+    assert process.wait(200) == 0
+    reader.join(20)
+    os.close(there)
+    return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_in_a_terminal_no_number_is_cut_and_lines_break_between_words(tmp_path, width):
+    said = in_terminal(width, tmp_path, recipe("sft"), *flags(tmp_path))
+    drawn = [line.strip() for line in re.split(r"[\r\n]+", said)]
+    block = said[said.index("  model  ") : said.index("evaluation at")]
+    assert max(map(len, drawn)) <= width, max(drawn, key=len)
+    bars = [line for line in drawn if line.startswith("update") and "/12" in line]
+    assert len(bars) > 3
+    for line in bars:
+        assert all(re.fullmatch(ITEM, item) for item in re.split("  +", line)), line
+    assert re.search(rf"loss {NUMBER}  acc {NUMBER}  {NUMBER} tok/s$", bars[-1])
+    assert "million parameters, 0.8255 million trained data" in " ".join(block.split())
+
+
+def test_in_a_file_there_are_plain_lines_and_the_last_block_has_the_result(tmp_path):
+    """Its figures are those of metrics.jsonl, its answers those of samples.jsonl."""
+    said = launch([], recipe("sft"), *flags(tmp_path), cwd=tmp_path).stdout
+    out = tmp_path / "out"
+    assert "\r" not in said
+    last = training_lines(out)[-1]
+    (bar,) = [line for line in said.splitlines() if line.startswith("update 12/12")]
+    assert f"  loss {display.number(last['loss'])}  acc " in bar
+    first, *_, end = evaluation_lines(out)
+    best = max(evaluation_lines(out), key=lambda line: line["eval/exact_match"])
+    block = said[said.index("\ndone: ") :]
+    for metric, sign in (("eval/loss", -1), ("eval/exact_match", 1)):
+        best = max(evaluation_lines(out), key=lambda line: sign * line[metric])
+        is_last = best[metric] == end[metric] and best is end
+        earlier = f"({first[metric]:.4g} at the start, "
+        earlier += "the best)" if is_last else f"best {best[metric]:.4g} at "
+        assert re.search(rf"{metric} +{end[metric]:.4g} +{re.escape(earlier)}", block), block
+    losses = training_lines(out)[-3:]  # of the last epoch: 8, 8 and 4 rows
+    mean = sum(line["loss"] * rows for line, rows in zip(losses, (8, 8, 4))) / 20
+    assert f"loss in the last epoch: {mean:.4g}\n" in block
+    page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0 (untick Ignore outliers)"
+    assert f"tensorboard --logdir out  and open {page}\n" in block
+    assert block.endswith('  model   AutoModelForCausalLM.from_pretrained("out/actor")\n')
+    for sample in samples(out)[:3]:
+        worth = "right" if sample["right"] else f"wrong: {sample['answer']}"
+        assert f"  {sample['prompt']} -> {sample['response']}  {worth}\n" in said
+
+
+def test_numbers_have_three_digits_and_no_exponent():
+    shown = {3243.9: "3.24k", 0.5: "0.500", 12.34: "12.3", 999.7: "1.00k", -1234.5: "-1.23k"}
+    shown |= {0.0123: "0.0123", 0: "0.00", 123.4: "123", float("nan"): "nan", 2.5e6: "2.50M"}
+    assert {value: display.number(value) for value in shown} == shown
+
+
+def test_what_does_not_fit_into_a_line_is_left_out():
+    accelerator = types.SimpleNamespace(is_main_process=False)
+    run = types.SimpleNamespace(global_step=1, total_steps=240, accelerator=accelerator)
+    bar = display.Bar(run)
+    run.global_step = 160
+    bar.show({"loss": 0.8613, "kl/reverse": 0.04, "perf/tokens_per_second": 3243.9})
+    bar.show({"loss": 0.75})  # what a rollout measured stays until the next one
+    whole = ["update 160/240", "00:00<00:00", "loss 0.750", "kl/reverse 0.0400", "3.24k tok/s"]
+    for width in range(100):
+        line = bar.line(width)
+        kept = line.split("  ")
+        assert kept == whole[: len(kept)] and (len(line) < width or len(kept) == 1)
+    assert bar.line(100).split("  ") == whole
+
+
+def test_an_evaluation_says_what_it_means():
+    lines = [
+        {"global_step": 0, "eval/exact_match": 0.504, "eval/loss": 0.7, "eval/logps/chosen": -2.0}
+    ]
+    lines.append({**lines[0], "global_step": 220, "eval/exact_match": 0.95, "eval/loss": 0.3})
+    lines.append({**lines[0], "global_step": 240, "eval/exact_match": 0.942, "eval/loss": 0.25})
+    said = {name: display.progress_of(name, lines) for name in lines[0] if name != "global_step"}
+    assert said == {
+        "eval/exact_match": "0.942    (0.504 at the start, best 0.95 at 220)",
+        "eval/loss": "0.25     (0.7 at the start, the best)",
+        "eval/logps/chosen": "-2       (-2 at the start)",
+    }
+    long = {"prompt": "word " * 30 + "97+70=", "response": "a\nb " * 40, "score": 0.25}
+    shown = display.describe_sample(long)
+    assert (
+        shown.startswith("... ")
+        and "97+70= -> a b a" in shown
+        and shown.endswith("...  score 0.25")
+    )
