@@ -38,7 +38,7 @@ FOREIGN = {
     *("--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template"),  # lm-eval
     *("--device", "--batch_size", "--outfile", "--outtype"),  # lm-eval, llama.cpp
     *("--generation-config", "--logprobs-mode", "--worker-extension-cls", "--port"),  # vLLM
-    *("--max-model-len", "--dtype", "--enable-lora", "--max-lora-rank"),
+    *("--max-model-len", "--max-logprobs", "--dtype", "--enable-lora", "--max-lora-rank"),
 }
 
 
