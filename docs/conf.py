@@ -36,7 +36,14 @@ PARTS = {
         "forks/README",
     ],
     "How it works": [
-        *("docs/forking", "docs/report", "docs/counting", "docs/fp16", "docs/chat_templates"),
+        *(
+            "docs/reading",
+            "docs/forking",
+            "docs/report",
+            "docs/counting",
+            "docs/fp16",
+            "docs/chat_templates",
+        ),
         *("benchmarks/README", "findings/README", "common/README"),
         "preference_recipes/README",
         *(f"preference_recipes/{name}/README" for name in ("data", "models", "rollouts", "tools")),
