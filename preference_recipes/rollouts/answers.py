@@ -23,9 +23,8 @@ STATEMENT = re.compile(
 )
 BOX = re.compile(r"\\(?:boxed|fbox) *\{")
 HASHES = "####"
-OPENER = re.compile("<answer>", re.IGNORECASE)
-CLOSER = re.compile("</answer>", re.IGNORECASE)
 BRACE = re.compile("[{}]")
+ENCLOSED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 # A number as people write one. 007 is none, so it is compared as text.
 NUMBER = re.compile(
     r"""[-+]? (?=\.?\d)
@@ -180,9 +179,11 @@ def final_answer(text: str) -> str:
     answer = thoughts.outside_of(text)
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
-    enclosed_to, enclosed = last_enclosed(answer)
-    if enclosed_to > max(box_at, hashes_at):
-        return final_answer(enclosed)
+    enclosed = None
+    for match in ENCLOSED.finditer(answer):
+        enclosed = match if match[1].strip() else enclosed
+    if enclosed and enclosed.end() > max(box_at, hashes_at):
+        return final_answer(enclosed[1])
     if hashes_at > box_at:
         return line
     if box_at >= 0:
@@ -230,22 +231,6 @@ def last_hashes(text: str) -> tuple[int, str]:
         if line.strip():
             below.append(line)
     return -1, ""
-
-
-def last_enclosed(text: str) -> tuple[int, str]:
-    """Returns where the last `<answer>...</answer>` ends, and what it holds; -1 and "" if none.
-
-    One that holds nothing is passed over: the tags are only mentioned.
-    """
-    found = -1, ""
-    start = 0
-    for closer in CLOSER.finditer(text):
-        opener = OPENER.search(text, start, closer.start())
-        enclosed = text[opener.end() : closer.start()] if opener else ""
-        if enclosed.strip():
-            found = closer.end(), enclosed
-        start = closer.end()
-    return found
 
 
 def plain(text: str) -> str:

@@ -100,6 +100,7 @@ TABLE = [
     ("now here", "nowhere", False),
     # A tag that is only mentioned.
     ("so <answer> </answer> tags. The answer is 5", "5", True),
+    ("I open <answer> and write <answer>18</answer>", "18", True),
     ("I use <answer>...</answer>.\n#### 5", "5", True),
 ]
 
