@@ -11,7 +11,7 @@ VENV ?= .venv
 CONFIG ?= accelerate_configs/ds_fp16.yaml
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
-TEST_EXTRAS = [test,peers]
+TEST_EXTRAS = [test,peers,docs]
 MINIMUM_VENV ?= $(VENV)-minimum
 VLLM_VENV ?= $(VENV)-vllm
 MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward rewards fp16 saved_actors grpo_values generation decoding
@@ -21,7 +21,7 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo kto ppo grpo distill card rlhf prove test test-slow test-all test-minimum test-vllm findings lint lock install install-test
+.PHONY: help sft reward dpo kto ppo grpo distill card rlhf fork prove test test-slow test-all test-minimum test-vllm findings docs lint lock release install install-test
 
 sft reward dpo kto ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -31,6 +31,9 @@ card: $(VENV)/installed  ## train by GRPO in conversations with an environment
 
 rlhf: $(VENV)/installed  ## run the demos of SFT, reward, PPO and DPO in turn, and print one table
 	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)
+
+fork: $(VENV)/installed  ## copy a recipe with the changes of NAME="sapo maxrl" (forks/README.md) to TO=FILE
+	$(VENV)/bin/preference-recipes copy $$(sed -n "s#^--- recipes/\(.*\).py#\1#p" forks/$(firstword $(NAME)).diff) $(TO) --fork $(NAME)
 
 prove: $(VENV)/installed-test  ## tell whether RECIPE=FILE keeps what is promised; faster with ARGS=--quick
 	$(VENV)/bin/python -m pytest tests/contracts/test_recipe.py --recipe '$(RECIPE)' -raP $(ARGS)
@@ -57,14 +60,37 @@ test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed-vllm  ## run the recipe
 findings:  ## run what surprised us in other software; installs it anew, and needs a network
 	for script in findings/*.sh; do echo "== $$script" && bash $$script || exit 1; done
 
-lint: $(VENV)/installed-test  ## check ruff's rules and format, and types in common/ by mypy
+docs: $(VENV)/installed-test  ## make the site in docs/_site from the pages, where a warning is an error
+	$(VENV)/bin/python docs/arguments.py
+	$(VENV)/bin/python -m sphinx -q -W --keep-going -c docs $(ARGS) . docs/_site
+
+lint: $(VENV)/installed-test  ## check ruff's rules and format, types in common/ by mypy, Dockerfiles by hadolint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
+	test ! -x $(VENV)/bin/hadolint || $(VENV)/bin/hadolint Dockerfile Dockerfile.cpu  # not for every machine
 
 # Each line of constraints.txt is a version, maybe with a marker. --no-config: from the public index only.
 lock:  ## write uv.lock again after a change of pyproject.toml or constraints.txt; needs uv
 	sed "/^#/d; s/.*/--upgrade-package '&'/" constraints.txt | xargs uv lock --no-config
+
+# Both are built twice, which must give the same bytes; twine looks at the metadata, the tests at the contents. Then the
+# wheel runs the demo from an empty folder, installed and by `uv run URL`, with the newest versions of what it needs.
+RELEASE = $(abspath dist)
+UV = $(abspath $(VENV))/bin/uv
+URL_PORT ?= 8765
+release: $(VENV)/installed-test  ## build what goes to PyPI into dist/, check and try it, print the command that uploads it
+	@test -z "$$(git status --porcelain)" || { echo "commit first: dist/ would hold what git does not"; exit 1; }
+	rm -rf $(RELEASE) && $(UV) build -q --out-dir $(RELEASE) && $(UV) build -q --out-dir $(RELEASE)/again
+	cd $(RELEASE) && for file in *.whl *.tar.gz; do cmp $$file again/$$file || exit 1; done && rm -r again
+	$(UV) tool run -q twine check --strict $(RELEASE)/*.whl $(RELEASE)/*.tar.gz
+	$(VENV)/bin/python -m pytest -q tests/repository/test_installed.py
+	set -e; folder=$$(mktemp -d); trap 'kill $$server; rm -rf $$folder' EXIT; \
+		$(VENV)/bin/python -m http.server -b 127.0.0.1 -d recipes $(URL_PORT) & server=$$!; cd $$folder; \
+		$(UV) venv -q --python $(abspath $(VENV))/bin/python; $(UV) pip install -q $(RELEASE)/*.whl; mkdir empty; cd empty; \
+		../.venv/bin/preference-recipes run --config_file cpu.yaml dpo; \
+		UV_FIND_LINKS=$(RELEASE) $(UV) run http://127.0.0.1:$(URL_PORT)/dpo.py
+	@sha256sum $(RELEASE)/*.whl $(RELEASE)/*.tar.gz && echo "to upload: $(UV) publish $(RELEASE)/*"
 
 install: $(VENV)/installed  ## only install
 

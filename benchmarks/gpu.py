@@ -281,7 +281,7 @@ class Ended(Exception):
 
 def count_waits(recipe: str, micro: str, file: str) -> None:
     """Runs two updates and writes where the host waited for the GPU in the second, as a list."""
-    from common import actor, engine
+    from common import engine, saving
 
     found = []
     begin_update = engine.begin_update
@@ -305,7 +305,7 @@ def count_waits(recipe: str, micro: str, file: str) -> None:
     def end(*args, **kwargs):
         raise Ended
 
-    engine.begin_update, actor.save = begin, end
+    engine.begin_update, saving.save = begin, end
     warnings.showwarning = note
     warnings.simplefilter("always")
     script = REPOSITORY / "recipes" / f"{recipe}.py"

@@ -11,7 +11,7 @@ folder in fp32, DIR/model. It needs the package `gguf`.
 evaluates before and after on other rows. `peers` times SFT and DPO beside TRL on equal paths, see benchmarks/peers.py, whose flags and
 data these are: the same rows as strings, one thread, so that seconds are seconds of one core.
 
-What is found is added to benchmarks/results/real/smollm2.json. docs/results.md shows it.
+What is found is added to benchmarks/results/real/smollm2.json. benchmarks/README.md shows it.
 """
 
 import argparse

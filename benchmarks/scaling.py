@@ -1,6 +1,6 @@
 """What 1, 8 and 64 GPUs should give, and the bytes that an update sends.
 
-    python benchmarks/scaling.py                                       computed; docs/scaling.md has a part of it
+    python benchmarks/scaling.py                                       computed; docs/memory.md has a part of it
     python benchmarks/scaling.py --count [--configs YAML_OR_JSON ...] [--layers 6]    counted on two CPU processes
     python benchmarks/scaling.py --kernels [--layers 24]                              counted on one
 

@@ -2,14 +2,18 @@
 
 import contextlib
 import functools
+import gc
 import os
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-# Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.
-INSTALLED = REPOSITORY / "preference_recipes"
-FILES = INSTALLED if (INSTALLED / "recipes").is_dir() else REPOSITORY
+# Imports make millions of objects that stay. At Python's own threshold the collector looks through
+# them so often that a recipe starts a fifth later. `arguments.parse` goes back to that threshold.
+COLLECTED_AFTER = gc.get_threshold()
+gc.set_threshold(100_000, 50, 50)
+
+# Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
+FILES = Path(__file__).resolve().parent.parent
 ASSETS = FILES / "assets"
 
 
@@ -38,13 +42,16 @@ def replaced(*changes: tuple[Any, str, Any]):
             setattr(owner, name, value)
 
 
-def speaks_for_all() -> bool:
-    """Whether this process prints for all of them, where there is no Accelerator to ask yet."""
-    return os.environ.get("RANK", "0") == "0"
+def carried(dataclass: type) -> type:
+    """Lets checkpoints hold the objects of a dataclass: they are read without running code."""
+    import torch  # slow to import: not for those who only ask where files are
+
+    torch.serialization.add_safe_globals([dataclass])
+    return dataclass
 
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Prints a line once, on the main process."""
-    if speaks_for_all():
+    """Prints a line once, on the main process, also where there is no Accelerator yet."""
+    if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)

@@ -4,17 +4,15 @@ import dataclasses
 import json
 import math
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from common import adapters, counted, engine, folders, record
+from common import counted, engine, folders, saving
 from common.run import Run
 
 BEST_FOLDER = "actor_best"
@@ -63,10 +61,16 @@ class Actor:
         """
         run = self.run
         directory = directory or run.output_dir / "actor"
-        models = {directory: self.unwrapped.model}
-        how = dict(dtype=run.args.save_dtype, weights=weights)
         with run.timed("paused"):
-            save(run.accelerator, run.args, self.model, models, self.tokenizer, **how)
+            saving.save(
+                run.accelerator,
+                run.args,
+                self.model,
+                {directory: self.unwrapped.model},
+                self.tokenizer,
+                dtype=run.args.save_dtype,
+                weights=weights,
+            )
         if run.accelerator.is_main_process:
             tqdm.write(f"saved the actor: {directory}")  # above the progress bar
 
@@ -87,7 +91,7 @@ class Actor:
         run = self.run
         models = {parent / "actor": self.unwrapped.model}
         models |= {parent / name: model for name, model in self.also.items()}
-        save(run.accelerator, run.args, self.model, models, self.tokenizer)
+        saving.save(run.accelerator, run.args, self.model, models, self.tokenizer)
 
     def keep_best(self, line: dict[str, float]) -> None:
         """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
@@ -129,89 +133,3 @@ class Actor:
             evaluations = counted(self.best.since, "evaluation")
             if self.run.accelerator.is_main_process:
                 tqdm.write(f"stopped early: {evaluations} without a better one (--stop_after)")
-
-
-def save(
-    accelerator: Accelerator,
-    args,
-    prepared: nn.Module,
-    models: dict[Path, nn.Module],
-    tokenizer,
-    dtype: str | None = None,
-    weights: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Writes models inside a prepared one, with tokenizer and card. All processes must call it.
-
-    Args:
-        models: by the folder of each, which is replaced as a whole if it is there.
-        dtype: floating-point weights are converted to it. None: they stay as they are.
-        weights: see `Actor.save`.
-    """
-    unwrapped = engine.unwrapped(accelerator, prepared)
-    gathered = gather_weights(accelerator, prepared, unwrapped)
-    if accelerator.is_main_process:
-        for folder, model in models.items():
-            state_dict = weights_of(model, {**gathered, **(weights or {})}, unwrapped)
-            state_dict = {name: converted(value, dtype) for name, value in state_dict.items()}
-            temporary = folder.with_name(f".{folder.name}.writing")
-            shutil.rmtree(temporary, ignore_errors=True)
-            if adapters.has_adapter(model):
-                adapters.save(model, state_dict, temporary)
-            else:
-                model.save_pretrained(temporary, state_dict=state_dict)
-                largest = max(state_dict.values(), key=torch.Tensor.numel)
-                write_dtype(temporary, str(largest.dtype).removeprefix("torch."))
-            tokenizer.save_pretrained(temporary)
-            record.write_card(temporary, args)
-            folders.replace(temporary, folder)
-    accelerator.wait_for_everyone()
-
-
-def write_dtype(folder: Path, dtype: str) -> None:
-    """Writes into a Hugging Face folder's config which dtype its weights have."""
-    file = folder / "config.json"
-    config = {**folders.read_json(file), "dtype": dtype}
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Returns a tensor in another floating-point dtype; one of integers stays as it is."""
-    if dtype is None or not tensor.is_floating_point():
-        return tensor
-    result = tensor.to(getattr(torch, dtype))
-    if tensor.isfinite().all() and not result.isfinite().all():
-        tqdm.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
-    return result
-
-
-def gather_weights(
-    accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
-) -> dict[str, torch.Tensor]:
-    """Returns the whole weights on the main process, by their names in `unwrapped`.
-
-    With adapters they are those of the adapters alone. What other processes get has no meaning. All
-    processes must call it.
-    """
-    engine.reshard(prepared)
-    if adapters.has_adapter(unwrapped):
-        from common import zero
-
-        trained = adapters.trained_parameters(unwrapped)
-        return {name: zero.whole(p).to("cpu", copy=True) for name, p in trained.items()}
-    if engine.zero_stage(accelerator) == 3 or accelerator.is_fsdp2:
-        return accelerator.get_state_dict(prepared)  # each process holds a part
-    # Here every process has all weights. accelerate would copy them to the host on each process,
-    # under the names that DDP and torch.compile give them.
-    return unwrapped.state_dict()
-
-
-def weights_of(
-    model: nn.Module, weights: dict[str, torch.Tensor], unwrapped: nn.Module
-) -> dict[str, torch.Tensor]:
-    """Returns the weights of a model inside `unwrapped` under its own names, tied ones once."""
-    (prefix,) = [f"{name}." for name, module in unwrapped.named_modules() if module is model]
-    # Gathered weights no longer share memory, so transformers would write tied ones twice.
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied -= {name for name, _ in model.named_parameters()}
-    own = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
-    return {name: value for name, value in own.items() if name not in tied}

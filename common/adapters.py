@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 ADAPTER = "default"
 # What peft's own file has no place for: mean and standard deviation of a reward model's scores.
 MOMENTS_FILE = "reward_moments.json"
+# Nor for the fingerprint of its base, see `preference_recipes.models.load`.
+BASE_FILE = "base_model.json"
 
 
 def has_adapter(module: nn.Module) -> bool:
@@ -40,6 +42,8 @@ def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Pa
     model.peft_config[ADAPTER].save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+    base = {"fingerprint": model.base_fingerprint}
+    (folder / BASE_FILE).write_text(json.dumps(base) + "\n", encoding="utf-8")
     if hasattr(model.config, "reward_mean"):
         moments = {name: getattr(model.config, name) for name in ("reward_mean", "reward_std")}
         (folder / MOMENTS_FILE).write_text(json.dumps(moments) + "\n", encoding="utf-8")

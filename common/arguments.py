@@ -5,18 +5,17 @@ import dataclasses
 import gc
 import math
 import os
-import pkgutil
+import re
 import sys
-from collections.abc import Callable
+from os.path import expanduser
 from pathlib import Path
 
-import transformers
+import torch
 import yaml
 from accelerate.tracking import get_available_trackers
 from transformers import HfArgumentParser
-from transformers.utils import import_utils
 
-from common import ASSETS, counted, replaced, speaks_for_all
+from common import ASSETS, COLLECTED_AFTER, counted, print_once
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -32,14 +31,6 @@ MAY_CHANGE |= {"dataset_name", "eval_dataset_name", "eval_dataset_split"}
 # What a micro-batch holds on a GPU, unless the user sets it.
 TOKENS_ON_GPU = 16_384
 
-# transformers (to 5.23) reads its 2,500 files of models when it is imported, and all of them again
-# for its folder `models`: a twentieth of the start, see findings. The first result does for both.
-MODELS = Path(transformers.__file__).with_name("models")
-if hasattr(import_utils, "create_import_structure_from_path"):  # not in every version
-    known = import_utils.create_import_structure_from_path(MODELS)
-    with replaced((import_utils, "create_import_structure_from_path", lambda path: known)):
-        import transformers.models
-
 
 class Parser(HfArgumentParser):
     """Reads a recipe's arguments; an error is one line below the usage."""
@@ -49,7 +40,9 @@ class Parser(HfArgumentParser):
         usage = "%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]"
         super().__init__(args_class, allow_abbrev=False, usage=usage)
 
-    def add_argument(self, *flags: str, limits=None, with_lora=None, **settings) -> argparse.Action:
+    def add_argument(
+        self, *flags: str, limits=None, with_lora=None, only_with=None, **settings
+    ) -> argparse.Action:
         """Adds an argument as `argparse` does, in one spelling and with its range in the help."""
         flags = tuple(flag for flag in flags if "-" not in flag.lstrip("-"))
         if limits:
@@ -70,18 +63,20 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         demo: the YAML in `assets/` that is read where neither a model nor a data set is given.
         argv: the arguments without the program's name; default `sys.argv[1:]`.
     """
-    gc.freeze()  # modules are never freed: the collector need not look through them
-    gc.enable()  # it is off while a recipe loads its modules
+    gc.set_threshold(*COLLECTED_AFTER)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith((".yaml", ".yml")):
         # Read as flags, so that the same parser checks types, choices and unknown names.
         words = yaml_to_flags(words[0], parser) + words[1:]
+    # A shell expands `~` where it begins a word, but not after `=`, nor in a YAML.
+    words = [re.sub(r"(?<![^=])~.*", lambda path: expanduser(path[0]), word) for word in words]
     given = parser.parse_args(words)
     if given.model_name_or_path is None and given.dataset_name is None:
         words = yaml_to_flags(ASSETS / demo, parser) + words
-        if speaks_for_all():
-            print(f"no model and no data set given: running the demo, {ASSETS / demo}", flush=True)
+        print_once(f"no model and no data set given: running the demo, {ASSETS / demo}")
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # more would wait for each other: the demo's model is tiny
     elif given.model_name_or_path is None or given.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
@@ -104,7 +99,24 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         parser.error(f"--report_to {name}: expected one of {', '.join(trackers)}, or none")
     if args.stop_after and not (args.keep_best and args.eval_steps):
         parser.error(f"--stop_after {args.stop_after} needs --keep_best and --eval_steps")
+    refuse_unused(args)
     return args
+
+
+def refuse_unused(args) -> None:
+    """Refuses arguments that were changed and would be ignored, see `only_with` of `arg`."""
+    defaults = type(args)()
+    for field in dataclasses.fields(args):
+        needed, _, values = (field.metadata["only_with"] or "").partition("=")
+        value = getattr(args, field.name)
+        if not needed or value == getattr(defaults, field.name):
+            continue
+        given = getattr(args, needed)
+        if not values and not given:
+            sys.exit(f"--{field.name} {value}: not used: give --{needed}, too")
+        if values and given not in values.split(","):
+            allowed = " or ".join(values.split(","))
+            sys.exit(f"--{field.name} {value}: not used with --{needed} {given}, only {allowed}")
 
 
 def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
@@ -112,24 +124,20 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
 
     A value of `null` leaves the default. `{assets}` in a value is the folder of the assets.
     """
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    text = Path(path).read_text(encoding="utf-8")
+    values = yaml.safe_load(text) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
+    names = [key.value for key, _ in yaml.compose(text).value] if values else []
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        parser.error(f"{path}: {twice} is there {names.count(twice)} times: leave one of them")
     flags = []
     for name, value in values.items():
         if value is not None:
             words = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *(str(word).replace("{assets}", str(ASSETS)) for word in words)]
     return flags
-
-
-def load_function(name: str) -> Callable:
-    """Loads the function or class `MODULE:NAME`. The current directory is searched, too."""
-    here = os.getcwd()
-    sys.path.append(here)
-    function = pkgutil.resolve_name(name)
-    os.chdir(here)  # wherever the module went
-    return function
 
 
 def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
@@ -149,6 +157,8 @@ def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
     if args.micro_train_tokens:
         return math.ceil(samples / processes)
     step = args.micro_train_batch_size * processes
+    if samples % step and getattr(args, "preview", 0):
+        return 1  # it makes no update
     if samples % step:
         below = samples // step * step
         nearest = " or ".join(str(size) for size in (below, below + step) if size)

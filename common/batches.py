@@ -60,15 +60,6 @@ def rows_of_update(
     return epoch_order(n_rows, seed, epoch)[start : start + train_batch_size]
 
 
-def rows_from(n_rows: int, seed: int, start: int, most: int) -> np.ndarray:
-    """Returns at most `most` rows of the data order, from place `start` on, within an epoch.
-
-    The order is that of `rows_of_update`; `start` counts the rows used so far, over the whole run.
-    """
-    epoch, place = divmod(start, n_rows)
-    return epoch_order(n_rows, seed, epoch)[place : place + most]
-
-
 # Recipes that sample use two orders in turn: that of the prompts and, within a rollout, that of its
 # samples.
 @functools.lru_cache(maxsize=2)

@@ -23,22 +23,17 @@ COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
 LOGS = (log.METRICS, log.SAMPLES)
 
 
-def carried(dataclass: type) -> type:
-    """Lets checkpoints hold the objects of a dataclass: they are read without running code."""
-    torch.serialization.add_safe_globals([dataclass])
-    return dataclass
-
-
 class Checkpoint:
     """What a run continues from. The keywords say what a checkpoint holds.
 
     Args:
-        actor: saved as an ordinary folder, with the best evaluation so far.
-        model, optimizer: what `accelerator.prepare` returned.
+        actor: the trained model, also saved as an ordinary folder; the best evaluation so far.
+        optimizer: what `accelerator.prepare` returned.
         scheduler: a `LambdaLR`, not prepared.
         means: of the log line that is not written yet.
-        identity: what must be the same in a run and in the checkpoint that it resumes from, besides
-            the arguments: of the data, and of models that decide the result but are not trained.
+        same: what must be the same in a run and in the checkpoint that it resumes from, besides the
+            arguments: the data, and models that decide the result but are not trained. Each tells
+            it by its `fingerprints`; None is left out.
         others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
@@ -47,19 +42,18 @@ class Checkpoint:
     def __init__(
         self,
         run: Run,
-        *,
         actor: Actor,
-        model: nn.Module,
         optimizer,
         scheduler,
         means: Means,
-        identity: dict[str, Any],
+        *,
+        same: list,
         **others,
     ):
         self.run = run
         self.accelerator = run.accelerator
         self.actor = actor
-        self.model = model
+        self.model = actor.model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.means = means
@@ -71,14 +65,15 @@ class Checkpoint:
         self.signals = stopping.Signals()
         template = str(getattr(actor.tokenizer, "chat_template", None)).encode()
         processes = counted(self.accelerator.num_processes, "process")
-        self.identity = {  # with all arguments, also those that may change
+        self.identity: dict[str, Any] = {  # with all arguments, also those that may change
             **vars(run.args),
-            **identity,
             # The content of the template counts, not the name of its file.
             "chat_template": hashlib.sha256(template).hexdigest()[:16],
             "date": getattr(actor.tokenizer, "chat_date", None),
             "launched as": f"{engine.describe(self.accelerator)}, {processes}",
         }
+        for part in same:
+            self.identity |= part.fingerprints if part is not None else {}
 
     # ============================================================ saving
 
@@ -137,8 +132,8 @@ class Checkpoint:
             for name, content in others.items():
                 torch.save(content, temporary / f"{name}.pt")
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        # This also waits until every process has written its files.
         self.actor.write_into(temporary)
+        accelerator.wait_for_everyone()  # until each has written its files
 
         # Every process flushes everything: each node holds back what was written on it.
         folders.flush(*temporary.rglob("*"), temporary)
@@ -167,15 +162,7 @@ class Checkpoint:
         """
         run = self.run
         accelerator = self.accelerator
-        # Only the trained model is saved and loaded, or its adapters; DeepSpeed needs its whole
-        # engine. This also frees a reference model that is no longer needed.
-        unwrapped = self.actor.unwrapped
-        accelerator._models = [self.model]
-        if adapters.has_adapter(unwrapped) and not self.is_deepspeed:
-            trained = adapters.trained_parameters(unwrapped)
-            # A parameter's own name may hold no dots.
-            by_name = {name.replace(".", "/"): parameter for name, parameter in trained.items()}
-            accelerator._models = [nn.ParameterDict(by_name)]
+        self.choose_what_is_saved()
         # The models were made alike on all processes. From here on, dropout differs between them.
         set_seed(run.args.seed, device_specific=True)
         path = distributed.on_main_process(accelerator, self.find)
@@ -195,6 +182,20 @@ class Checkpoint:
             self.save()  # so that the next `--resume auto` finds it here
         if accelerator.is_fsdp2 and run.global_step == 0:
             self.optimizer.state.clear()  # torch steps a fresh one in order to save it
+
+    def choose_what_is_saved(self) -> None:
+        """Lets accelerate save and load the trained model alone, or its adapters.
+
+        It would take all models that it has prepared. DeepSpeed needs its whole engine. This also
+        frees a reference model that is no longer needed.
+        """
+        saved: nn.Module = self.model
+        if adapters.has_adapter(self.actor.unwrapped) and not self.is_deepspeed:
+            trained = adapters.trained_parameters(self.actor.unwrapped)
+            # A parameter's own name may hold no dots.
+            by_name = {name.replace(".", "/"): parameter for name, parameter in trained.items()}
+            saved = nn.ParameterDict(by_name)
+        self.accelerator._models = [saved]
 
     def find(self) -> Path | None:
         """Returns the checkpoint that `--resume` names; with `auto` the newest whole one.
@@ -250,8 +251,10 @@ class Checkpoint:
         place = {"cuda:0": str(accelerator.device)}
         for name, part in self.others.items():
             part.load_state(torch.load(path / f"{name}.pt", weights_only=True, map_location=place))
+        ended = ". The run had ended there" if self.run.finished else ""
         accelerator.print(
             f"resumed from {path}: {self.run.global_step} updates, {self.run.skipped_steps} skipped"
+            f"{ended}"
         )
 
     def refuse_another_run(self, path: Path, before: dict) -> None:

@@ -8,6 +8,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from tqdm import tqdm
 
+from common import errors
+
 
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
     """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
@@ -19,7 +21,8 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
     problem = None
     if mine:
         try:
-            result = function(*args)
+            with errors.exits_with_a_message():
+                result = function(*args)
         except SystemExit as error:
             problem = error.code
     problems = [problem for problem in gather_object([problem]) if problem]

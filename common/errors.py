@@ -1,6 +1,7 @@
 """How a process ends. A run that cannot go on says why in one message, printed last."""
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -41,6 +42,19 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(1)
     if torch.distributed.is_initialized():
         atexit.register(leave)
+
+
+@contextlib.contextmanager
+def exits_with_a_message():
+    """Runs a user's code: where it exits without a word, the message is the line that did."""
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.code, str) and end.code:
+            raise
+        frames = traceback.extract_tb(end.__traceback__)
+        *_, place = [frame for frame in frames if "sitebuiltins" not in frame.filename]  # `exit`
+        sys.exit(f"{place.filename}, line {place.lineno}, ended the run: {place.line}")
 
 
 def leave() -> None:

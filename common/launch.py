@@ -66,13 +66,15 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
         from common import zero
 
         deepspeed_plugin = zero.make_plugin(accumulation, args)
+    if not (on_cpu or use_deepspeed) and torch.cuda.is_bf16_supported(including_emulation=False):
+        # python and torchrun do not say how to compute: accelerate would take fp32.
+        os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
     process_group = None
     if "LOCAL_RANK" in os.environ:  # of a launcher
         backend = "gloo" if on_cpu else "nccl"
         process_group = [InitProcessGroupKwargs(backend=backend, timeout=PATIENCE)]
     if on_cpu and use_fsdp:
-        # accelerate applies FSDP only to what it believes is MULTI_GPU, and on a CPU silently uses
-        # DDP. So we tell it that this is MULTI_GPU.
+        # accelerate applies FSDP only to MULTI_GPU, and on a CPU silently uses DDP.
         PartialState(cpu=True, backend="gloo", timeout=PATIENCE)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(

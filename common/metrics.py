@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -114,8 +114,8 @@ class Means:
         """Adds values of the samples of a micro-batch.
 
         Args:
-            values: by tag `[samples]`; or a tuple: values of any shape, how much each counts (of
-                the same shape, such as a mask), and "min" or "max" if not their mean is logged.
+            values: by tag, `[samples]`. Or a tuple `(values, counts)` of any one shape, such as
+                log-probs and a mask; or `(values, counts, "max")`, or "min", to log no mean.
             weights: `[samples]`, 0 for a padding row.
         """
         for name, value in values.items():
@@ -168,36 +168,22 @@ class Means:
 
 
 # ============================================================ perf/*
-# Dense half-precision operations per second with fp32 sums, from NVIDIA's data sheets, by the name
-# that torch gives. Other GPUs, and parts of one (MIG), log no MFU.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-    "Tesla V100-SXM2-32GB": 125e12,
-    "Tesla V100-SXM2-16GB": 125e12,
-}
+class Flop(NamedTuple):
+    """What `perf/mfu` needs to know of a model and of the GPU that computes it."""
+
+    of_token: float  # operations for a token that is read, forward and backward
+    of_target: float  # and for one whose log-prob is computed
+    peak: float | None  # operations a second at most; None: not known, so no MFU
 
 
 class Speed:
     """Measures the seconds since the last log line, and what was done in them."""
 
-    def __init__(self, accelerator: Accelerator, progress: Progress, flop: tuple[float, float]):
+    def __init__(self, accelerator: Accelerator, progress: Progress, flop: Flop):
         self.accelerator = accelerator
         self.progress = progress
-        self.flop_of_token, self.flop_of_target = flop
+        self.flop_of_token, self.flop_of_target, self.peak = flop
         self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
-        self.peak = None  # operations a second at most; None: not known, so no MFU
-        if accelerator.device.type == "cuda":
-            self.peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
         # Operations of this process; on the device, so that no GPU waits for them.
         self.flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
         self.restart()

@@ -2,7 +2,23 @@
 
 import dataclasses
 import math
-from typing import Any
+
+from common import carried
+
+
+@carried
+@dataclasses.dataclass
+class Position:
+    """Where a run is in its prompts, over all epochs, where its updates do not tell."""
+
+    prompts_seen: int = 0  # taken so far
+    prompts_done: int = 0  # those of them whose updates are all made
+    prompts_at_last_update: int = 0  # taken when the last update was made
+
+    @property
+    def prompts_without_update(self) -> int:
+        """Prompts done since then: they have led to no update."""
+        return self.prompts_done - self.prompts_at_last_update
 
 
 @dataclasses.dataclass
@@ -20,13 +36,10 @@ class Progress:
     # DPO and reward a pair's prompt counts twice.
     samples: int = 0
     tokens: int = 0
-    # The run's `rollouts.rollout.Position`, in a recipe whose updates do not tell how much of the
-    # data is used up. In GRPO a rollout that leaves groups out makes fewer.
-    position: Any = None
-    # The run ends before its data: by `--stop_after`, or in GRPO because a whole epoch of prompts
-    # led to no update.
-    stopped_early: bool = False
-    idle: bool = False  # rows were used up since the latest update without leading to one
+    # Of a recipe whose rollouts may lead to fewer updates than planned, or to none.
+    position: Position | None = None
+    stopped_early: bool = False  # by `--stop_after`
+    is_idle: bool = False  # see `used_up`
     consecutive_skips: int = 0  # since the last applied update
 
     def __post_init__(self):
@@ -45,14 +58,19 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether all updates of `max_steps` or of the data are done, or the run stops early."""
-        if self.stopped_early:
+        """Whether all updates of `max_steps` or of the data are done, or the run stops early.
+
+        It also stops after a whole epoch of prompts that led to no update.
+        """
+        position = self.position
+        in_vain = position is not None and position.prompts_without_update >= self.n_rows
+        if self.stopped_early or in_vain:
             return True
         if self.max_steps:
             return self.global_step >= self.max_steps
-        if self.position is not None:
-            taken = self.position.prompts_seen
-            return taken >= self.max_epochs * self.n_rows and self.position.prompts_done == taken
+        if position is not None:
+            taken = position.prompts_seen
+            return taken >= self.max_epochs * self.n_rows and position.prompts_done == taken
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
     @property
@@ -64,7 +82,7 @@ class Progress:
 
     def update_done(self, applied: bool, samples: int, tokens: int) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
-        self.idle = False
+        self.is_idle = False
         if not applied:
             self.skipped_steps += 1
             self.consecutive_skips += 1
@@ -74,8 +92,19 @@ class Progress:
         self.tokens += tokens
         self.consecutive_skips = 0
 
+    def used_up(self) -> None:
+        """Notes that rows were used up without leading to an update: the model is as it was."""
+        self.is_idle = True
+
     def due(self, interval: float, first: bool = False) -> bool:
         """Whether something is due now: after every `interval` applied updates, and at the end.
+
+        `finished` means that this was the run's last update, or its last prompts:
+
+            after                                  it is due
+            an applied update                      at a multiple of `interval`, or if `finished`
+            a skipped update, or one that was      if `finished`, unless the last applied update
+            not made (`used_up`)                   was at a multiple, or there was none
 
         Args:
             interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.
@@ -83,10 +112,8 @@ class Progress:
         """
         every = share_of(self.total_steps, interval) if interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        if self.consecutive_skips == 0 and not self.idle:
+        if self.consecutive_skips == 0 and not self.is_idle:
             return at_multiple or self.finished or (first and self.global_step == 1)
-        # Nothing was applied, so the model is as it was. Only the end may still need something: not
-        # what the last applied update has had, nor what precedes the first one.
         return self.finished and not at_multiple and self.global_step > 0
 
 

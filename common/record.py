@@ -1,6 +1,5 @@
 """What a run records about itself: arguments, surroundings, and a card for its model."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -47,18 +46,6 @@ def write(accelerator, args) -> None:
         "versions": {name: sys.modules[name].__version__ for name in imported},
     }
     folders.replace_file(file, json.dumps([*starts, start], indent=1) + "\n")
-
-
-def date_of_run(args) -> str:
-    """Returns the date that chat templates print, as in 2026-01-31: in UTC, of the first start."""
-    checkpoints = [] if args.resume == "never" else [Path(args.resume)]
-    if args.resume == "auto":
-        checkpoints = folders.by_step(Path(args.output_dir or "", "checkpoints"))[::-1]
-    for path in checkpoints:
-        with contextlib.suppress(OSError, ValueError, LookupError):  # `Checkpoint.find` names it
-            if date := folders.read_json(path / "state.json")["arguments"]["date"]:
-                return date
-    return f"{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 def write_card(folder: Path, args) -> None:

@@ -16,20 +16,20 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from common import batches, engine, log, stopping
-from common.metrics import Speed
+from common.metrics import Flop, Speed
 from common.progress import Progress
 
 
 @dataclasses.dataclass
 class Update:
-    """One update, and the losses of its micro-batches so far."""
+    """One update."""
 
     rows: np.ndarray  # its samples, by row number, over all processes
     micro_batches: list[batches.MicroBatch]  # those of this process
     divisor: int  # what the engine divides the summed losses by: micro-batches x processes
     n_tokens: int  # over all processes
     loss_scale: float | None  # before the update, which may change it; None where there is none
-    losses: list[tuple] = dataclasses.field(default_factory=list)  # given to `Run.check_finite`
+    losses: list[stopping.Losses] = dataclasses.field(default_factory=list)  # so far
 
     @property
     def n_samples(self) -> int:
@@ -42,7 +42,7 @@ class Run(Progress):
     Args:
         args: `SharedArgs`.
         n_rows: rows of the training data; with the arguments they decide when the run ends.
-        flop: operations for each token and each target, for `perf/mfu`.
+        flop: operations, for `perf/mfu`.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
         progress: further fields of `Progress`, in a recipe that samples.
@@ -54,7 +54,7 @@ class Run(Progress):
         args,
         n_rows: int,
         *,
-        flop: tuple[float, float],
+        flop: Flop,
         bar_metric: str,
         charts: dict[str, list[str]],
         **progress: Any,
@@ -65,8 +65,6 @@ class Run(Progress):
         self.args = args
         self.output_dir = Path(args.output_dir)
         self.speed = Speed(accelerator, self, flop)
-        self.timed = self.speed.timed
-        self.count_flop = self.speed.count_flop
         self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
         self.charts = charts
         self.bar: tqdm | None = None  # the progress bar, from `start` on
@@ -85,6 +83,14 @@ class Run(Progress):
         )
         self.speed.restart()
 
+    def timed(self, name: str):
+        """Returns a context whose seconds are logged as `perf/<name>_seconds`, see `Speed`."""
+        return self.speed.timed(name)
+
+    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
+        """Counts the operations of a micro-batch for `perf/mfu`."""
+        self.speed.count_flop(batch, weights)
+
     # ============================================================ the next update
 
     def next_update(self, data: batches.Rows) -> Update:
@@ -94,25 +100,24 @@ class Run(Progress):
         """
         size = self.args.train_batch_size
         rows = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
-        numbers = data.of_rows(rows)
-        n_tokens = int(data.lengths[numbers].sum())
-        return self.update_of(rows, data.lengths, n_tokens, numbers)
+        sequences = data.of_rows(rows)
+        n_tokens = int(data.lengths[sequences].sum())
+        return self.update_of(rows, data.lengths, n_tokens, sequences)
 
     def update_of(
         self,
         rows: np.ndarray,
         lengths: np.ndarray,
         n_tokens: int,
-        numbers: np.ndarray | None = None,
+        sequences: np.ndarray | None = None,
     ) -> Update:
         """Returns an update of chosen samples, and tells accelerate how many micro-batches it has.
 
         Args:
             lengths: by which they are sorted and cut into micro-batches.
-            numbers: what is read of them, where rows are cut into sequences (SFT); else `rows`.
+            sequences: the numbers of what the samples are cut into (SFT); else `rows`.
         """
-        numbers = rows if numbers is None else numbers
-        micro_batches = self.split(numbers, lengths)
+        micro_batches = self.split(rows if sequences is None else sequences, lengths)
         return Update(
             rows=rows,
             micro_batches=micro_batches,
@@ -143,7 +148,7 @@ class Run(Progress):
 
         It looks at the last micro-batch. Call it before `backward`, where DeepSpeed steps.
         """
-        update.losses.append((data_rows, losses.detach(), weights))
+        update.losses.append(stopping.Losses(data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
             stopping.check_finite(self, update.losses, tensors)
 

@@ -1,8 +1,6 @@
 """The arguments that all recipes share. A recipe's `Args` adds its own, and other defaults."""
 
 import operator
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -22,14 +20,18 @@ def range_in_words(limits: dict[str, float]) -> str:
     return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
 
 
-def arg(default: Any, help: str, with_lora: Any = None, **limits: float) -> Any:
+def arg(
+    default: Any, help: str, with_lora: Any = None, only_with: str | None = None, **limits: float
+) -> Any:
     """Returns a field of a recipe's `Args`.
 
     Args:
         with_lora: the default at `--lora_r` above 0; None: the same.
+        only_with: the argument without which this one is not used, such as `kl_coef`, or also the
+            values of it at which it is: `loss_type=sigmoid,robust`. Else it is refused.
         limits: of the values, such as `at_least=0`, see `LIMITS`. A value of None has none.
     """
-    metadata = {"help": help, "limits": limits, "with_lora": with_lora}
+    metadata = {"help": help, "limits": limits, "with_lora": with_lora, "only_with": only_with}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -81,10 +83,18 @@ class AdapterArgs:
     """Low-rank adapters."""
 
     lora_r: int = arg(0, "rank of adapters; 0: none", at_least=0)
-    lora_alpha: float | None = arg(None, "scales adapters by alpha / r; default: 2 lora_r", above=0)
-    lora_dropout: float = arg(0.0, "dropout before the adapters", at_least=0, below=1)
-    lora_target_modules: list[str] = arg(["all-linear"], "layers, such as q_proj v_proj")
-    load_in_4bit: bool = arg(False, "pack the frozen weights below adapters into 4 bits (QLoRA)")
+    lora_alpha: float | None = arg(
+        None, "scales adapters by alpha / r; default: 2 lora_r", only_with="lora_r", above=0
+    )
+    lora_dropout: float = arg(
+        0.0, "dropout before the adapters", only_with="lora_r", at_least=0, below=1
+    )
+    lora_target_modules: list[str] = arg(
+        ["all-linear"], "layers, such as q_proj v_proj", only_with="lora_r"
+    )
+    load_in_4bit: bool = arg(
+        False, "pack the frozen weights below adapters into 4 bits (QLoRA)", only_with="lora_r"
+    )
 
 
 @dataclass
@@ -113,10 +123,3 @@ class SharedArgs(SavingArgs, AdapterArgs, UpdateArgs, DataArgs):
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = set()
-
-
-def refuse_changed(args, names: Iterable[str], why: str) -> None:
-    """Refuses arguments that would be ignored, and says `why`, unless they have their defaults."""
-    for name in names:
-        if getattr(args, name) != getattr(type(args)(), name):
-            sys.exit(f"--{name} {getattr(args, name)}: {why}")

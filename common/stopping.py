@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,9 +16,17 @@ MANY = 100  # consecutive skips that end a run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
+class Losses(NamedTuple):
+    """The losses of one micro-batch."""
+
+    data_rows: Sequence[int]  # the numbers of its rows in the data file
+    values: torch.Tensor  # `[rows, ...]`
+    weights: torch.Tensor  # of the same shape, 0 for what counts nowhere
+
+
 def check_finite(
     progress: Progress,
-    losses: Sequence[tuple[Sequence[int], torch.Tensor, torch.Tensor]],
+    losses: Sequence[Losses],
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Stops a run whose losses, or what they come from, are not finite: no loss scale would help.
@@ -25,8 +34,7 @@ def check_finite(
     An overflow of fp16 gradients is something else: the engine skips that update.
 
     Args:
-        losses: of each micro-batch: the numbers of its rows in the data file; `[rows, ...]`; and
-            weights of the same shape, 0 for what counts nowhere.
+        losses: of each micro-batch.
         tensors: what the losses come from: the message names those that are not finite.
     """
     is_finite = torch.cat(

@@ -26,10 +26,10 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # fp16 is emulated, see `cpu.HalfProductsInFp32`.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    path = os.path.expanduser(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
     if path and not Path(path).is_file():
         path = str(FILES / path)  # a recipe may be started anywhere
-    plugin = DeepSpeedPlugin(path)
+    plugin = DeepSpeedPlugin(path or None)
     config = plugin.deepspeed_config
 
     sizes = {
@@ -41,8 +41,12 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
         if config.get(key, "auto") not in ("auto", value):
             sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
         config[key] = value
-    if "scheduler" in config:
-        sys.exit('the DeepSpeed config has a "scheduler": remove it and use --lr_scheduler_type')
+    ours = {"scheduler": "--lr_scheduler_type", "optimizer": "--learning_rate, --weight_decay ..."}
+    for key, flags in ours.items():
+        if key in config:
+            sys.exit(f'the DeepSpeed config has "{key}": remove it and use {flags}')
+    if not config["zero_optimization"].get("stage"):
+        sys.exit("the DeepSpeed config has ZeRO stage 0: take 1, 2 or 3, or launch with ddp.yaml")
     # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):

@@ -16,15 +16,11 @@ RECIPES = ("sft", "reward", "dpo", "kto", "ppo", "grpo", "distill")
 
 HEAD = """# Every argument
 
-Written by `python docs/arguments.py` from the recipes' own `Args`; a test compares them. `python
-recipes/dpo.py --help` prints the same. The pages of the recipes say more about those that matter
-most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [kto](kto.md), [ppo](ppo.md),
-[grpo](grpo.md), [distill](distill.md).
-
-A flag that is true or false may be given without a value: `--load_in_4bit` is `--load_in_4bit
-true`. What is true by default is turned off by `--no_share_prompts`, or `--share_prompts false`. A
-YAML file that is given first has the same names without the dashes; flags win over it. Where
-recipes differ in a default, a range or a meaning, each is given with the names of its recipes.
+Written by `python docs/arguments.py`; `python recipes/dpo.py --help` prints the same. A flag that
+is true or false may be given without a value; what is true by default is turned off by
+`--no_share_prompts`, or `--share_prompts false`. A YAML file that is given first has the same names
+without the dashes; flags win over it. Numbers are at least 0 where nothing else is said. Where
+recipes differ, each text follows their names.
 """
 
 
@@ -63,15 +59,12 @@ def as_typed(value: Any) -> str:
 
 
 def values_of(action: argparse.Action) -> str:
-    """Returns what an argument takes: its choices, or the kind of its value and the range."""
+    """Returns what an argument takes, as far as its default does not show it."""
     if action.choices:
         return ", ".join(f"`{choice}`" for choice in action.choices)
-    if isinstance(action.default, bool):
-        return "true or false"
-    kind = {int: "whole number", float: "number", str: "text"}.get(action.type, "text")
-    if limits := action.field.metadata["limits"]:
-        kind += f", {range_in_words(limits)}"
-    return f"one or several: {kind}" if action.nargs in ("+", "*") else kind
+    several = ["several"] if action.nargs in ("+", "*") else []
+    limits = range_in_words(action.field.metadata["limits"])
+    return ", ".join(several + [limits] * (limits not in ("", "at least 0")))
 
 
 def meaning_of(action: argparse.Action) -> str:

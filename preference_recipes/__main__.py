@@ -2,17 +2,20 @@
 
 preference-recipes list                             recipes and launch configs
 preference-recipes copy dpo my_dpo.py               a recipe, or a config, to change it
+preference-recipes copy grpo my_grpo.py --fork sapo     a recipe as a paper changes it
 preference-recipes run --config_file ddp.yaml dpo   `accelerate launch` of a recipe, here or yours
 preference-recipes export CHECKPOINT OUT            the actor of a checkpoint: --help says more
 """
 
 import argparse
 import ast
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
 
 from common import FILES
+from preference_recipes.tools import forks
 
 PROJECT = "preference-recipes"
 RECIPES = FILES / "recipes"
@@ -36,11 +39,12 @@ def main() -> None:
     copier = commands.add_parser("copy", help="copy a recipe or a launch config, to change it")
     copier.add_argument("name", help="as `list` shows it, such as dpo or ddp.yaml")
     copier.add_argument("file", type=Path, help="the copy; nothing is overwritten")
+    copier.add_argument("--fork", nargs="+", default=[], help="changes, as `list` shows them")
     args = parser.parse_args()
     if args.command == "list":
         list_files()
     else:
-        copy(args.name, args.file)
+        copy(args.name, args.file, args.fork)
 
 
 def list_files() -> None:
@@ -49,17 +53,27 @@ def list_files() -> None:
     for file in sorted(RECIPES.glob("*.py")):
         docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
         print(f"  {file.stem:22}{docstring.splitlines()[0]}")
+    print(f"forks of these recipes, in {forks.FORKS}:")
+    for name in forks.names():
+        first_line = (forks.FORKS / f"{name}.diff").read_text(encoding="utf-8").splitlines()[0]
+        print(f"  {name:22}{forks.recipe_of(name)}: {first_line}")
     print(f"configs for --config_file, in {CONFIGS}:")
     for file in sorted(CONFIGS.glob("*.yaml")):
         first_line = file.read_text(encoding="utf-8").splitlines()[0]
         print(f"  {file.name:22}{first_line.removeprefix('# ').partition('. ')[0]}")
 
 
-def copy(name: str, file: Path) -> None:
-    """Copies a recipe or a launch config. A recipe's first line then says what it is a copy of."""
+def copy(name: str, file: Path, chosen: list[str]) -> None:
+    """Copies a recipe, with the changes of the chosen forks, or a launch config.
+
+    A recipe's first line then says what it is a copy of.
+    """
     source = packaged(name)
     text = source.read_text(encoding="utf-8")
     origin = f"{source.relative_to(FILES)} of {PROJECT} {metadata.version(PROJECT)}"
+    if chosen:
+        text = forks.patched(source.stem, chosen)
+        origin += f", with {' and '.join(chosen)}"
     if source.suffix == ".py":
         text = f"# Copied from {origin}\n{text}"
     try:
@@ -84,6 +98,8 @@ def run(words: list[str]) -> None:
     args.training_script = path_of(args.training_script)
     if args.config_file is not None:
         args.config_file = path_of(args.config_file)
+    if not args.training_script_args:  # the demo: accelerate's threads would wait for each other
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     launch.launch_command(args)
 
 

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """Direct Preference Optimization: prefer the chosen answer to the rejected, stay near a reference.
 
 Rafailov et al. 2023, arXiv:2305.18290. Loss of one pair, with
@@ -15,46 +19,55 @@ Every metric: docs/dpo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
 import torch
 import torch.nn.functional as F
 
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
 from common import arguments, batches, console, errors, launch, optim
 from common.actor import Actor
 from common.batches import Rows
 from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
-from common.shared_args import SharedArgs, arg, refuse_changed
+from common.shared_args import SharedArgs, arg
 from preference_recipes.data import dataset, formats
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference, precompute
 from preference_recipes.tools import show_preview
 
-
 # ============================================================ arguments
+WITH_REFERENCE = "loss_type=sigmoid,hinge,ipo,robust"
+WITH_SMOOTHING = "loss_type=sigmoid,robust"
+
+
 @dataclass
 class Args(SharedArgs):
-    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy before training")
+    ref_model_name_or_path: str | None = arg(
+        None, "reference; default: the policy before training", only_with=WITH_REFERENCE
+    )
     beta: float = arg(0.1, "strength of the pull towards the reference", above=0)
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
         "sigmoid", "sigmoid is DPO's own; for the others see docs/dpo.md"
     )
-    gamma: float = arg(1.0, "simpo: the margin of the chosen answer", at_least=0)
-    label_smoothing: float = arg(0.0, "how likely a label is wrong", at_least=0, below=0.5)
+    gamma: float = arg(
+        1.0, "the margin of the chosen answer", only_with="loss_type=simpo", at_least=0
+    )
+    label_smoothing: float = arg(
+        0.0, "how likely a label is wrong", only_with=WITH_SMOOTHING, at_least=0, below=0.5
+    )
     share_prompts: bool = arg(True, "compute a prompt once for both answers")
-    precompute_ref_log_probs: bool = arg(False, "compute the reference's log-probs before training")
+    precompute_ref_log_probs: bool = arg(
+        False, "compute the reference's log-probs before training", only_with=WITH_REFERENCE
+    )
     learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
     warmup_steps: float = arg(0.1, "updates of warm-up; below 1: a share of all", at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
@@ -169,8 +182,16 @@ def pair_losses(
     else:
         ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
         chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
-        of_answers = (chosen_log_ratios, rejected_log_ratios, *tokens.chunk(2))
-        losses = preference_loss(*of_answers, args.beta, args.loss_type, args.label_smoothing)
+        chosen_tokens, rejected_tokens = tokens.chunk(2)
+        losses = preference_loss(
+            chosen_log_ratios,
+            rejected_log_ratios,
+            chosen_tokens,
+            rejected_tokens,
+            args.beta,
+            args.loss_type,
+            args.label_smoothing,
+        )
         chosen_rewards = args.beta * chosen_log_ratios
         rejected_rewards = args.beta * rejected_log_ratios
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)  # means over the vocabulary
@@ -201,11 +222,11 @@ CHARTS = {
 def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="dpo.yaml")
-    check_settings(args)
     accelerator = launch.make_accelerator(args, "dpo")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=formats.preference_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
+    load.check_embeddings(data, args.model_name_or_path, args.ref_model_name_or_path)
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
@@ -227,18 +248,17 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
-        precompute(accelerator, args, reference, [train, *held_out.values()], collate, packer)
+        precompute(accelerator, args, reference, train, held_out.values(), collate, packer)
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
-    identity |= reference.fingerprints if reference else {}
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, **parts)
+    same = [data, policy, reference]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}"
-    console.begin(checkpoint, data=what)
+    console.begin(
+        checkpoint,
+        data=f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}",
+    )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -266,8 +286,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 
@@ -305,26 +325,13 @@ def evaluate(
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:
-                from preference_recipes.rollouts import answers  # only here: it loads generation
+                from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)
     actor.keep_best(line)  # may end the run, see --stop_after
-
-
-# ============================================================ refusals
-def check_settings(args: Args) -> None:
-    """Refuses settings that would be ignored."""
-    loss = f"--loss_type {args.loss_type}"
-    if args.loss_type in REFERENCE_FREE:
-        of_reference = ["ref_model_name_or_path", "precompute_ref_log_probs"]
-        refuse_changed(args, of_reference, f"not used: {loss} has no reference")
-    if args.loss_type != "simpo":
-        refuse_changed(args, ["gamma"], f"not used by {loss}")
-    if args.loss_type not in ("sigmoid", "robust"):
-        refuse_changed(args, ["label_smoothing"], "only for --loss_type sigmoid or robust")
 
 
 if __name__ == "__main__":

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """Kahneman-Tversky Optimization: learn from single answers, each of them good or bad.
 
 Ethayarajh et al. 2024, arXiv:2402.01306. Loss of one answer, with
@@ -16,21 +20,19 @@ Every metric: docs/kto.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
 from common import arguments, batches, console, errors, launch, optim
 from common.actor import Actor
 from common.batches import Rows
@@ -159,14 +161,14 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=formats.labelled_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
+    load.check_embeddings(data, args.model_name_or_path, args.ref_model_name_or_path)
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
     answer_counts = batches.column(data.train, "n_answers")
 
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
-    flop = cost.flop(policy)
-    run = Run(accelerator, args, len(train), flop=flop, bar_metric="kl", charts=CHARTS)
+    run = Run(accelerator, args, len(train), flop=cost.flop(policy), bar_metric="kl", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
@@ -179,14 +181,13 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
-    identity |= reference.fingerprints
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, **parts)
+    same = [data, policy, reference]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}"
-    console.begin(checkpoint, data=what)
+    console.begin(
+        checkpoint,
+        data=f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}",
+    )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -216,8 +217,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 
@@ -258,9 +259,9 @@ def evaluate(
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:
-                from preference_recipes.rollouts import answers  # only here: it loads generation
+                from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)

@@ -1,14 +1,22 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """Proximal Policy Optimization: sample answers, make those better than expected more likely.
 
 Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593,
-and the details of Huang et al. 2024, arXiv:2403.17031. Loss of an update, over its response tokens,
-with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, whitened in the first term, and V clipped around V_old:
+and the details of Huang et al. 2024, arXiv:2403.17031. The run makes one rollout after another:
 
-    loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
-                   + vf_coef * 1/2 max((V_t - G_t)^2, (clip(V_t) - G_t)^2),    G_t = A_t + V_old
+    1. sample responses to prompts, and score them                          make_rollout
+    2. reward of a token: -kl_coef * KL_t; the last one adds the score      token_rewards
+    3. advantages A_t by GAE, returns G_t = A_t + V_old, A_t whitened       gae, whiten
+    4. updates of train_batch_size samples, r_t = pi(a_t)/pi_old(a_t)       token_losses
 
-By default the reward of a token is -kl_coef * KL_t, to which the last token adds the score of the
-response.
+    loss = mean over response tokens of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
+                   + vf_coef * 1/2 max((V_t - G_t)^2, (clip(V_t) - G_t)^2), V clipped around V_old
+
+Shapes: N samples of a rollout, T tokens in the longest response. Scores are [N], what belongs to
+tokens is [N, T], and zero past the end of a response. An update reads some of the N rows.
 
 The demo, offline:
     python recipes/ppo.py
@@ -20,62 +28,51 @@ Every metric: docs/ppo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
-import numpy as np
 import torch
 
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
 from common import arguments, batches, console, errors, launch, optim
 from common.actor import Actor
-from common.checkpoint import Checkpoint, carried
+from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
-from common.shared_args import arg, refuse_changed
+from common.shared_args import arg
 from preference_recipes.models import checks, cost, load, prepare
-from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.models.scores import ActorCritic, score_model
-from preference_recipes.rollouts import correction, episodes, rewards, vllm
+from preference_recipes.rollouts import correction, results, rewards, rollout
 from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Judge, Scores
-from preference_recipes.rollouts.rollout import (
-    Position,
-    Rollout,
-    State,
-    compute_logps,
-    describe_updates,
-    held_out_results,
-    n_updates,
-    sample,
-    sample_held_out,
-)
+from preference_recipes.rollouts.rollout import Rollout, State
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
+from preference_recipes.rollouts.sources import Source
 from preference_recipes.tools import show_preview
 
 
 # ============================================================ arguments
 @dataclass
 class Args(RewardArgs):
-    ref_model_name_or_path: str | None = arg(None, "reference; default: the policy before training")
+    ref_model_name_or_path: str | None = arg(
+        None, "reference; default: the policy before training", only_with="kl_coef"
+    )
     critic_model_name_or_path: str | None = arg(
         None, "what the critic starts from; default: reward model, or else policy"
     )
     rollout_batch_size: int = arg(1024, "prompts of one rollout", at_least=1)
     kl_coef: float = arg(0.05, "weight of the KL to the reference; 0: no reference", at_least=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = arg("k1", "estimate of the KL")
-    kl_in: Literal["reward", "loss"] = arg("reward", "what the KL is subtracted from or added to")
-    kl_target: float = arg(0.0, "the KL that --kl_coef adapts to; 0: it stays fixed", at_least=0)
-    kl_horizon: float = arg(10000, "in samples: the larger, the more slowly --kl_coef adapts")
+    kl_estimator: Literal["k1", "k2", "k3"] = arg("k1", "estimate of the KL", only_with="kl_coef")
+    kl_in: Literal["reward", "loss"] = arg(
+        "reward", "what the KL is subtracted from or added to", only_with="kl_coef"
+    )
     reward_clip: float = arg(0.0, "scores are clipped to plus and minus this; 0: not", at_least=0)
     missing_eos_penalty: float = arg(0.0, "off the score of a response without an end", at_least=0)
     gamma: float = arg(1.0, "discount", at_least=0, at_most=1)
@@ -216,61 +213,39 @@ def explained_variance(
     return torch.where(variance > 1e-8, 1 - residuals.var(unbiased=False) / variance, torch.nan)
 
 
-def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
-    """Returns the KL coefficient after a rollout whose responses had the KL `kl` on average.
-
-    Source: arXiv:1909.08593 section 2.2 and its code.
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * samples / horizon)
-
-
 def token_losses(
-    model: torch.nn.Module,
-    batch: dict,
-    stored: dict,
-    rollout: "PPORollout",
-    args: Args,
-    policy_has_moved: bool,
+    model: torch.nn.Module, batch: dict, stored: dict, args: Args, is_first: bool
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of response tokens `[samples, length]`, and values to log about them.
+    """Returns the losses of response tokens `[rows, T]`, and values to log about them.
 
     Args:
-        stored: `rollout.tokens` of the same samples.
-        policy_has_moved: whether an update was applied since the rollout was made. If not, the
-            log-probs of this very pass are the old ones, so all ratios are exactly 1.
+        stored: `Rollout.tokens` of the same samples.
+        is_first: whether no update was applied since the rollout was made. Then the log-probs of
+            this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extras=("entropy",))
     logps = output["logps"]
     mask = stored["mask"]
-    old = stored
-    values = {}
-    if not policy_has_moved:
-        old = {**stored, "logps": logps.detach()}
-        values = correction.sampler_differences(output, stored, mask)
-        # How far ratios to the stored log-probs are from 1: other micro-batches round differently.
-        rounding = (old["logps"] - stored["logps"]).expm1().abs()
-        values["val/max_rounding"] = (rounding, mask, "max")
-
-    log_ratios = logps - old["logps"]
+    old_logps = logps.detach() if is_first else stored["logps"]
+    log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
-        logps, old["logps"], old["advantages"], args.clip_range, clip_high, args.dual_clip
+        logps, old_logps, stored["advantages"], args.clip_range, clip_high, args.dual_clip
     )
     critic_losses, value_clipped = value_losses(
-        output["values"], old["values"], old["returns"], args.value_clip_range
+        output["values"], stored["values"], stored["returns"], args.value_clip_range
     )
-    actor_terms = actor_losses  # times the correction, plus the KL, where there are any
-    if args.vllm_url:
-        # A server's log-probs differ from those of training, so the actor's losses are weighted.
-        # The critic is not corrected: it fits the returns of these samples, whoever drew them.
-        corrections, of_sampler = correction.importance_weights(old, mask, args)
-        actor_terms = actor_terms * corrections
-        values |= of_sampler
-    if args.kl_in == "loss":  # then `check_settings` has seen to it that there is a reference
-        kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
-        actor_terms = actor_terms + rollout.kl_coef * kl
-    losses = actor_terms + args.vf_coef * critic_losses
+    # Where a server sampled, its log-probs differ from those of training. The critic needs no
+    # weight: it fits the returns of these samples, whoever drew them.
+    losses, values = correction.weighted(actor_losses, old_logps, stored, args, is_first)
+    if args.kl_in == "loss":
+        kl = kl_estimate(logps, stored["ref_logps"], args.kl_estimator)
+        losses = losses + args.kl_coef * kl
+    losses = losses + args.vf_coef * critic_losses
+    if is_first:
+        # How far ratios to the stored log-probs are from 1: other micro-batches round differently.
+        rounding = (old_logps - stored["logps"]).expm1().abs()
+        values["val/max_rounding"] = (rounding, mask, "max")
     return losses, values | {
         "loss/policy_avg": (actor_losses, mask),  # without correction and KL
         "loss/value_avg": (critic_losses, mask),
@@ -284,92 +259,42 @@ def token_losses(
 
 
 # ============================================================ the rollout
-@carried
-@dataclass
-class PPORollout(Rollout):
-    """A rollout. All its samples are trained on, and its updates are cut like those of an epoch.
-
-    `tokens` are `mask logps sampler_logps values advantages returns`, and `ref_logps` where there
-    is a reference.
-    """
-
-    kl_coef: float  # when the rollout was made
-
-    def rows_of_update(self, position: Position, args: Args) -> np.ndarray:
-        """Returns which samples form the next update: a pass is like an epoch of a data set."""
-        how = (args.train_batch_size, position.order_seed(args), position.updates_made)
-        return batches.rows_of_update(len(self.samples), *how)
-
-
-@carried
-@dataclass
-class PPOState(State):
-    """What a run carries from update to update; `kl_coef` is that of the next rollout."""
-
-    rollout: PPORollout | None = None
-    kl_coef: float = 0.0
-
-
 def make_rollout(
-    run: Run,
-    sampler: Sampler,
-    state: PPOState,
-    judge: Judge,
-    reference: Reference | None,
-    packer: Packer,
-) -> PPORollout:
+    run: Run, source: Source, judge: Judge, reference: Reference | None, state: State
+) -> Rollout:
     """Samples responses, scores them, and estimates the advantage of each of their tokens."""
     args = run.args
-    position = state.position
-    prompts_of_rollout = position.take_prompts(sampler, args.rollout_batch_size)
+    sampler = source.sampler
+    prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
     with run.timed("generate"):
-        # Drawn for all processes, so that responses do not depend on how many there are.
-        uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
-        samples = sample(sampler, prompts_of_rollout, uniforms, args.temperature)
-        vllm.sample_ahead(sampler, position)  # does nothing without --rollouts_ahead
+        samples = source.sample_round(state.position, prompts)
     with run.timed("score"):
-        scores = score(sampler, judge, samples, packer)
-        computed = compute_logps(sampler, samples, packer, ("logps", "values"), reference)
+        scores = score(source, judge, samples)
+        computed = rollout.compute_logps(sampler, samples, ("logps", "values"), reference)
     # Checked now, because whitening would spread a single NaN to all samples.
     samples.check_finite(sampler, scores=scores.total[:, None], **computed)
 
-    logps = computed["logps"]
     mask = samples.mask
-    kl = torch.zeros_like(logps)
+    kl = torch.zeros_like(computed["logps"])
     if reference is not None:
-        kl = kl_estimate(logps, computed["ref_logps"], args.kl_estimator).where(mask, 0.0)
-    # With --kl_in loss the KL is not part of the rewards.
-    reward_kl_coef = state.kl_coef if args.kl_in == "reward" else 0.0
-    per_token_rewards = token_rewards(scores.total, kl, mask, reward_kl_coef)
+        estimate = kl_estimate(computed["logps"], computed["ref_logps"], args.kl_estimator)
+        kl = estimate.where(mask, 0.0)
+    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0
+    per_token_rewards = token_rewards(scores.total, kl, mask, kl_coef)
     advantages, returns = gae(
-        per_token_rewards, computed["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
+        per_token_rewards, computed["values"], mask, args.gamma, args.gae_lambda
     )
-    rollout = PPORollout(
-        samples=samples,
-        is_trained=torch.ones(len(samples), dtype=torch.bool),
-        tokens={
-            "mask": mask,
-            **computed,
-            "sampler_logps": samples.padded_sampler_logps,
-            "returns": returns,
-            "advantages": whiten(advantages, mask),
-        },
-        started_at=run.global_step,
-        kl_coef=state.kl_coef,
-    )
-    log_rollout(run, sampler, rollout, scores, kl, per_token_rewards)
-    if args.kl_target:
-        mean_kl = kl.sum(1).mean().item()
-        state.kl_coef = next_kl_coef(
-            state.kl_coef, mean_kl, args.kl_target, args.kl_horizon, len(samples)
-        )
-    return rollout
+    tokens = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
+    tokens |= {"returns": returns, "advantages": whiten(advantages, mask)}
+    log_rollout(run, sampler, samples, scores, tokens, kl, per_token_rewards)
+    is_trained = torch.ones(len(samples), dtype=torch.bool)
+    return Rollout(samples, run.global_step, tokens, is_trained)
 
 
-def score(sampler: Sampler, judge: Judge, samples: Samples, packer: Packer) -> Scores:
+def score(source: Source, judge: Judge, samples: Samples) -> Scores:
     """Returns the scores of responses, clipped, less the penalty of those that do not end."""
-    args = sampler.args
-    scores = judge.score(sampler, samples, packer)
+    args = source.sampler.args
+    scores = judge.score(source, samples)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
     return scores._replace(total=total)
 
@@ -377,49 +302,48 @@ def score(sampler: Sampler, judge: Judge, samples: Samples, packer: Packer) -> S
 def log_rollout(
     run: Run,
     sampler: Sampler,
-    rollout: PPORollout,
+    samples: Samples,
     scores: Scores,
+    tokens: dict[str, torch.Tensor],
     kl: torch.Tensor,
     per_token_rewards: torch.Tensor,
 ) -> None:
-    """Adds a rollout's metrics to the next log line, and records its samples."""
-    samples = rollout.samples
-    tokens = rollout.tokens
+    """Adds a rollout's metrics to the next log line, and records its samples.
+
+    Args:
+        tokens: as in `Rollout.tokens`.
+        kl: to the reference, `[N, T]`.
+        per_token_rewards: `[N, T]`.
+    """
     mask = tokens["mask"]
-    response_lengths = mask.sum(1)
     rlhf_rewards = per_token_rewards.sum(1)
     explained = explained_variance(tokens["values"], tokens["returns"], mask)
-    logged = {
+    values = {
         "objective/entropy": -tokens["logps"].sum(1),
         "objective/scores": scores.total,
-        "objective/kl_coef": torch.full_like(scores.total, rollout.kl_coef),
+        "objective/kl_coef": torch.full_like(scores.total, run.args.kl_coef),
         "objective/non_score_reward": rlhf_rewards - scores.total,
         "objective/rlhf_reward": rlhf_rewards,
         "val/explained_variance": explained.expand(len(samples)),
         "val/returns_avg": tokens["returns"].where(mask, torch.nan),  # NaN counts nowhere
-        "responses/length": response_lengths,
+        "responses/length": mask.sum(1),
         "responses/eos_rate": samples.ended,
-        **samples.of_episodes,
     }
     if "ref_logps" in tokens:
-        logged["objective/kl"] = kl.sum(1)
-    for name, part in scores.parts.items():
-        logged[f"rewards/{name}/mean"] = part
-    sampler.means.add_rollout(logged)
-    sampler.means.add_rollout({"responses/min_length": response_lengths}, reduce="min")
-    sampler.means.add_rollout({"responses/max_length": response_lengths}, reduce="max")
+        values["objective/kl"] = kl.sum(1)
+    results.log_responses(sampler, samples, scores, "responses", values)
     run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
 
 
 # ============================================================ actor and critic
-def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
+def make_actor_critic(accelerator, args: Args, tokenizer, data) -> ActorCritic:
     """Returns actor and critic, ready for `prepare.for_training`; see `prepare.policy`."""
-    critic_name = (
-        args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
-    )
-    actor_model = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    name = args.model_name_or_path
+    critic_name = args.critic_model_name_or_path or args.reward_model_name_or_path or name
+    actor_model = load.causal_lm(name, tokenizer, args)
     critic_model = score_model(critic_name, tokenizer, args, new_head=True)
     policy = ActorCritic(actor_model, critic_model)
+    rewards.limit_vocabulary(policy, args, data, critic_name)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy
@@ -427,9 +351,9 @@ def make_actor_critic(accelerator, args: Args, tokenizer) -> ActorCritic:
 
 def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
     """Returns the optimizer's groups: actor and critic have learning rates of their own."""
-    of_actor = optim.parameter_groups(policy.model, args, lr=args.learning_rate)
-    of_critic = optim.parameter_groups(policy.critic, args, lr=args.critic_learning_rate)
-    return of_actor + of_critic
+    actor_groups = optim.parameter_groups(policy.model, args, lr=args.learning_rate)
+    critic_groups = optim.parameter_groups(policy.critic, args, lr=args.critic_learning_rate)
+    return actor_groups + critic_groups
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -451,65 +375,72 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
-    n_prompts = len(data.train)
 
-    policy = make_actor_critic(accelerator, args, tokenizer)
-    state = PPOState(Position(), kl_coef=args.kl_coef)  # what the loop carries
+    policy = make_actor_critic(accelerator, args, tokenizer, data)
+    state = State()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
         args,
-        n_prompts,
+        len(data.train),
         flop=cost.flop(policy),
         bar_metric="objective/scores",
         charts=CHARTS,
-        updates_per_epoch=n_updates(args, n_prompts),
+        updates_per_epoch=rollout.n_updates(args, len(data.train)),
     )
     optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
-    means = Means(accelerator)
-    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means)
-    vllm.connect(sampler)  # does nothing without --vllm_url
-    episodes.start(sampler)  # does nothing without --environment
     reference = None
     if args.kl_coef:  # with LoRA it is the model without adapters, whose critic need not run
         reference = Reference(accelerator, args, tokenizer, model, with_values=False)
-    judge = Judge(sampler)
+    judge = Judge(accelerator, args, tokenizer, data)
     models = [model, judge.model, reference.model if reference else None]
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
+    means = Means(accelerator)
+    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)
+    source = Source(sampler, args.environment)  # transformers or vLLM; turns with an environment
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
-    identity |= judge.fingerprints | (reference.fingerprints if reference else {})
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, **parts, rollout=state, ahead=sampler)
+    same = [data, policy, judge, reference]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(
+        run, actor, optimizer, scheduler, means, same=same, rollout=state, sampled_ahead=source
+    )
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(data.train)} rows; {packer.describe()}"
-    console.begin(checkpoint, data=what, updates=describe_updates(args, n_prompts, run.total_steps))
+    console.begin(
+        checkpoint,
+        data=f"{len(data.train)} rows; {packer.describe()}",
+        updates=rollout.describe_updates(args, run),
+    )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, sampler, judge, packer)
+        evaluate(run, actor, source, judge)
     while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, state, judge, reference, packer)
-        rollout = state.rollout
-        # All processes agree on the samples of this update. Each takes its share of them.
-        all_rows = rollout.rows_of_update(state.position, args)
-        update = run.update_of(all_rows, rollout.samples.lengths, rollout.n_tokens(all_rows))
-        response_tokens = int(rollout.tokens["mask"][all_rows].sum())  # the loss is their mean
-        policy_has_moved = run.global_step > rollout.started_at  # since it made the rollout
+            state.rollout = make_rollout(run, source, judge, reference, state)
+        samples = state.rollout.samples
+        tokens = state.rollout.tokens
+        # All processes agree on the samples of this update. Each takes its share of them. A pass
+        # over a rollout is like an epoch of a data set.
+        seed = state.position.order_seed(args)
+        update_rows = batches.rows_of_update(
+            len(samples), args.train_batch_size, seed, state.position.updates_made
+        )
+        n_tokens = state.rollout.n_tokens(update_rows)
+        update = run.update_of(update_rows, samples.lengths, n_tokens)
+        response_tokens = int(tokens["mask"][update_rows].sum())  # the loss is their mean
+        is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:
             with run.timed("data"):
-                data_rows = [rollout.samples.data_rows[row] for row in rows]
-                batch, stored = rollout.samples.collate(rows, rollout.tokens, packer)
+                batch, stored = samples.collate(rows, tokens, packer)
+                data_rows = [samples.data_rows[row] for row in rows]
                 token_weights = stored["mask"] * weights[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, stored, rollout, args, policy_has_moved)
+                losses, values = token_losses(model, batch, stored, args, is_first)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
                 # This micro-batch's part of the mean over tokens. The engine divides by the
                 # micro-batches of a process and averages over processes: `divisor` undoes both.
@@ -534,7 +465,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce())
         if run.due(args.eval_steps):
-            evaluate(run, actor, sampler, judge, packer)
+            evaluate(run, actor, source, judge)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -545,15 +476,16 @@ def main():
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Packer) -> None:
+def evaluate(run: Run, actor: Actor, source: Source, judge: Judge) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
     with run.timed("paused"):
-        for prefix, eval_set in sampler.data.eval_sets.items():
-            samples = sample_held_out(sampler, eval_set)
-            scores = score(sampler, judge, samples, packer)
-            values, shown = held_out_results(sampler, samples, scores, eval_set, prefix)
+        for prefix, eval_set in source.sampler.data.eval_sets.items():
+            samples = source.sample_held_out(eval_set)
+            scores = score(source, judge, samples)
+            sampler = source.sampler
+            values, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += shown
     run.log_evaluation(line, examples)
@@ -562,14 +494,8 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge, packer: Pac
 
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
-    """Refuses settings that would be ignored or cannot work."""
+    """Refuses settings that contradict each other."""
     rewards.check_settings(args)
-    if args.kl_coef == 0:
-        of_kl = ["ref_model_name_or_path", "kl_estimator", "kl_in"]
-        refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
-    if args.kl_target == 0:
-        refuse_changed(args, ["kl_horizon"], "not used: give --kl_target above 0, too")
-
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     arithmetic = (
         f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
@@ -586,12 +512,6 @@ def check_settings(args: Args) -> None:
         )
     if args.kl_in == "loss" and args.kl_estimator == "k1":
         sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3")
-    if args.kl_target and args.kl_coef <= 0:
-        sys.exit(f"--kl_target {args.kl_target} needs --kl_coef above 0")
-    # Otherwise one rollout could change the sign of the coefficient, see next_kl_coef.
-    if args.kl_target and args.kl_horizon <= samples / 5:
-        least = f"--kl_horizon above a fifth of them ({samples / 5:g})"
-        sys.exit(f"{arithmetic}: --kl_target needs {least}")
     if args.dual_clip and args.dual_clip <= 1:
         sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
 

@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """Reward model: a score for an answer, learned from which of two answers people preferred.
 
 Stiennon et al. 2020, arXiv:2009.01325, section 3.4 (Bradley-Terry). Loss of one pair, with r the
@@ -15,20 +19,18 @@ Every metric: docs/reward.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
 import torch
 import torch.nn.functional as F
 
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
 from common import arguments, batches, console, errors, launch, optim
 from common.actor import Actor
 from common.batches import Rows
@@ -160,6 +162,7 @@ def main():
     separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
+    load.check_embeddings(data, args.model_name_or_path)
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
@@ -179,13 +182,13 @@ def main():
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
-    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, scorer)}
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, moments=moments, **parts)
+    same = [data, scorer]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same, moments=moments)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}"
-    console.begin(checkpoint, data=what)
+    console.begin(
+        checkpoint,
+        data=f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}",
+    )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -213,8 +216,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
             moments.set(None, None)  # those of the last evaluation belong to other weights

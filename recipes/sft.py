@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["preference-recipes[lora]==0.1.0"]
+# ///
 """Supervised fine-tuning: raise the likelihood of demonstrated answers.
 
 Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Loss of an update, over its target tokens y_t:
@@ -14,19 +18,17 @@ Every metric: docs/sft.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
-import gc
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    gc.disable()  # saves a fifth of the start: modules are never freed. `parse` enables it again
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
 import torch
 
+import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
 from common import arguments, batches, console, errors, launch, optim
 from common.actor import Actor
 from common.checkpoint import Checkpoint
@@ -163,9 +165,9 @@ def main():
     args = arguments.parse(Args, demo="sft.yaml")
     accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    how = dict(function=sft_row, loss_on=args.loss_on)
-    data = dataset.load_data(accelerator, args, tokenizer, **how)
+    data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
+    load.check_embeddings(data, args.model_name_or_path)
     train = Sequences(data.train)
     held_out = {prefix: Sequences(eval_set) for prefix, eval_set in data.eval_sets.items()}
     target_counts = batches.column(data.train, "n_targets")
@@ -187,13 +189,11 @@ def main():
 
     means = Means(accelerator)
     actor = Actor(run, model, tokenizer)
-    # What must be the same in a run and in the checkpoint it resumes from, besides arguments.
-    identity = {**data.fingerprints, **load.base_fingerprints(accelerator, policy)}
-    parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, means=means, actor=actor)
-    checkpoint = Checkpoint(run, identity=identity, **parts)
+    same = [data, policy]  # as in the checkpoint that the run resumes from
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
-    what = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
-    console.begin(checkpoint, data=what)
+    size = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
+    console.begin(checkpoint, data=size)
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -223,8 +223,8 @@ def main():
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
-        of_update = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **of_update)
+        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
+        means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 
@@ -261,9 +261,9 @@ def evaluate(
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:
-                from preference_recipes.rollouts import answers  # only here: it loads generation
+                from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = answers.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)

@@ -129,9 +129,21 @@ ARCHITECTURES["llama4"] = dict(
 )
 
 
+# Not all of their weights get a gradient from a row of 60 tokens.
+SPARING = {
+    "bart": dict(is_decoder=True, is_encoder_decoder=False, decoder_layers=2, dropout=0.0),
+    "deepseek_v4": {},
+    "zamba2": dict(
+        **dict(mamba_d_state=4, n_mamba_heads=8, chunk_size=8, num_mem_blocks=2, head_dim=16),
+        **dict(use_shared_attention_adapter=True, adapter_rank=4, num_key_value_heads=4),
+        **dict(num_hidden_layers=4, layers_block_type=["mamba", *["hybrid"] * 3]),
+    ),
+}
+
+
 def config_of(name: str, **more) -> PreTrainedConfig:
     """The config of an architecture by its name here."""
-    settings = ARCHITECTURES[name] | more
+    settings = {**ARCHITECTURES, **SPARING}[name] | more
     if "text_config" not in settings:
         settings = TEXT | settings
     if "falcon" in name and "h1" not in name:

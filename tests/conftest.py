@@ -3,6 +3,8 @@
 import argparse
 import os
 
+import preference_recipes  # noqa: F401  makes `common` ours
+
 # The tests know what a CPU computes, and launch more processes than there may be GPUs. Set before torch looks for one.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

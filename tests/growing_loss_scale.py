@@ -1,5 +1,5 @@
-"""Five updates of SGD at learning rate 1 on a loss whose gradient is 0.5, under DeepSpeed with a loss scale that grows
-after every second one. Prints what each took from a weight, the norm that DeepSpeed reports, times the root of the
+"""Five updates of SGD at learning rate 1 on a loss whose gradient is 0.5 + 2^-13, under DeepSpeed with a loss scale that
+grows after every second one. Prints what each took from a weight, the norm that DeepSpeed reports, times the root of the
 number of weights, and the scale: with the project's guard, and without it.
 """
 
@@ -38,9 +38,9 @@ def updates() -> list[tuple[float, float, float]]:
     for _ in range(5):
         engine.begin_update(accelerator, [0, 1])
         scale = engine.loss_scale(accelerator)
-        for _ in range(2):
+        for factor in (1, 2**-12):  # in half precision their sum is 1
             with accelerator.accumulate(model):
-                accelerator.backward(model(torch.tensor(0.5, dtype=torch.float16)))
+                accelerator.backward(model(torch.tensor(factor, dtype=torch.float16)))
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

@@ -126,7 +126,7 @@ RECIPES = {
         scores_responses=True,
         demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
-        glossary_flags=["--kl_coef", 0.01, "--off_policy_limit", 0.1],
+        glossary_flags=["--kl_coef", 0.01],
         device_flags=[
             *("--reward_function", "test_waits:unequal", "--rollout_batch_size", 8),
             *("--n_samples_per_prompt", 2, "--max_new_tokens", 4, "--kl_coef", 0.1),

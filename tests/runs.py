@@ -1,6 +1,7 @@
 """Launching recipes as a user does, and reading what they wrote."""
 
 import contextlib
+import functools
 import gzip
 import itertools
 import json
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from contracts.proof import warm
+from preference_recipes.tools import forks
 from recipes import RECIPES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -34,6 +36,14 @@ os.environ.update(OFFLINE)  # before the first launch: warm.py's process inherit
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
 # Launches that `launch` forgave, see there; conftest.py shows them at the end.
 ABORTED: list[str] = []
+
+
+@functools.cache
+def forked(*names: str) -> Path:
+    """A recipe with the changes of these files of `forks/`, in a folder of its own."""
+    file = Path(tempfile.mkdtemp(), f"{forks.recipe_of(names[0])}.py")
+    file.write_text(forks.patched(file.stem, list(names)))
+    return file
 
 
 def config_launcher(name: str, processes: int = 1) -> list[str]:
@@ -126,7 +136,9 @@ def start(
         fresh: each process is a new interpreter, as a user's are; else see warm.py.
     """
     words = command_of(launcher, script, *flags)
-    environment = os.environ | OFFLINE | (env or {})
+    # Helpers beside a recipe import our packages before it does, and others may be installed.
+    ours = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | OFFLINE | ours | (env or {})
     if not fresh:
         return warm.Process(words, cwd, environment, output)
     with open(output, "wb") as console:

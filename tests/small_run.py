@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from common.actor import Actor
 from common.checkpoint import Checkpoint
-from common.metrics import Means
+from common.metrics import Flop, Means
 from common.run import Run
 
 
@@ -48,16 +48,15 @@ def small_run(folder: Path, **settings) -> Checkpoint:
     layer = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 1)})
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(layer, optimizer)
-    run = Run(accelerator, args, 100, flop=(0, 0), bar_metric="loss", charts={"loss": []})
+    run = Run(accelerator, args, 100, flop=Flop(0, 0, None), bar_metric="loss", charts={"loss": []})
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step))
     return Checkpoint(
         run,
-        actor=NoFolder(run, model, tokenizer=None),
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        means=Means(accelerator),
-        identity={"data": "d"},
+        NoFolder(run, model, tokenizer=None),
+        optimizer,
+        scheduler,
+        Means(accelerator),
+        same=[types.SimpleNamespace(fingerprints={"data": "d"})],
         extra=Extra(),
     )
 

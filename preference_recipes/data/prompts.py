@@ -47,3 +47,34 @@ def prompt_row(
         "reason": reason,
         "notes": notes,
     }
+
+
+def taught_row(
+    row: dict,
+    tokenizer,
+    max_length: int,
+    max_new_tokens: int,
+    teacher_names: list[str],
+    teacher_prompt: str | None,
+    strings_as_messages: bool = False,
+) -> dict:
+    """Returns what `prompt_row` does for one row, and what a distillation needs besides.
+
+    That is `teacher`, if there are several, and `teacher_prompt_ids`, if the teacher's prompt is in
+    another column, `teacher_prompt`.
+    """
+    values = prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
+    if teacher_names:
+        fits = row.get("teacher") in teacher_names
+        formats.refuse_unless(fits, {"teacher": None, **row}, "teacher", " or ".join(teacher_names))
+        values["teacher"] = row["teacher"]
+    if teacher_prompt is not None:
+        formats.require(row, teacher_prompt, expected=f"{teacher_prompt!r} (--teacher_prompt)")
+        prompt = row[teacher_prompt]
+        if not (isinstance(prompt, str) and isinstance(row["prompt"], str)):
+            prompt = formats.question_of(prompt)
+        row = {**row, "prompt": prompt, "system": None}
+        taught = prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
+        values["teacher_prompt_ids"] = taught["prompt_ids"]
+        values["reason"] = values["reason"] or taught["reason"]
+    return values

@@ -1,5 +1,6 @@
 """Reads from a `transformers` model what its architecture does, and what text never reaches."""
 
+import copy
 import math
 import sys
 
@@ -7,12 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from common import replaced
 
 # What attention adds to the score of a token that is not seen. torch itself takes this number for
 # cuDNN's kernel, which makes NaN of -inf. The exponential of it is zero.
 HIDDEN = -65504.0
+LINEAR = (nn.Linear, Conv1D)
 
 
 # ============================================================ from tokens to what the head reads
@@ -37,6 +41,15 @@ def backbone_of(model: nn.Module) -> nn.Module:
         f"{type(model).__name__}: we could not find which of its parts gives the hidden states: "
         "this architecture is not supported yet"
     )
+
+
+def longest_row(model: PreTrainedModel) -> float:
+    """Returns how many tokens a model with a table of learned positions reads; others: inf."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    tables = {part for part in backbone_of(model).modules() if isinstance(part, nn.Embedding)}
+    tables.discard(model.get_input_embeddings())
+    # OPT's and BART's have two rows more.
+    return most if any(0 <= table.num_embeddings - most < 8 for table in tables) else math.inf
 
 
 def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
@@ -152,6 +165,46 @@ def unreached_parameters(model: PreTrainedModel) -> set[str]:
     return {
         name for name, p in model.named_parameters() if id(p) not in reached or ".indexer." in name
     }
+
+
+def layers_called(model: PreTrainedModel) -> set[str]:
+    """Returns the names of the linear layers that a forward pass calls as such.
+
+    Not of routers that return several results, nor of Mamba's `dt_proj`, whose weights are given to
+    a function. It is tried with a copy without values ("meta"), whatever engine has the weights.
+    """
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # others look at values
+    silence(config)  # no layer is dropped at random
+    called = set()
+
+    def note(layer: nn.Module, inputs: tuple, output) -> None:
+        size = layer.nf if isinstance(layer, Conv1D) else layer.out_features
+        if getattr(output, "shape", None) == (*inputs[0].shape[:-1], size):
+            called.add(layer)
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+        # In half precision: "meta" has no other grouped products of experts.
+        copied = type(model)(config).to(torch.bfloat16).train()
+        layers = {n: part for n, part in copied.named_modules() if isinstance(part, LINEAR)}
+        for layer in layers.values():
+            layer.register_forward_hook(note)
+        try:
+            # DeepSeek V4 uses all layers from 128 tokens on.
+            hidden_states(copied, {"input_ids": torch.zeros(1, 150, dtype=torch.long)})
+        except Exception:  # such as JetMoE's, whose forward pass reads values
+            return set(layers)
+    return {name for name, layer in layers.items() if layer in called}
+
+
+def silence(module: nn.Module | PreTrainedConfig) -> None:
+    """Sets to zero, in place, what makes a forward pass random, also in a module's configs."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, PreTrainedConfig):
+            silence(value)
+        is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+        if isinstance(value, float) and (is_dropout or "jitter" in name):
+            setattr(module, name, 0.0)
 
 
 def freeze_unreached(accelerator, wrapper: nn.Module) -> None:

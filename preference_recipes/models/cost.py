@@ -1,14 +1,34 @@
 """The operations of training, of which `perf/mfu` is made."""
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from common import engine
 from common.adapters import has_adapter
+from common.metrics import Flop
 from preference_recipes.models import architecture
 
+# Dense half-precision operations per second with fp32 sums, from NVIDIA's data sheets, by the name
+# that torch gives. Other GPUs, and parts of one (MIG), log no MFU.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+}
 
-def flop(wrapper: nn.Module) -> tuple[float, float]:
+
+def flop(wrapper: nn.Module) -> Flop:
     """Returns the operations of training for each token of the layers, and for each target.
 
     These are the products with weights alone; both are 0 where they are not known. For each trained
@@ -20,7 +40,7 @@ def flop(wrapper: nn.Module) -> tuple[float, float]:
     for model in architecture.whole_models(wrapper).values():
         of_expert = share_of_experts(model.config.get_text_config())
         if of_expert is None:
-            return 0.0, 0.0
+            return Flop(0.0, 0.0, None)
         of_frozen = 4 if has_adapter(model) else 0
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         for weight in model.get_decoder().parameters():
@@ -33,7 +53,8 @@ def flop(wrapper: nn.Module) -> tuple[float, float]:
         if head is not None:
             for_each = 6 if head.weight.requires_grad else of_frozen
             of_target += for_each * engine.size_of(head.weight)
-    return of_token, of_target
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return Flop(of_token, of_target, PEAK_FLOPS.get(gpu))
 
 
 def share_of_experts(config: PreTrainedConfig) -> float | None:

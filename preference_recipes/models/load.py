@@ -1,18 +1,21 @@
 """Loading a tokenizer and a model, and refusing what would be trained otherwise than was meant."""
 
+import contextlib
 import hashlib
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.models.auto import AutoConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import distributed, folders, in_one_line, print_once, record
+from common import distributed, folders, in_one_line, print_once
 from common.adapters import has_adapter
 from preference_recipes.data import rendering
 from preference_recipes.models import architecture
@@ -21,7 +24,7 @@ from preference_recipes.models import architecture
 # ============================================================ tokenizers
 def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
-    date = distributed.on_main_process(accelerator, record.date_of_run, args)
+    date = distributed.on_main_process(accelerator, date_of_run, args)
     return tokenizer_of(
         args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
     )
@@ -60,6 +63,18 @@ def tokenizer_of(
     prints_date = "strftime_now" in str(tokenizer.chat_template)
     tokenizer.chat_date = date if prints_date else None
     return tokenizer
+
+
+def date_of_run(args) -> str:
+    """Returns the date that chat templates print, as in 2026-01-31: in UTC, of the first start."""
+    checkpoints = [] if args.resume == "never" else [Path(args.resume)]
+    if args.resume == "auto":
+        checkpoints = folders.by_step(Path(args.output_dir or "", "checkpoints"))[::-1]
+    for path in checkpoints:
+        with contextlib.suppress(OSError, ValueError, LookupError):  # `Checkpoint.find` names it
+            if date := folders.read_json(path / "state.json")["arguments"]["date"]:
+                return date
+    return f"{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 # ============================================================ models
@@ -122,6 +137,10 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
             f"{name!r} holds quantized weights, which are not trained as they are: give the model "
             "that they were made from, with --lora_r and --load_in_4bit to pack it"
         )
+    if args.max_length > (most := architecture.longest_row(model)):
+        sys.exit(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
+    if args.lora_r and not frozen:  # each saved adapter says what it belongs to
+        model.base_fingerprint = fingerprint(PartialState(), name, model.config)
     if getattr(model, "_weight_conversions", None):
         # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers
         # those that no weight needed, and would save Gemma 3 under names that nothing reads.
@@ -191,6 +210,27 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
             )
 
 
+def check_embeddings(data, name: str, *others: str | None, draws: bool = False) -> dict[str, int]:
+    """Returns how many tokens each of these models has an embedding for, by their configs alone.
+
+    Ends the run where one lacks that of a token in a run's `Data` or, with `draws`, of one that the
+    first model may draw and the others read. A padded rest is none.
+    """
+    sizes = {}
+    for each in (name, *filter(None, others)):
+        sizes[each] = from_pretrained(AutoConfig, each).get_text_config().vocab_size
+        data.refuse_ids_beyond(sizes[each], each)
+    smallest = min(sizes, key=sizes.get)
+    tokenizer = data.converter.tokenizer
+    for token, token_id in tokenizer.get_vocab().items() if draws else ():
+        if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
+            sys.exit(
+                f"{smallest!r} has {sizes[smallest]} embeddings, and none for token {token_id}, "
+                f"{token!r}, which {name!r} may draw: resize it as that was resized"
+            )
+    return sizes
+
+
 class PublishedGenerationConfig(GenerationConfig):
     """The generation config of a published model. It may have faults, and is saved as it is."""
 
@@ -221,15 +261,14 @@ def describe_weights(name: str, config) -> str:
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
 
 
-def base_fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
+def base_fingerprints(wrapper: nn.Module) -> dict[str, str]:
     """Returns the fingerprints of the bases below adapters, by what messages call them.
 
-    A checkpoint holds the adapters alone. All processes must call it.
+    A checkpoint holds the adapters alone.
     """
     found = {}
     for path, model in architecture.whole_models(wrapper).items():
         if has_adapter(model):
             part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-            name = f"base model of {part}" if part else "base model"
-            found[name] = fingerprint(accelerator, model.config.name_or_path, model.config)
+            found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
     return found

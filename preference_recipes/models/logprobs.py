@@ -22,11 +22,16 @@ BLOCK_ELEMENTS = 2**18
 
 # ============================================================ the model
 class ModelWrapper(nn.Module):
-    """What the engine prepares: a module around a `transformers` model, which is its `model`."""
+    """What the engine prepares: a module around a `transformers` model, which is its `model`.
+
+    Attributes:
+        fingerprints: of the weights below adapters, for the identity of a checkpoint.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+        self.fingerprints: dict[str, str] = {}
         architecture.backbone_of(model)  # refuses a model without one
         # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
         # that are not there, such as the parts of a text tower in Gemma 3's list.

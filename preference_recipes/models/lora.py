@@ -12,9 +12,8 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from common import engine, replaced
+from common import counted, engine, print_once, replaced
 from common.adapters import ADAPTER
 from preference_recipes.models import architecture
 
@@ -74,7 +73,7 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Returns the names of the layers that get an adapter.
 
     With `all-linear` these are all linear layers except output layer and score head, and except
-    those that text never reaches, such as a vision tower's.
+    those that text never reaches, such as a vision tower's, or does not call, such as a router.
 
     Args:
         targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
@@ -85,10 +84,15 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
+        if isinstance(module, architecture.LINEAR)
         and id(module) not in heads
         and f"{name}.weight" not in unreached
     ]
+    called = architecture.layers_called(model)
+    if left_out := [name for name in layers if name not in called]:
+        number = counted(len(left_out), "linear layer")
+        print_once(f"no adapters on {number} that no forward pass calls as such: {left_out[0]} ...")
+        layers = [name for name in layers if name in called]
     if targets == [ALL_LINEAR]:
         return layers
     for target in targets:  # peft would leave out what it does not find

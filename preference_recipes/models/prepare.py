@@ -6,12 +6,10 @@ import copy
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from common import engine
 from common.adapters import has_adapter
-from common.shared_args import refuse_changed
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 
@@ -65,9 +63,7 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
         from preference_recipes.models import lora
 
         lora.add_adapters(accelerator, model, args)
-        return
-    of_adapters = ["lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"]
-    refuse_changed(args, of_adapters, "there are no adapters: give --lora_r, such as 16, too")
+        model.fingerprints = load.base_fingerprints(model)
 
 
 def disable_dropout(wrapper: nn.Module) -> None:
@@ -77,19 +73,9 @@ def disable_dropout(wrapper: nn.Module) -> None:
     models = architecture.whole_models(wrapper).values()
     configs = [copy.deepcopy(model.config) for model in models]
     for module in wrapper.modules():
-        silence(module)
+        architecture.silence(module)
     for model, config in zip(models, configs):
         model.config = config
-
-
-def silence(module: nn.Module | PreTrainedConfig) -> None:
-    """Sets to zero, in place, what makes a forward pass random, also in a module's configs."""
-    for name, value in list(vars(module).items()):
-        if isinstance(value, PreTrainedConfig):
-            silence(value)
-        is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
-        if isinstance(value, float) and (is_dropout or "jitter" in name):
-            setattr(module, name, 0.0)
 
 
 # ============================================================ models that are only read

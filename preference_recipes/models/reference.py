@@ -1,6 +1,7 @@
 """The policy that another one is held near: frozen weights, or the trained model as it began."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 from accelerate import Accelerator
@@ -51,21 +52,28 @@ def precompute(
     accelerator: Accelerator,
     args,
     reference: Reference,
-    sets: Sequence[batches.Rows],
+    train: batches.Rows,
+    held_out: Iterable[batches.Rows],
     collate: Callable[[dict, Packer], dict],
     packer: Packer,
 ) -> None:
     """Adds the column `ref_logps` to data sets of pairs, `[pairs, 2]`, and frees the model.
 
-    So no reference is in memory while the policy trains. All processes must call it.
+    So no reference is in memory while the policy trains. All processes must call it. Pairs are read
+    in the micro-batches of the first epoch, in which the first policy has the same log-probs bit
+    for bit: in others rounding would decide which of its equal rewards is larger.
 
     Args:
         collate: makes the batch of some pairs from their columns, all chosen answers first.
     """
     sizes = (args.micro_train_batch_size, args.micro_train_tokens)
-    for data in sets:
+    order = batches.epoch_order(len(train), args.seed, epoch=0)
+    starts = range(0, len(train), args.train_batch_size)
+    updates = [order[start : start + args.train_batch_size] for start in starts]
+    for data, parts in [(train, updates), *((data, [range(len(data))]) for data in held_out)]:
         table = torch.zeros(len(data), 2, device=accelerator.device)
-        for rows, weights in batches.split(accelerator, range(len(data)), data.lengths, *sizes):
+        micro_batches = (batches.split(accelerator, part, data.lengths, *sizes) for part in parts)
+        for rows, weights in itertools.chain.from_iterable(micro_batches):
             logps = reference.logps(collate(data[rows], packer)).sum(1).view(2, -1).T
             is_real = weights > 0  # a padding row repeats a row that another process fills in
             places = torch.tensor(rows)[is_real].to(accelerator.device)

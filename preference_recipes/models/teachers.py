@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoConfig
 
 from common import batches, engine
 from preference_recipes.models import load, lora, prepare
@@ -48,21 +47,18 @@ def names(args) -> list[str]:
     return [name for name in names_and_paths(args) if name != ONLY]
 
 
-def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:
+def shared_vocabulary(args, data, student: nn.Module) -> int:
     """Returns how many tokens the student and all its teachers have in common, from the first.
 
     Output layers are often padded beyond the tokenizer, to different sizes: 151,936 rows in the
     small Qwen2.5 models and 152,064 in the large ones. If all are of one size they are used whole.
     Otherwise only tokens that the tokenizer has are given a probability.
     """
-    student_size = student.get_output_embeddings().out_features
-    sizes = {student_size}
-    for path in names_and_paths(args).values():
-        if path is not None:
-            sizes.add(load.from_pretrained(AutoConfig, path).get_text_config().vocab_size)
-    if len(sizes) == 1:
-        return student_size
-    return min(*sizes, max(tokenizer.get_vocab().values()) + 1)
+    paths = names_and_paths(args).values()
+    by_model = load.check_embeddings(data, args.model_name_or_path, *paths, draws=True)
+    sizes = {student.get_output_embeddings().out_features, *by_model.values()}
+    tokens = max(data.converter.tokenizer.get_vocab().values()) + 1
+    return min(*sizes, tokens) if len(sizes) > 1 else min(sizes)
 
 
 class Teacher(NamedTuple):

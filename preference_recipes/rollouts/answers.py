@@ -1,14 +1,11 @@
-"""Whether a response gives the right answer, and the share of right ones on a held-out set."""
+"""Whether a response gives the right answer."""
 
 import functools
 import re
 from decimal import Decimal
 
-from common.actor import Actor
 from preference_recipes.data import dataset, thoughts
 from preference_recipes.data.rendering import QUESTION, added_tokens, encode, render
-from preference_recipes.rollouts.generation import generate
-from preference_recipes.rollouts.sampler import Sampler
 
 # What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
 STATEMENT = re.compile(
@@ -104,40 +101,6 @@ def answer_start(header: list[int], ids: list[int]) -> int:
     ends = range(len(ids), len(header) - 1, -1)
     without = len(ids) if header[-1] in ids else 0
     return next((end for end in ends if ids[end - len(header) : end] == header), without)
-
-
-def exact_match(actor: Actor, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
-    """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
-
-    And all prompts and responses, see `common/log.py`. Of the rows with an `answer` the first
-    `--exact_match_rows` are answered; None: all. All processes must call it.
-    """
-    args = actor.run.args
-    tokenizer = actor.tokenizer
-    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    answered = answered[: args.exact_match_rows]
-    if not answered:
-        return {}, []
-    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
-    sampler = Sampler(actor.run.accelerator, args, tokenizer, actor.model)
-    batch_size = 8 * args.micro_train_batch_size
-    responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, batch_size=batch_size)
-    response_ids = [response.ids for response in responses]
-    texts = decode_answers(tokenizer, response_ids)
-    prompts = tokenizer.batch_decode(rows["prompt_ids"])
-    examples = [
-        {
-            "source": prefix.rstrip("/"),
-            "row": rows["row"][number],
-            "prompt": prompts[number],
-            "response": tokenizer.decode(response_ids[number]),
-            "answer": " or ".join(answer.split(dataset.BETWEEN)),
-            "right": is_right(texts[number], answer, prompts[number]),
-        }
-        for number, answer in enumerate(rows["answer"])
-    ]
-    share = sum(example["right"] for example in examples) / len(examples)
-    return {f"{prefix}exact_match": share}, examples
 
 
 def is_right(response: str, answer: str | float | list, prompt: str = "") -> bool:

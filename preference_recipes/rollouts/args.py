@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from common.shared_args import SharedArgs, arg, refuse_changed
+from common.shared_args import SharedArgs, arg
 
 
 @dataclass
@@ -21,11 +21,19 @@ class RolloutArgs(SharedArgs):
     share_prompts: bool = arg(True, "compute a prompt once for its responses")
     vllm_url: list[str] | None = arg(None, "vLLM servers that sample, see docs/vllm.md")
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_mask", "none"] = arg(
-        "sequence_mask", "how losses are weighted where a server sampled, see docs/vllm.md"
+        "sequence_mask",
+        "how losses are weighted where a server sampled, see docs/vllm.md",
+        only_with="vllm_url",
     )
-    sampler_correction_max: float = arg(3.0, "bound of --sampler_correction's ratio", at_least=1)
-    max_sampler_difference: float | None = arg(None, "largest log-prob gap to a server", at_least=0)
-    rollouts_ahead: int = arg(0, "1: servers sample a rollout ahead", at_least=0, at_most=1)
+    sampler_correction_max: float = arg(
+        3.0, "bound of --sampler_correction's ratio", only_with="vllm_url", at_least=1
+    )
+    max_sampler_difference: float | None = arg(
+        None, "largest log-prob gap to a server", only_with="vllm_url", at_least=0
+    )
+    rollouts_ahead: int = arg(
+        0, "1: servers sample a rollout ahead", only_with="vllm_url", at_least=0, at_most=1
+    )
 
     may_change: ClassVar[set[str]] = {
         "vllm_url",
@@ -44,20 +52,16 @@ class RewardArgs(RolloutArgs):
     reward_function: list[str] | None = arg(None, "one or several MODULE:NAME, see docs/ppo.md")
     reward_weights: list[float] | None = arg(None, "in order: model, each function, environment")
     environment: str | None = arg(None, "MODULE:CLASS that replies, see docs/environments.md")
-    max_turns: int = arg(8, "answers of the model in one response, with --environment", at_least=1)
-    environment_timeout: float = arg(60.0, "seconds a call may take; 0: no limit", at_least=0)
-    normalize_reward: bool = arg(False, "normalise the reward model's scores, see docs/ppo.md")
+    max_turns: int = arg(
+        8, "answers of the model in one response", only_with="environment", at_least=1
+    )
+    environment_timeout: float = arg(
+        60.0, "seconds a call may take; 0: no limit", only_with="environment", at_least=0
+    )
+    normalize_reward: bool = arg(
+        False,
+        "normalise the reward model's scores, see docs/ppo.md",
+        only_with="reward_model_name_or_path",
+    )
 
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"environment_timeout"}
-
-
-def refuse_unused(args: RolloutArgs) -> None:
-    """Refuses settings that would be ignored: of servers, an environment or a reward model."""
-    of_servers = ["sampler_correction", "sampler_correction_max", "max_sampler_difference"]
-    unused = {"vllm_url": [*of_servers, "rollouts_ahead"]}
-    if isinstance(args, RewardArgs):
-        unused["environment"] = ["max_turns", "environment_timeout"]
-        unused["reward_model_name_or_path"] = ["normalize_reward"]
-    for needed, names in unused.items():
-        if not getattr(args, needed):
-            refuse_changed(args, names, f"not used: give --{needed}, too")

@@ -9,8 +9,34 @@ may be huge, so they are cut: a little bias for much less variance.
 import torch
 
 
+def weighted(
+    losses: torch.Tensor,
+    logps: torch.Tensor,
+    stored: dict[str, torch.Tensor],
+    args,
+    is_first: bool,
+) -> tuple[torch.Tensor, dict]:
+    """Returns the losses, weighted where a server sampled, and values to log about the sampler.
+
+    Args:
+        losses: of the policy, `[samples, length]` or `[samples, 1]`.
+        logps: of the policy before the update, which took itself for the sampler.
+        stored: `Rollout.tokens` of the same samples.
+        is_first: whether the policy is still the one that sampled, up to rounding.
+    """
+    mask = stored["mask"].to(logps.dtype)
+    values = {}
+    if is_first:
+        values = sampler_differences(logps, stored["sampler_logps"], mask)
+    if args.vllm_url:
+        weights, of_sampler = importance_weights(logps, stored["sampler_logps"], mask, args)
+        losses = losses * weights
+        values |= of_sampler
+    return losses, values
+
+
 def importance_weights(
-    old: dict[str, torch.Tensor], mask: torch.Tensor, args
+    logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, args
 ) -> tuple[torch.Tensor, dict]:
     """Returns the weight p/q of each token's loss `[samples, length]`, and values to log about it.
 
@@ -22,7 +48,7 @@ def importance_weights(
     """
     correction = args.sampler_correction
     largest = args.sampler_correction_max
-    log_ratios = (old["logps"] - old["sampler_logps"]) * (mask > 0)
+    log_ratios = (logps - sampler_logps) * (mask > 0)
     if correction == "sequence_mask":
         log_ratios = log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
     elif correction == "none":
@@ -43,11 +69,13 @@ def importance_weights(
     }
 
 
-def sampler_differences(output: dict, old: dict, mask: torch.Tensor) -> dict:
+def sampler_differences(
+    logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor
+) -> dict[str, tuple]:
     """Returns values to log: how far the sampler's log-probs are from those of training.
 
     In a rollout's first update both are of one policy, except with `--rollouts_ahead`.
     """
-    difference = (output["logps"] - old["sampler_logps"]).abs()
+    difference = (logps - sampler_logps).abs()
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": (difference, mask), f"{name}/max": (difference, mask, "max")}

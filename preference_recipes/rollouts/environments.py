@@ -8,6 +8,8 @@ import concurrent.futures
 import functools
 import inspect
 import json
+import os
+import pkgutil
 import re
 import sys
 import threading
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from common import arguments, in_one_line
+from common import errors, in_one_line
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
@@ -34,15 +36,16 @@ class UserClass(NamedTuple):
 
 @functools.cache
 def load(name: str) -> UserClass:
-    make = arguments.load_function(name)
-    instance = make()
+    make = load_function(name)
+    with errors.exits_with_a_message():
+        instance = make()
+        if hasattr(instance, "close"):
+            awaited_result(instance.close())
     tools = []
     if not hasattr(instance, "step"):
         tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
         if not tools:
             sys.exit(f"--environment {name} has no `step`, nor a public method as a tool")
-    if hasattr(instance, "close"):
-        awaited_result(instance.close())
     return UserClass(name, make, hasattr(instance, "get_reward"), tools)
 
 
@@ -52,6 +55,16 @@ def tools_of(instance: Any) -> list[str]:
 
 
 # ============================================================ calls of a user's code
+def load_function(name: str) -> Callable:
+    """Loads the function or class `MODULE:NAME`. The current directory is searched, too."""
+    here = os.getcwd()
+    sys.path.append(here)
+    with errors.exits_with_a_message():  # a script may do its work when it is imported
+        function = pkgutil.resolve_name(name)
+    os.chdir(here)  # wherever the module went
+    return function
+
+
 class Calls:
     """Calls of environments, which run beside each other and beside whoever started them.
 
@@ -96,7 +109,10 @@ def awaited_result(result: Any) -> Any:
     """Returns what a call returned or, if that is an awaitable, what awaiting it gives."""
 
     async def awaited() -> Any:
-        return await result
+        try:
+            return await result
+        except SystemExit as end:  # it would end the loop, and nobody would know
+            raise RuntimeError(f"sys.exit({end.code!r})") from end
 
     if not inspect.isawaitable(result):
         return result

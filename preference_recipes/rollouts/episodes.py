@@ -8,9 +8,7 @@ tokenised again. `Samples.is_sampled` says which tokens the model drew.
 import contextlib
 import dataclasses
 import json
-import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,23 +17,20 @@ import torch
 from common import distributed
 from preference_recipes.data import chat, formats, rendering
 from preference_recipes.data.messages import BadRow, as_messages
-from preference_recipes.rollouts import environments, generation, vllm
+from preference_recipes.rollouts import environments
 from preference_recipes.rollouts.environments import UserClass
 from preference_recipes.rollouts.sampler import Response, Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_groups
 
 
-def start(sampler: Sampler) -> None:
-    """Lets a run's samples be episodes with the environment of `--environment`, if it has one."""
-    name = sampler.args.environment
-    if name is None:
-        return
+def load_environment(name: str, tokenizer) -> UserClass:
+    """Loads the class of `--environment`; exits if the chat template has no place for its turns."""
     user_class = environments.load(name)
     try:
-        chat.check_turns(sampler.tokenizer, user_class.tools)
+        chat.check_turns(tokenizer, user_class.tools)
     except BadRow as error:
         sys.exit(f"--environment {name}: {error}")
-    sampler.stage = Stage(sampler, user_class)
+    return user_class
 
 
 @dataclasses.dataclass
@@ -71,17 +66,22 @@ class Episode:
 
 
 class Stage:
-    """Plays the episodes of a run."""
+    """Plays the episodes of a run with the environment of `--environment`.
 
-    def __init__(self, sampler: Sampler, user_class: UserClass):
+    Args:
+        generator: draws tokens, see `sources.Transformers`.
+    """
+
+    def __init__(self, sampler: Sampler, generator: Any, user_class: UserClass):
         self.sampler = sampler
+        self.generator = generator
         self.user_class = user_class
         # Of the latest samples, by their row. Each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
     # ======================================================== playing
     def play(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
-        """Plays an episode for each sample, see `rollout.sample`. All processes must call it.
+        """Plays an episode for each sample, see `Source.sample`. All processes must call it.
 
         The k-th token that a model draws in an episode is decided by its k-th number (a server: all
         of an answer by the number at its start), whatever other episodes there are. Each process
@@ -99,11 +99,7 @@ class Stage:
                 self.take_turn(live, draws, temperature)
             return episodes
 
-        with contextlib.ExitStack() as stack:
-            if sampler.servers is not None:
-                sampler.servers.synchronise()  # they get the current weights
-            else:
-                stack.enter_context(generation.ready_to_generate(sampler))
+        with self.generator.ready():
             mine = distributed.all_or_none(sampler.accelerator, True, play_mine)
         episodes = distributed.gather_rows(mine)
         return Samples(
@@ -117,7 +113,7 @@ class Stage:
             is_sampled=[episode.is_sampled for episode in episodes],
             # A checkpoint takes plain values, and no other class of string.
             messages=json.loads(json.dumps([e.messages for e in episodes], default=str)),
-            of_episodes=statistics(episodes),
+            statistics=statistics(episodes),
         )
 
     def begin(self, prompts: dict, per_prompt: int) -> dict[int, Episode]:
@@ -173,7 +169,7 @@ class Stage:
         uniforms = np.stack([draws[n, e.n_sampled :][:longest] for n, e in live.items()])
         ids = [episode.prompt + episode.ids for episode in live.values()]
         calls = environments.Calls(args.environment_timeout)
-        for row, response in self.generate(ids, uniforms, temperature):
+        for row, response in self.generator.generate_own(ids, uniforms, temperature):
             number = numbers[row]
             episode = live[number]
             self.add_answer(episode, response)
@@ -181,27 +177,6 @@ class Stage:
                 calls.start(number, self.reply, self.instances[number], episode)
         for number, messages in calls.wait().items():
             self.continue_or_end(live[number], messages)
-
-    def generate(
-        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
-    ) -> Iterator[tuple[int, Response]]:
-        """Yields the number of each prompt with its response, once that has ended.
-
-        For this process alone. `uniforms` are `[prompts, tokens]`.
-        """
-        sampler = self.sampler
-        if sampler.servers is not None:
-            requests = vllm.make_requests(sampler, prompts, uniforms[:, None], temperature)
-            yield from enumerate(sampler.servers.ask(requests))
-            return
-        longest = uniforms.shape[1]
-        at_once = generation.responses_at_once(sampler, prompts, longest)
-        lengths = np.array([len(prompt) for prompt in prompts])
-        longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
-        for numbers in np.array_split(longest_first, math.ceil(len(prompts) / at_once)):
-            yield from generation.generate_some(
-                sampler, prompts, numbers.tolist(), longest, temperature, uniforms
-            )
 
     def add_answer(self, episode: Episode, response: Response) -> None:
         """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
@@ -258,7 +233,7 @@ class Stage:
 
     def close(self) -> None:
         """Closes all environments of the latest samples; an error in that is of no consequence."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             self.call("close")
         self.instances = {}
 

@@ -11,15 +11,16 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicCache
 
 from common import batches, distributed, engine
-from preference_recipes.models import checks
+from preference_recipes.models import architecture, checks
 from preference_recipes.rollouts import decoding, sharing
 from preference_recipes.rollouts.sampler import Response, Sampler
 
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
 CACHE_BYTES = 16 * 2**30
-# With transformers 5.23 these generate other tokens in a batch than alone.
-ALONE = ("recurrent_gemma", "minimax", "rwkv")
+# With transformers 5.23 these generate other tokens in a batch than alone. GPT-Neo's mask ends at
+# its last position, padding counted.
+ALONE = ("recurrent_gemma", "minimax", "rwkv", "gpt_neo")
 
 
 def generate(
@@ -67,31 +68,35 @@ def generate_some(
         draws = torch.from_numpy(uniforms[numbers]).to(sampler.accelerator.device)
         draw = SampleByUniform(draws, temperature)
     batch = begin(sampler, [prompts[number] for number in numbers], max_new_tokens, draw)
-    number_of = list(numbers)  # of each row
+    most = architecture.longest_row(sampler.unwrapped.model)
+    rooms = [int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers]
+    number_of = list(numbers)  # of each row, as `rooms`
     unfinished = list(range(len(numbers)))  # rows
     n_tokens = 0
     while unfinished:
         n_before = n_tokens
-        n_tokens = min(n_tokens + batch.tokens_at_once, max_new_tokens)
+        n_tokens = min(n_tokens + batch.tokens_at_once, *rooms)
         batch.advance(n_tokens)
         drawn = batch.drawn
         # The host reads which new tokens are stops, and the tokens of a row when it has ended.
         is_stop = torch.isin(drawn[:, n_before:], stops).cpu().numpy()
-        has_ended = is_stop.any(1)
-        ends = np.where(has_ended, n_before + is_stop.argmax(1) + 1, n_tokens).tolist()
-        has_ended |= n_tokens == max_new_tokens
+        has_stop = is_stop.any(1)
+        ends = np.where(has_stop, n_before + is_stop.argmax(1) + 1, n_tokens).tolist()
         still_unfinished = []
         for row in unfinished:
-            if has_ended[row]:
+            if has_stop[row] or n_tokens == rooms[row]:
                 logps = draw.logps[row, : ends[row]].tolist() if draw else []
                 yield number_of[row], Response(drawn[row, : ends[row]].tolist(), logps)
             else:
                 still_unfinished.append(row)
         unfinished = still_unfinished
         n_finished = len(number_of) - len(unfinished)
-        if unfinished and n_finished and n_finished >= batch.drops_at * len(number_of):
+        is_full = n_tokens == min(rooms)  # no position is left for some row
+        drops = n_finished and n_finished >= batch.drops_at * len(number_of)
+        if unfinished and (is_full or drops):
             batch.keep(unfinished)
             number_of = [number_of[row] for row in unfinished]
+            rooms = [rooms[row] for row in unfinished]
             unfinished = list(range(len(number_of)))
 
 
@@ -101,7 +106,7 @@ def begin(
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
     model = sampler.unwrapped.model
     device = sampler.accelerator.device
-    ids = batches.pad(prompts, sampler.tokenizer.pad_token_id, device, left=True)
+    ids = batches.pad(prompts, sampler.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(sampler, ids, padding, None, draw)
@@ -170,7 +175,7 @@ class Batch:
         model = sampler.unwrapped.model
         config = GenerationConfig(
             max_new_tokens=self.length + n_tokens - self.ids.shape[1],
-            pad_token_id=sampler.tokenizer.pad_token_id,
+            pad_token_id=sampler.pad_token(),
             eos_token_id=sorted(sampler.stop_tokens()) or None,
             suppress_tokens=sampler.tokens_without_probability() or None,
         )

@@ -1,4 +1,4 @@
-"""Scores responses by a reward model, reward functions or both; has one such function."""
+"""Scores of responses: by a reward model, reward functions and an environment."""
 
 import contextlib
 import copy
@@ -7,27 +7,28 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from common import arguments, distributed
+from common import distributed
 from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
-from preference_recipes.models.packing import Packer
+from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import answers, environments
-from preference_recipes.rollouts.args import refuse_unused
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
+from preference_recipes.rollouts.sources import Source
 
 # The name of the reward model's part among those of the functions.
 OF_MODEL = "reward_model"
 # The name of `get_reward` among the parts of a score.
 OF_ENVIRONMENT = "environment"
+TEXTS = (str, bytes, bytearray)
 
 
 class Scores(NamedTuple):
@@ -37,9 +38,12 @@ class Scores(NamedTuple):
     # By the name of the function, or `reward_model`; NaN where a function returned None.
     parts: dict[str, torch.Tensor]
 
+    def minus(self, penalties: torch.Tensor) -> "Scores":
+        """Returns the scores less penalties, fp32 `[samples]`."""
+        return self._replace(total=self.total - penalties)
+
 
 def check_settings(args) -> None:
-    refuse_unused(args)
     if not weights_by_part(args):
         sys.exit(
             "nothing scores the responses: give --reward_model_name_or_path, --reward_function or "
@@ -61,18 +65,28 @@ def load_prompts(accelerator, args, tokenizer) -> Data:
     )
 
 
+def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> None:
+    """Lets a policy draw only tokens that all who read its samples have an embedding for.
+
+    Args:
+        others: models that read them, besides the reference and the reward model.
+    """
+    readers = (args.ref_model_name_or_path, args.reward_model_name_or_path, *others)
+    sizes = load.check_embeddings(data, args.model_name_or_path, *readers, draws=True)
+    policy.vocabulary = min(sizes.values())
+
+
 class Judge:
     """What scores responses: a reward model, reward functions or both.
 
     `weights` are those of the score's parts by name, `fingerprints` part of a run's identity.
     """
 
-    def __init__(self, sampler: Sampler):
-        args = sampler.args
+    def __init__(self, accelerator, args, tokenizer, data: Data):
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
         # All rows of a set have the columns of its first one, with None for what is missing.
-        firsts = sampler.data.train[sampler.data.starts]["columns"]
+        firsts = data.train[data.starts]["columns"]
         names = itertools.chain.from_iterable(map(json.loads, firsts))
         self.columns = list(dict.fromkeys(names))  # of the training data
         self.fingerprints: dict[str, Any] = {}
@@ -81,24 +95,23 @@ class Judge:
         self.std = 1.0
         name = args.reward_model_name_or_path
         if name is not None:
-            model = scores.score_model(name, sampler.tokenizer, args, frozen=True)
+            model = scores.score_model(name, tokenizer, args, frozen=True)
             if args.normalize_reward:  # recipes/reward.py with --eval_dataset_name writes these
                 self.mean = model.config.reward_mean
                 self.std = model.config.reward_std
-            found = load.fingerprint(sampler.accelerator, name, model.config)
-            self.fingerprints["reward model"] = found
-            self.model = prepare.frozen(sampler.accelerator, scores.ScoreModel(model))
+            self.fingerprints["reward model"] = load.fingerprint(accelerator, name, model.config)
+            self.model = prepare.frozen(accelerator, scores.ScoreModel(model))
 
     @torch.no_grad()
-    def score(self, sampler: Sampler, samples: Samples, packer: Packer) -> Scores:
-        """Returns the scores of the responses. All processes must call it."""
+    def score(self, source: Source, samples: Samples) -> Scores:
+        """Returns the scores of what a source drew last. All processes must call it."""
         parts = {}
         if self.model is not None:
-            parts[OF_MODEL] = self.scores_of_model(sampler, samples, packer)
+            parts[OF_MODEL] = self.scores_of_model(source.sampler, samples)
         if self.weights.keys() - {OF_MODEL}:
-            parts |= self.scores_of_functions(sampler, samples)
-        if sampler.stage is not None:
-            sampler.stage.close()
+            parts |= self.scores_of_functions(source, samples)
+        if source.stage is not None:
+            source.stage.close()
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
@@ -115,35 +128,36 @@ class Judge:
                 )
         return Scores(total, dict(zip(self.weights, torch.tensor(values, dtype=torch.float32))))
 
-    def scores_of_model(self, sampler: Sampler, samples: Samples, packer: Packer) -> list[float]:
+    def scores_of_model(self, sampler: Sampler, samples: Samples) -> list[float]:
         """Returns the reward model's normalised score of each sample, on every process."""
         score_of_row = {}
-        for rows, batch in samples.scoring_batches(sampler, packer):
+        for rows, batch in samples.scoring_batches(sampler):
             # It reads a padding row, too: other processes may wait for its forward pass.
             scores = self.model(batch).double().cpu().numpy()
             score_of_row |= dict(zip(rows, ((scores - self.mean) / self.std).tolist()))
         return as_numbers("the reward model", distributed.gather_rows(score_of_row), len(samples))
 
-    def scores_of_functions(self, sampler: Sampler, samples: Samples) -> dict[str, list[float]]:
+    def scores_of_functions(self, source: Source, samples: Samples) -> dict[str, list[float]]:
         """Returns the scores of all samples by each function and by the environment.
 
         The processes share the samples, a prompt's samples all on one of them. NaN stands for None.
         """
+        sampler = source.sampler
         n_prompts = len(samples) // samples.per_prompt
         mine = share_of_groups(sampler.accelerator, n_prompts, samples.per_prompt)
 
         def call() -> list[list[float]]:
             if not mine:
                 return []
-            given = given_to_functions(sampler, samples, mine, self.columns)
+            given = given_to_functions(source, samples, mine, self.columns)
             found = {
                 f"--reward_function {name}": called(function, given)
                 for name, function in self.functions.items()
             }
             if OF_ENVIRONMENT in self.weights:
-                source = f"--environment {sampler.args.environment}: `get_reward`"
-                found[source] = sampler.stage.call("get_reward")
-            return [as_numbers(source, scores, len(mine)) for source, scores in found.items()]
+                name = f"--environment {sampler.args.environment}: `get_reward`"
+                found[name] = source.stage.call("get_reward")
+            return [as_numbers(name, scores, len(mine)) for name, scores in found.items()]
 
         # If it ends the run on one process, the others would wait for its scores forever.
         scores_of_mine = distributed.all_or_none(sampler.accelerator, True, call)
@@ -154,13 +168,15 @@ class Judge:
 
 # ============================================================ calls of reward functions
 def given_to_functions(
-    sampler: Sampler, samples: Samples, rows: list[int], columns: list[str]
+    source: Source, samples: Samples, rows: list[int], columns: list[str]
 ) -> dict[str, Any]:
     """Returns what reward functions may be given about these rows of the samples, by name.
 
     Args:
-        columns: of the training data. Of several sets, the given rows may all lack some of them.
+        columns: of the training data; these rows may all lack some of them, if there are several
+            sets.
     """
+    sampler = source.sampler
     data = [json.loads(samples.row_texts[row]) for row in rows]
     responses = samples.answers(sampler.tokenizer)
     names = dict.fromkeys([*columns, *itertools.chain.from_iterable(data)])
@@ -174,7 +190,7 @@ def given_to_functions(
     given["step"] = sampler.progress.global_step
     if samples.messages:
         given["messages"] = [samples.messages[row] for row in rows]
-        given["environments"] = [sampler.stage.instances[row] for row in rows]
+        given["environments"] = [source.stage.instances[row] for row in rows]
     return given
 
 
@@ -195,15 +211,18 @@ def called(function: Callable, given: dict[str, Any]) -> Any:
     return environments.awaited_result(function(*prompts_and_responses, **keywords))
 
 
-def as_numbers(source: str, scores: Any, n: int) -> list[float]:
+def as_numbers(name: str, scores: Any, n: int) -> list[float]:
     """Returns scores that a user's code gave for n responses as numbers, NaN where it gave None."""
+    # Keys, characters and the order of a set are no scores, though they may be numbers.
+    is_list = not isinstance(scores, (Mapping, Set, *TEXTS)) and not hasattr(scores, "columns")
     values = None
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        values = [None if score is None else float(score) for score in scores]
+    if is_list:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers = [math.nan if isinstance(score, TEXTS) else score for score in scores]
+            values = [None if number is None else float(number) for number in numbers]
     if values is None or len(values) != n or any(value != value for value in values):  # NaN
-        sys.exit(
-            f"{source}: expected {n} numbers, one for each response, or None; got {scores!r:.200}"
-        )
+        got = " ".join(repr(scores).split())[:200]
+        sys.exit(f"{name}: expected {n} numbers, one for each response, or None; got {got}")
     return [math.nan if value is None else value for value in values]
 
 
@@ -215,7 +234,7 @@ def load_functions(names: list[str] | None) -> dict[str, Callable]:
     taken = [OF_MODEL, OF_ENVIRONMENT, *own_names]
     functions = {}
     for name, own_name in zip(names, own_names):
-        function = arguments.load_function(name)
+        function = environments.load_function(name)
         first, second, *_ = [*inspect.signature(function).parameters, "", ""]
         if first in ("responses", "completions") or second == "prompts":
             # They would get prompts and responses in each other's place.
@@ -243,7 +262,7 @@ def weights_by_part(args) -> dict[str, float]:
 def answer_reward(prompts, responses, answer, rendered_prompts=None, **columns):
     """Returns 1 if the response's final answer is the column `answer`, else 0; None without one.
 
-    Of a column of lists it is any of their entries. `answers.is_right` decides what is right.
+    Where the column holds a list, any of its entries is right. See `answers.is_right`.
     """
     prompts = rendered_prompts or [""] * len(responses)
     return [

@@ -7,7 +7,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from common import engine
+from common.metrics import Means
+from common.progress import Progress
 from preference_recipes.data import rendering
+from preference_recipes.data.dataset import Data
+from preference_recipes.models.packing import Packer
 
 
 class Response(NamedTuple):
@@ -20,7 +24,7 @@ class Response(NamedTuple):
 
 @dataclasses.dataclass
 class Sampler:
-    """A policy that responds to prompts, from transformers, vLLM servers or with an environment.
+    """A policy that responds to prompts. `sources.py` has what draws its responses.
 
     `unwrapped` is the module inside the prepared model; its own `model` is the actor.
     """
@@ -29,11 +33,11 @@ class Sampler:
     args: Any
     tokenizer: Any
     model: nn.Module  # the trained one, prepared
-    data: Any = None  # the run's sets, as `dataset.load_data` returned them
-    progress: Any = None  # the `Progress` of the run; a sampler only reads it
-    means: Any = None  # the `Means` that take what is logged about sampling
-    stage: Any = None  # plays episodes with `--environment`; None: a sample is one answer
-    servers: Any = None  # of `--vllm_url`; None: transformers generates
+    # These are None where answers are generated for exact match alone.
+    data: Data | None = None  # the run's sets
+    progress: Progress | None = None  # of the run; a sampler only reads it
+    means: Means | None = None  # takes what is logged about sampling
+    packer: Packer | None = None  # lays out samples for the models that read them
 
     def __post_init__(self):
         self.unwrapped = engine.unwrapped(self.accelerator, self.model)
@@ -42,15 +46,12 @@ class Sampler:
         """Returns the tokens that end a response."""
         return rendering.stop_tokens(self.tokenizer, self.unwrapped.model)
 
+    def pad_token(self) -> int:
+        """Returns what fills rows up; of a pad token that was only added there is no embedding."""
+        most = self.unwrapped.model.get_input_embeddings().num_embeddings - 1
+        return min(self.tokenizer.pad_token_id, most)
+
     def tokens_without_probability(self) -> list[int]:
         """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
         return list(range(self.unwrapped.vocabulary, n_logits))
-
-    def state(self) -> Any:
-        """A rollout that servers sampled ahead, or None, for a checkpoint."""
-        return None if self.servers is None else self.servers.state()
-
-    def load_state(self, state: Any) -> None:
-        if self.servers is not None and state is not None:
-            self.servers.load_state(state)

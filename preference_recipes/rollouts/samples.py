@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import batches, stopping
-from common.checkpoint import carried
+from common import batches, carried, stopping
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.answers import decode_answers
 from preference_recipes.rollouts.sampler import Sampler
@@ -38,7 +37,7 @@ class Samples:
     is_sampled: list[list[bool]] = field(default_factory=list)
     messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
     # `[samples]` by tag, for the log; not kept by `select` and `joined`.
-    of_episodes: dict[str, torch.Tensor] = field(default_factory=dict)
+    statistics: dict[str, torch.Tensor] = field(default_factory=dict)  # of episodes
 
     def __post_init__(self):
         if not self.is_sampled:
@@ -93,7 +92,7 @@ class Samples:
         }
         return batch, values
 
-    def scoring_batches(self, sampler: Sampler, packer: Packer) -> Iterator[tuple[list[int], dict]]:
+    def scoring_batches(self, sampler: Sampler) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the rows of their samples, and what models read.
 
         A process without any reads a padding row, since the others wait for it: `rows` is empty.
@@ -108,7 +107,7 @@ class Samples:
         )
         for micro_batch in micro_batches:
             rows = micro_batch.rows if micro_batch.weights.any() else []
-            yield rows, self.make_batch(micro_batch.rows, packer)
+            yield rows, self.make_batch(micro_batch.rows, sampler.packer)
 
     def check_finite(self, sampler: Sampler, **values: torch.Tensor) -> None:
         """Stops the run if a value `[samples, length or 1]` is not finite, and names its data row.
@@ -119,17 +118,19 @@ class Samples:
         # A sum is finite only if all its parts are. The value of a whole sample is added to each of
         # its tokens.
         sums = sum(tensors.values())  # [samples, longest response]
-        stopping.check_finite(sampler.progress, [(self.data_rows, sums, self.mask)], tensors)
+        losses = stopping.Losses(self.data_rows, sums, self.mask)
+        stopping.check_finite(sampler.progress, [losses], tensors)
 
-    def select(self, is_kept: torch.Tensor) -> "Samples":
-        """Returns the samples that are kept; those of a prompt are together or not at all."""
+    def select_groups(self, is_kept: torch.Tensor) -> "Samples":
+        """Returns the samples of the prompts that are kept, bool `[prompts]`."""
+        is_kept = is_kept.repeat_interleave(self.per_prompt)
         flags = is_kept.tolist()
         lists: dict[str, Any] = {
             name: list(compress(values, flags))
             for name, values in vars(self).items()
             if isinstance(values, list)
         }
-        return replace(self, ended=self.ended[is_kept], of_episodes={}, **lists)
+        return replace(self, ended=self.ended[is_kept], statistics={}, **lists)
 
     @staticmethod
     def joined(parts: list["Samples"]) -> "Samples":
@@ -140,7 +141,7 @@ class Samples:
             if isinstance(values, list)
         }
         ended = torch.cat([part.ended for part in parts])
-        return replace(parts[0], ended=ended, of_episodes={}, **lists)
+        return replace(parts[0], ended=ended, statistics={}, **lists)
 
     def answers(self, tokenizer) -> list[str]:
         """Returns the text of each response, of an episode that of its last answer."""

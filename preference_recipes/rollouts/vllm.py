@@ -4,6 +4,7 @@ Nothing of vLLM is imported. Before responses are sampled, the servers get the a
 through a folder, and a probe compares their log-probs with those of training.
 """
 
+import contextlib
 import dataclasses
 import http.client
 import itertools
@@ -14,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import actor, adapters, engine
+from common import adapters, engine, saving
 from common.distributed import on_main_process
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
@@ -47,48 +48,6 @@ LARGEST_DIFFERENCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
 VISIBLE_CHANGE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 
-def connect(sampler: Sampler) -> None:
-    """Lets a run sample from the servers of `--vllm_url`, if it has any."""
-    if sampler.args.vllm_url:
-        servers = Servers(sampler)
-        workers = on_main_process(sampler.accelerator, servers.workers)
-        shortest = min(worker["max_model_len"] for worker in workers)
-        if (longest := sampler.args.max_length) > shortest:  # it might cut responses, unsaid
-            sys.exit(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
-        dtypes = [worker["dtype"] for worker in workers]
-        servers.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
-        servers.synchronise()
-        sampler.servers = servers
-
-
-def sample_ahead(sampler: Sampler, position: Position) -> None:
-    """Lets the servers begin with the responses of the next rollout, with the weights of now.
-
-    They answer while the one that was just sampled, and whose prompts `position` has taken, is
-    trained on. Does nothing without servers and `--rollouts_ahead`, nor if the run may end before.
-    """
-    args = sampler.args
-    if sampler.servers is None or not args.rollouts_ahead:
-        return
-    position = dataclasses.replace(position)  # the run's own stays where it is
-    updates = n_updates(args, args.rollout_batch_size)
-    at_end_of_run = sampler.progress.updates_seen + updates >= sampler.progress.total_steps
-    at_end_of_data = position.prompts_seen >= args.max_epochs * len(sampler.data.train)
-    if at_end_of_run or (at_end_of_data and not args.max_steps):
-        return
-    position.end_rollout()  # the number of the rollout is part of its seeds
-    prompts = position.take_prompts(sampler, args.rollout_batch_size)
-    uniforms = position.draw_uniforms(args, len(prompts["row"]))
-    requests = make_requests(sampler, prompts["prompt_ids"], uniforms, args.temperature)
-    sampler.servers.synchronise()
-    answer = None
-    if sampler.accelerator.is_main_process:
-        background = ThreadPoolExecutor(1)
-        answer = background.submit(sampler.servers.ask, requests).result
-        background.shutdown(wait=False)  # ends the thread once it has the answer
-    sampler.servers.ahead = Ahead(requests, sampler.progress.global_step, answer)
-
-
 class Ahead(NamedTuple):
     """A rollout that is sampled while the one before it is trained on."""
 
@@ -101,7 +60,7 @@ class Servers:
     """vLLM servers that share the prompts of a rollout.
 
     All processes must call its methods, and the main process alone talks to the servers. But in
-    episodes each process asks for its own, by `ask`.
+    episodes each process asks for its own, by `generate_own`.
     """
 
     def __init__(self, sampler: Sampler):
@@ -111,8 +70,15 @@ class Servers:
         self.synced_at: int | None = None  # `global_step` of these weights
         # Each server's last log-probs of a probe, and those of training when it first gave these.
         self.probes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.dtype = "float32"  # the coarsest of those in which the servers compute
         self.ahead: Ahead | None = None  # see `sample_ahead`
+        workers = self.on_main_process(self.workers)
+        shortest = min(worker["max_model_len"] for worker in workers)
+        if (longest := sampler.args.max_length) > shortest:  # it might cut responses, unsaid
+            sys.exit(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
+        dtypes = [worker["dtype"] for worker in workers]
+        # The coarsest of those in which the servers compute.
+        self.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+        self.synchronise()
 
     def on_main_process(self, function: Callable, *args) -> Any:
         return on_main_process(self.sampler.accelerator, function, *args)
@@ -125,7 +91,7 @@ class Servers:
     def generate(
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> list[Response]:
-        """Returns the responses to each prompt in turn, see `rollout.sample`."""
+        """Returns the responses to each prompt in turn, see `Source.sample`."""
         sampler = self.sampler
         requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None:
@@ -139,6 +105,50 @@ class Servers:
         self.synchronise()
         return self.on_main_process(self.ask, requests)
 
+    @contextlib.contextmanager
+    def ready(self):
+        """Gives the servers the current weights: inside the block a process may ask for its own."""
+        self.synchronise()
+        yield
+
+    def generate_own(
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    ) -> Iterator[tuple[int, Response]]:
+        """Yields the number of each prompt with its response; for this process alone.
+
+        `uniforms` are `[prompts, tokens]`.
+        """
+        requests = make_requests(self.sampler, prompts, uniforms[:, None], temperature)
+        yield from enumerate(self.ask(requests))
+
+    def sample_ahead(self, position: Position) -> None:
+        """Lets the servers begin with the responses of the next rollout, with the current weights.
+
+        They answer while the one that was just sampled, and whose prompts `position` has taken, is
+        trained on. Does nothing without `--rollouts_ahead`, nor if the run may end before.
+        """
+        sampler = self.sampler
+        args = sampler.args
+        if not args.rollouts_ahead:
+            return
+        position = dataclasses.replace(position)  # the run's own stays where it is
+        updates = n_updates(args, args.rollout_batch_size)
+        at_end_of_run = sampler.progress.updates_seen + updates >= sampler.progress.total_steps
+        at_end_of_data = position.prompts_seen >= args.max_epochs * len(sampler.data.train)
+        if at_end_of_run or (at_end_of_data and not args.max_steps):
+            return
+        position.end_rollout()  # the number of the rollout is part of its seeds
+        prompts = position.take_prompts(sampler, args.rollout_batch_size)
+        uniforms = position.draw_uniforms(args, len(prompts["row"]))
+        requests = make_requests(sampler, prompts["prompt_ids"], uniforms, args.temperature)
+        self.synchronise()
+        answer = None
+        if sampler.accelerator.is_main_process:
+            background = ThreadPoolExecutor(1)
+            answer = background.submit(self.ask, requests).result
+            background.shutdown(wait=False)  # ends the thread once it has the answer
+        self.ahead = Ahead(requests, sampler.progress.global_step, answer)
+
     def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
 
@@ -149,7 +159,9 @@ class Servers:
         responses = self.on_main_process(self.ahead.answer)
         return {**self.ahead._asdict(), "answer": list(map(tuple, responses))}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        if state is None:
+            return
         responses = [Response(*response) for response in state["answer"]]
         self.ahead = Ahead(**{**state, "answer": lambda: responses})
 
@@ -176,9 +188,14 @@ class Servers:
         started = time.perf_counter()
         folder = Path(sampler.args.output_dir).resolve() / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
-        models = {folder: sampler.unwrapped.model}
-        whose = (sampler.accelerator, sampler.args, sampler.model)
-        actor.save(*whose, models, sampler.tokenizer, dtype=dtype)
+        saving.save(
+            sampler.accelerator,
+            sampler.args,
+            sampler.model,
+            {folder: sampler.unwrapped.model},
+            sampler.tokenizer,
+            dtype=dtype,
+        )
         is_adapter = adapters.has_adapter(sampler.unwrapped)
         self.version = self.on_main_process(self.load_weights, str(folder), is_adapter)
         if is_adapter:

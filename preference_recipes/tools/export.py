@@ -10,12 +10,14 @@ its manifest, and those files of the actor that the manifest names are copied, b
 GPU, and reads no pickle. With `--critic` it is PPO's critic, a sequence classifier with one label.
 
 Of a run with `--lora_r` OUT is an ordinary folder of peft. With `--merge` it is a whole model, the
-adapter added to its base in fp32; the base must be where the adapter's config says. `--merge` also
-takes an adapter in the place of a checkpoint: a folder, such as a run's `actor/`, or a hub name.
+adapter added to its base in fp32. The base is where the adapter's config says, or the folder of
+`--base`; one that has changed since the run is refused. `--merge` also takes an adapter in the
+place of a checkpoint: a folder, such as a run's `actor/`, or a hub name.
 """
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -35,6 +37,7 @@ def export(
     dtype: str | None = None,
     model: str = "actor",
     merge_adapter: bool = False,
+    base: str | None = None,
 ) -> None:
     """Copies `checkpoint/actor`, or another model's folder, to `out`.
 
@@ -46,6 +49,7 @@ def export(
             they are.
         model: the name of the folder, `actor` or `critic`.
         merge_adapter: write a whole model instead of an adapter.
+        base: the adapter's base; None: that of its config.
     """
     out = out.resolve()  # a link would be replaced by a folder next to it
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -59,7 +63,7 @@ def export(
             copy_model(checkpoint, model, copy)
         if merge_adapter:
             written = Path(folder, "merged")
-            merge(str(copy if is_checkpoint else checkpoint), written)
+            merge(str(copy if is_checkpoint else checkpoint), written, base)
         if dtype:
             convert(written, dtype)
         folders.replace(written, out)
@@ -82,48 +86,58 @@ def copy_model(checkpoint: Path, model: str, out: Path) -> None:
         shutil.copy2(checkpoint / name, copied)
 
 
-def merge(adapter: str, out: Path) -> None:
+def merge(adapter: str, out: Path, base: str | None = None) -> None:
     """Writes the model that an adapter makes of its base to a folder, in fp32, with its tokenizer.
 
     Args:
         adapter: a folder or a hub name.
+        base: see `export`.
     """
     import peft  # all of these are slow to import
     import torch
+    import transformers
     from huggingface_hub import snapshot_download
-    from transformers import AutoTokenizer, GenerationConfig
 
-    from common import adapters
-    from preference_recipes.models.load import PublishedGenerationConfig
+    from common import adapters, saving
+    from preference_recipes.models import load
 
     folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
     if not (folder / "adapter_config.json").is_file():
         sys.exit(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
     config = peft.PeftConfig.from_pretrained(folder)
+    base = base or config.base_model_name_or_path
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        sys.exit(f"{base}, the adapter's base, is not there: if it moved, give --base FOLDER")
     settings = {"dtype": torch.float32}
-    auto_class = peft.AutoPeftModelForCausalLM
+    auto_class = transformers.AutoModelForCausalLM
     if config.task_type == "SEQ_CLS":
-        auto_class = peft.AutoPeftModelForSequenceClassification
+        auto_class = transformers.AutoModelForSequenceClassification
         settings["num_labels"] = 1
-    model = auto_class.from_pretrained(folder, trust_remote_code=False, **settings).eval()
+    model = load.from_pretrained(auto_class, base, **settings)
+    now = load.describe_weights(base, model.config)
+    file = folder / adapters.BASE_FILE
+    before = folders.read_json(file)["fingerprint"] if file.is_file() else now
+    if before.partition(" ")[0] != now.partition(" ")[0]:  # one on the hub, the other in a folder
+        print(f"NOTE: the adapter was trained on {before}; {base} has {now}: not compared")
+    elif before != now:
+        sys.exit(f"{base} is not the adapter's base any more: that had {before}, this has {now}")
+    model = peft.PeftModel.from_pretrained(model, folder).eval()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder if has_tokenizer else config.base_model_name_or_path,
-        trust_remote_code=False,
-        mistral_format=False,
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder if has_tokenizer else base, trust_remote_code=False, mistral_format=False
     )
-    ids = torch.linspace(0, len(tokenizer) - 1, 32).long()[None]
+    ids = torch.linspace(0, model.get_input_embeddings().num_embeddings - 1, 32).long()[None]
     with torch.no_grad():
         expected = model(ids).logits
         merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
         difference = (merged(ids).logits - expected).abs().max().item()
     largest = expected.abs().max().item()
-    # peft 0.21 merges an adapter on tied embeddings wrongly: it changes the shared matrix twice.
+    # peft 0.21 merges the adapters of all layers that share a matrix, such as tied embeddings.
     if not difference <= 1e-3 * largest:  # also where one is not finite
         sys.exit(
             f"the whole model would be another one: its logits differ by up to {difference:.3g} "
             f"from those of base and adapter, which are up to {largest:.3g} in size. Load the "
-            "adapter with peft instead, or make one that leaves tied embeddings alone"
+            "adapter with peft instead, or make one that leaves alone what several layers share"
         )
     if config.task_type == "SEQ_CLS":  # transformers finds the last token by it
         merged.config.pad_token_id = tokenizer.pad_token_id
@@ -134,24 +148,25 @@ def merge(adapter: str, out: Path) -> None:
     if merged.can_generate():
         published = merged.generation_config
         if (folder / "generation_config.json").is_file():
-            published = GenerationConfig.from_pretrained(folder)
-        merged.generation_config = PublishedGenerationConfig.from_dict(published.to_dict())
+            published = transformers.GenerationConfig.from_pretrained(folder)
+        merged.generation_config = load.PublishedGenerationConfig.from_dict(published.to_dict())
     merged.save_pretrained(out)
+    saving.write_config(out, "float32")
     tokenizer.save_pretrained(out)
 
 
 def convert(folder: Path, dtype: str) -> None:
     """Converts the floating-point weights of a Hugging Face folder, and its config with them."""
-    from common import actor  # slow to import
+    from common import saving  # slow to import
 
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             names = file.keys()
-            tensors = {name: actor.converted(file.get_tensor(name), dtype) for name in names}
+            tensors = {name: saving.converted(file.get_tensor(name), dtype) for name in names}
         save_file(tensors, path, metadata=metadata)
     if (folder / "config.json").is_file():  # an adapter has none
-        actor.write_dtype(folder, dtype)
+        saving.write_config(folder, dtype)
 
 
 def main(words: list[str] | None = None, command: str | None = None) -> None:
@@ -165,9 +180,12 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: as they were trained")
     parser.add_argument("--critic", action="store_true", help="PPO's critic, not the actor")
     parser.add_argument("--merge", action="store_true", help="the whole model, not the adapter")
+    parser.add_argument("--base", type=os.path.expanduser, help="with --merge: where its base is")
     args = parser.parse_args(words)
+    if args.base and not args.merge:
+        parser.error("--base is used by --merge alone")
     model = "critic" if args.critic else "actor"
-    export(args.checkpoint, args.out, args.dtype, model, merge_adapter=args.merge)
+    export(args.checkpoint, args.out, args.dtype, model, args.merge, args.base)
     print(f"wrote {args.out}")
 
 

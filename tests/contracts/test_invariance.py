@@ -52,7 +52,7 @@ SETTINGS = {
     # Rollouts of 16 and 4 prompts. The KL of the third is so near the target
     # that the step to the next coefficient is not clipped. The last update reads that one.
     "ppo": dict(reward_function="rewarding:vowels", reward_model_name_or_path="scorer")
-    | dict(normalize_reward=True, kl_target=0.2, kl_horizon=50)
+    | dict(normalize_reward=True)
     | dict(n_rows=20, n_samples_per_prompt=2, num_epochs_per_rollout=2, max_steps=11)
     | dict(critic_learning_rate=0.003, learning_rate=0.003),
     # Without the responses that are cut, so that updates differ in size.

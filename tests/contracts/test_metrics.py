@@ -11,8 +11,9 @@ import types
 import pytest
 import torch
 
-from common.metrics import PEAK_FLOPS, Speed
+from common.metrics import Flop, Speed
 from common.progress import Progress
+from preference_recipes.models.cost import PEAK_FLOPS
 from runs import lines, recipe, training_lines
 from small_run import small_run
 
@@ -63,9 +64,8 @@ def test_the_share_of_the_gpu_that_is_used(monkeypatch, gpu, share):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     cpu, there = torch.device("cpu"), torch.device("cuda")
     accelerator = types.SimpleNamespace(device=cpu, reduce=lambda number, how: number)
-    speed = Speed(accelerator, Progress(8, 8, 1, 0), flop=(6e9, 2e9))
-    # There is no GPU to hold the counts of one.
-    accelerator.device, speed.peak = there, PEAK_FLOPS.get(gpu)
+    speed = Speed(accelerator, Progress(8, 8, 1, 0), flop=Flop(6e9, 2e9, PEAK_FLOPS.get(gpu)))
+    accelerator.device = there  # there is no GPU to hold the counts of one
     of_one = 989e12 * 0.2  # an update; there are two
     targets = [0] * int((of_one - 6e9 * 25_000) / 2e9)
     for _ in range(2):

@@ -130,10 +130,10 @@ def same_run(bench: Bench, what: str, found: Finished) -> None:
 def test_last_update(bench):
     """In a last, short update of n samples each weighs 1/n, not 1 / `--train_batch_size`.
 
-    Two runs make one update of the same 6 rows, or 6 prompts where a recipe samples. It is a full
+    Two runs make one update of the same 10 rows, or 6 prompts where a recipe samples. It is a full
     update of one run, and a short one of the other.
     """
-    n_rows = 6
+    n_rows = 6 if bench.generates else 10
     if bench.generates:
         full: Changes = {"train_batch_size": n_rows * RESPONSES, "rollout_batch_size": n_rows}
         short: Changes = {"train_batch_size": ROLLOUT * RESPONSES, "rollout_batch_size": ROLLOUT}
@@ -142,7 +142,8 @@ def test_last_update(bench):
         short = {"train_batch_size": BATCH}
     one_epoch: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
     expected = bench.run("full-update", micro_train_batch_size=2, **one_epoch, **full)
-    # 4 divides neither 6 rows nor 18 samples: micro-batches of 3 and 3, or of 4, 4, 4, 3 and 3.
+    # Unequal micro-batches, of 4, 3 and 3 rows, or of 4, 4, 4, 3 and 3 samples: a mean of their
+    # means would be another number.
     found = bench.run("short-update", micro_train_batch_size=4, **one_epoch, **short)
     only = {"loss", "grad_norm", "samples"}
     same_lines("a short update", expected.training, found.training, only)

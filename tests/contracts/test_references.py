@@ -162,6 +162,22 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
     assert max(line["grad_norm"] for line in lines) > 2 * settings["max_grad_norm"]
 
 
+def test_dropout_is_on_in_sft_and_off_in_its_evaluations(inputs, tmp_path):
+    """Two models of the same weights. The first update comes after an evaluation, and so does the last."""
+    lines, evaluations = [], []
+    for name in ("model", "dropping"):
+        paths = dict(model_name_or_path=inputs / name, dataset_name=inputs / "sft.jsonl")
+        paths |= dict(eval_dataset_name=inputs / "sft_eval.jsonl")
+        sizes = SETTINGS | dict(
+            micro_train_batch_size=4, learning_rate=0, eval_steps=1, max_steps=2
+        )
+        run("sft", tmp_path / name, **paths, **sizes)
+        lines.append([line["loss"] for line in runs.training_lines(tmp_path / name)])
+        evaluations.append([line["eval/loss"] for line in runs.evaluation_lines(tmp_path / name)])
+    assert evaluations[0] == evaluations[1] and len(set(evaluations[0])) == 1
+    assert all(abs(plain - dropping) > 1e-3 for plain, dropping in zip(*lines, strict=True))
+
+
 @pytest.mark.parametrize("launcher", ["plain", runs.slow("zero2")])
 def test_the_norm_of_a_large_gradient(tmp_path, launcher):
     """Added up in fp32 one after the other, as torch does it on a CPU, 3 million squares are off by 4e-5."""

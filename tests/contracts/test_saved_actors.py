@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from common import actor, console, folders
+from common import console, folders, saving
 from common.actor import Best
 from preference_recipes.data import dataset
 from preference_recipes.data.dataset import Converter, Data
@@ -193,6 +193,6 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
 
 
 def test_weights_that_a_dtype_cannot_hold_are_said(capsys):
-    assert actor.converted(torch.tensor([1e5]), "float16").tolist() == [torch.inf]
+    assert saving.converted(torch.tensor([1e5]), "float16").tolist() == [torch.inf]
     assert "WARNING: weights are too large for float16" in capsys.readouterr().out
-    assert actor.converted(torch.tensor([1.0, torch.nan]), "float16")[0] == 1
+    assert saving.converted(torch.tensor([1.0, torch.nan]), "float16")[0] == 1

@@ -1,5 +1,6 @@
 """Signals of what a run forks; where a resumed run goes, and what it cannot read or leaves behind."""
 
+import math
 import shutil
 import types
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common import folders
+from common import arguments, folders, stopping
 from common.checkpoint import Checkpoint
 from common.launch import decide_folder
+from common.progress import Progress
 from runs import LAUNCHERS, launch, refuses
 from small_run import small_run
 
@@ -32,8 +34,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, st
         device=torch.device("cuda"),
         state=types.SimpleNamespace(deepspeed_plugin=plugin),
     )
-    parts = dict(model=None, optimizer=None, scheduler=None, means=made.means)
-    checkpoint = Checkpoint(made.run, actor=made.actor, identity={"data": "d"}, **parts)
+    checkpoint = Checkpoint(made.run, made.actor, None, None, made.means, same=[])
     before = {**checkpoint.identity, "launched as": f"DeepSpeed {launched}"}
     call = lambda: checkpoint.refuse_another_run(tmp_path, before)
     now = f"DeepSpeed ZeRO-{stage} {precision} on cuda, 8 processes"
@@ -41,8 +42,20 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, st
     refuses(said, call=call)
 
 
+# No rate, size of an update, seed or adapter: they decide the weights.
+MAY_CHANGE = """attn_implementation dataset_name eval_dataset_name eval_dataset_split eval_steps
+gradient_checkpointing logging_steps max_epochs max_steps micro_train_batch_size micro_train_tokens
+output_dir push_to_hub report_to resume save_actor_limit save_actor_steps save_dtype save_steps
+save_total_limit stop_after"""
+
+
+def test_what_a_resumed_run_of_any_recipe_may_change():
+    assert set(MAY_CHANGE.split()) == arguments.MAY_CHANGE
+
+
 FORKS = """
 import multiprocessing, os, signal
+from accelerate import Accelerator
 from common import stopping
 
 signals = stopping.Signals()
@@ -53,15 +66,37 @@ for number in range(60):  # some are ended while they are being forked, some whi
     process.terminate()
     process.join(10)
     assert process.exitcode == -signal.SIGTERM, process.kill()
-os.kill(os.getpid(), signal.SIGUSR1)
-assert signals.number == signal.SIGUSR1
+accelerator = Accelerator(cpu=True)
+assert signals.of_any(accelerator) == 0
+if accelerator.process_index == 1:
+    os.kill(os.getpid(), signal.SIGUSR1)
+assert signals.number == signal.SIGUSR1 * accelerator.process_index
+assert signals.of_any(accelerator) == signal.SIGUSR1
 """
 
 
 def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
-    """A pool ends its workers by SIGTERM. Python would not handle it while a worker waits for a lock."""
+    """A pool ends its workers by SIGTERM. Python would not handle it while a worker waits for a lock.
+
+    What one of two processes gets ends both.
+    """
     (tmp_path / "forks.py").write_text(FORKS)
-    launch(LAUNCHERS["plain"], tmp_path / "forks.py", timeout=100)
+    launch(LAUNCHERS["ddp"], tmp_path / "forks.py", timeout=100)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_counts_nowhere_may_be_anything(bad):
+    """Tokens of weight 0, and padding rows; the rows of the others are named."""
+    losses = [torch.tensor([[1.0, bad], [2.0, 3.0]]), torch.tensor([[bad, bad]])]
+    weights = [torch.tensor([[1.0, 0.0], [1.0, 0.5]]), torch.zeros(1, 2)]
+    micro_batches = list(zip([[4, 7], [9]], losses, weights))
+    progress = Progress(10, 2, 1, 0)
+    stopping.check_finite(progress, micro_batches)
+    losses[0][1, 1] = bad
+    with pytest.raises(
+        FloatingPointError, match=r"because of data rows 7\. .*Not finite: the loss"
+    ):
+        stopping.check_finite(progress, micro_batches)
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):

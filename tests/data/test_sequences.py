@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from common import record
 from common.batches import rows_of_update
 from preference_recipes.data.sequences import Sequences
+from preference_recipes.models import load
 
 # The last answer is written with a mark, which is gone when another turn follows.
 REWRITING = (
@@ -136,14 +136,14 @@ DATED = REWRITING.replace("{% for", "{{ strftime_now('%d %b %Y') }}{% for", 1)
 # A recipe as it runs on another day.
 ON_A_DAY = """
 import datetime, os, runpy, sys
-from common import record
+from preference_recipes.models import load
 
 class Clock(datetime.datetime):
     @classmethod
     def now(cls, zone):
         return cls(2020, 2, 29, tzinfo=zone)
 
-record.datetime = Clock
+load.datetime = Clock
 recipe = sys.argv.pop(1)
 sys.argv[0] = recipe
 runpy.run_path(recipe, run_name="__main__")
@@ -180,16 +180,16 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
 
 def test_the_date_is_that_of_the_checkpoint(tmp_path):
     args = types.SimpleNamespace(resume="never", output_dir=str(tmp_path))
-    today = record.date_of_run(args)
+    today = load.date_of_run(args)
     for step, text in enumerate(['{"arguments": {"date": "2020-02-29"}}', "torn", "{}"]):
         checkpoint = tmp_path / f"checkpoints/global_step_{step:06d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "state.json").write_text(text)
-    assert record.date_of_run(args) == today
+    assert load.date_of_run(args) == today
     args.resume = "auto"
-    assert record.date_of_run(args) == "2020-02-29"
+    assert load.date_of_run(args) == "2020-02-29"
     args.output_dir = str(tmp_path / "elsewhere")
-    assert record.date_of_run(args) == today
+    assert load.date_of_run(args) == today
     for step, date in [(0, "2020-02-29"), (1, today), (7, today)]:
         args.resume = str(tmp_path / f"checkpoints/global_step_{step:06d}")
-        assert record.date_of_run(args) == date
+        assert load.date_of_run(args) == date

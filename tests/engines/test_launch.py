@@ -4,7 +4,6 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +11,12 @@ import types
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common.launch
+from common import engine
 from runs import (
     CONFIGS,
     LAUNCHERS,
@@ -41,21 +43,20 @@ def flags(inputs, output, **more):
     return short_run(inputs, "sft", output, **updates | more)
 
 
-# Imports a recipe, as starting it does; torch, which comes before our packages, would take seconds.
-IMPORT = "import runpy, sys; sys.modules['torch'] = sys; runpy.run_path(sys.argv[1])"
-
-
-def test_a_recipe_of_a_clone_runs_with_its_own_clones_packages(tmp_path, monkeypatch):
-    """Though others are installed, here by PYTHONPATH, and whatever the current directory is."""
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    for part in ("recipes", "common"):
-        (tmp_path / "clone" / part).mkdir(parents=True)
-    (tmp_path / "clone/common/__init__.py").write_text("raise SystemExit(__file__)")
-    copy = shutil.copy(recipe("grpo"), tmp_path / "clone/recipes")
-    command = [sys.executable, "-c", IMPORT, copy]
-    found = subprocess.run(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE).stderr
-    assert found == f"{tmp_path}/clone/common/__init__.py\n"
+@pytest.mark.parametrize(
+    "told, has_bf16, precision",
+    [("", True, "bf16"), ("", False, "fp32"), ("no", True, "fp32")],
+)
+def test_how_a_gpu_computes_where_no_launcher_says_it(told, has_bf16, precision, monkeypatch):
+    """A plain `python recipes/dpo.py`, as `uv run` starts it, is `single_gpu.yaml`. Here a CPU is the GPU."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    on_cpu = lambda **settings: Accelerator(**settings | {"cpu": True})
+    monkeypatch.setattr(common.launch, "Accelerator", on_cpu)
+    monkeypatch.setattr(os, "environ", {"ACCELERATE_MIXED_PRECISION": told} if told else {})
+    accelerator = common.launch.build(args=None, on_cpu=False, accumulation=1)
+    assert engine.describe(accelerator) == f"one process {precision} on cpu"
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
@@ -118,6 +119,7 @@ def test_a_folder_is_one_runs_until_its_process_ends(tmp_path):
             holder.wait()
             assert decide(tmp_path) == str(tmp_path)
         finally:
+            holder.kill()  # `Popen` waits for it
             os.kill(child, signal.SIGKILL)
 
 
@@ -152,13 +154,17 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     zero2 = json.loads((CONFIGS / "zero2.json").read_text())
     cases = {
         '"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3},
-        'has a "scheduler"': {"scheduler": {"type": "WarmupLR", "params": {}}},
+        'has "scheduler": remove it': {"scheduler": {"type": "WarmupLR", "params": {}}},
+        'has "optimizer": remove it': {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        "has ZeRO stage 0": {"zero_optimization": {"stage": 0}},
+        "has ZeRO stage 0: take 1, 2 or 3": {"zero_optimization": {}},
     }
     for message, change in cases.items():
         (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))
         launcher = deepspeed_launcher(tmp_path / "ds.json", 1)
         result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
         assert result.returncode and message in result.stdout
+        assert "Traceback" not in result.stdout
     launcher = [*config_launcher("cpu"), "--mixed_precision", "fp16"]
     result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
     assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout

@@ -1,21 +1,22 @@
 """The architectures that people bring: read, trained, saved and scored as transformers does."""
 
 import copy
+import json
 import types
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from architectures import ARCHITECTURES, build, config_of
-from common import actor
+from common import saving
 from preference_recipes.models import architecture, checks, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
 from runs import slow_but, whole_rows
-from test_logprobs import ALONE, CPU, ON_CPU, batch, can_share, own
+from test_packing import ALONE, CPU, ON_CPU, can_share
 
 BF16 = types.SimpleNamespace(
     mixed_precision="bf16",
@@ -30,6 +31,30 @@ FAST = [
     *["gemma3", "llama4_text", "recurrent_gemma", "hyperclovax", "falcon", "qwen3_moe", "gpt_oss"],
 ]
 NAMES = slow_but(FAST, ARCHITECTURES)
+
+
+def batch():
+    """Rows of 20, 9 and 14 tokens, padded on the right; the second half of each is scored."""
+    torch.manual_seed(1)
+    ids, scored = torch.zeros(3, 20, dtype=torch.long), torch.zeros(3, 20, dtype=torch.bool)
+    for row, length in enumerate((20, 9, 14)):
+        ids[row, :length] = torch.randint(3, 300, (length,))
+        scored[row, length // 2 : length] = True
+    return ids, scored
+
+
+def own(model, ids, scored, temperature=1.0):
+    """One row at a time, unpadded, from the model's own logits."""
+    logps, means, hits = (torch.zeros(3, 20) for _ in range(3))
+    for row in range(3):
+        length = int(scored[row].nonzero().max()) + 1
+        logits = model(ids[row : row + 1, :length], use_cache=False).logits[0, :-1].float()
+        logits = logits / temperature
+        target, mask = ids[row, 1:length], scored[row, 1:length]
+        logps[row, 1:length] = logits.log_softmax(-1).gather(1, target[:, None])[:, 0] * mask
+        means[row, 1:length] = logits.mean(-1) * mask
+        hits[row, 1:length] = (logits.argmax(-1) == target) * mask
+    return logps, means, hits
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:
@@ -164,14 +189,52 @@ def test_saved_and_loaded_again(name, tmp_path):
     """Through what saves an actor; the folder loads with plain transformers, bit for bit."""
     wrapper = LogProbModel(build(name))
     prepare.disable_dropout(wrapper)
-    state_dict = actor.weights_of(wrapper.model, wrapper.state_dict(), wrapper)
+    state_dict = saving.weights_of(wrapper.model, wrapper.state_dict(), wrapper)
     wrapper.model.save_pretrained(tmp_path, state_dict=state_dict)
+    saving.write_config(tmp_path, "float32")
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(3, 290, (1, 20), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         one = again.eval()(ids, use_cache=False).logits
         other = wrapper.model.eval()(ids, use_cache=False).logits
     assert torch.equal(one, other)
+
+
+PLAIN, SLIDING = (dict(rope_type="default", rope_theta=base) for base in (1e6, 2e4))
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, original_max_position_embeddings=32)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+BY_LAYER = dict(full_attention=LLAMA3, sliding_attention=SLIDING)
+SCALED = dict(rope_theta=5e5, rope_scaling=LLAMA3)
+
+
+@pytest.mark.parametrize(
+    "name, rope, former",
+    [
+        ("qwen2", PLAIN, dict(rope_theta=1e6)),
+        ("llama", LLAMA3, SCALED),
+        ("gemma3", BY_LAYER, dict(SCALED, rope_local_base_freq=2e4)),
+        (
+            "glm4",
+            dict(PLAIN, partial_rotary_factor=0.75),
+            dict(rope_theta=1e6, partial_rotary_factor=0.75),
+        ),
+        ("gpt2", None, {}),
+    ],
+)
+def test_rotary_bases_are_saved_under_their_former_names_too(tmp_path, name, rope, former):
+    """mlx-lm 0.32, transformers 4 and CTranslate2 know no others; transformers 5 reads what it did before."""
+    config = config_of(name)
+    config.get_text_config().rope_parameters = copy.deepcopy(rope)
+    config.save_pretrained(tmp_path)
+    before = AutoConfig.from_pretrained(tmp_path)
+    saving.write_config(tmp_path, "bfloat16")
+    written = json.loads((tmp_path / "config.json").read_text())
+    text = written.get("text_config", written)
+    names = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+    assert {name: text[name] for name in names if name in text} == former
+    assert written["dtype"] == "bfloat16"
+    after = AutoConfig.from_pretrained(tmp_path)
+    assert after.get_text_config().rope_parameters == before.get_text_config().rope_parameters
 
 
 @pytest.mark.parametrize("name", FAST)

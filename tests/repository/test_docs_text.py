@@ -2,19 +2,23 @@
 
 import ast
 import dataclasses
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from common import arguments
 from recipes import NAMES, load
-from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe
+from runs import ASSETS, LAUNCHERS, OFFLINE, REPOSITORY, copy_repository, launch, recipe
 
 PAGES = [
     REPOSITORY / "README.md",
+    REPOSITORY / "AGENTS.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     REPOSITORY / "benchmarks/README.md",
     REPOSITORY / "assets/README.md",
@@ -27,17 +31,13 @@ SCRIPTS = [
 ]
 # Flags of other programs.
 FOREIGN = {
-    *("--logdir", "--logdir_spec"),  # tensorboard
-    *("--nodes", "--gpus-per-node", "--ntasks-per-node"),  # sbatch, srun
-    *("--signal", "--requeue", "--kill-on-bad-exit"),
+    *("--logdir", "--private", "--no-deps", "--find-links"),  # tensorboard, hf, pip, uv
+    *("--nodes", "--gpus-per-node", "--signal"),  # sbatch
     *("--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port"),  # torchrun
-    *("--locked", "--no-deps"),  # uv, pip
     *("--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template"),  # lm-eval
-    *("--device", "--batch_size"),
-    *("--private", "--outfile", "--outtype"),  # hf, llama.cpp
+    *("--device", "--batch_size", "--outfile", "--outtype"),  # lm-eval, llama.cpp
     *("--generation-config", "--logprobs-mode", "--worker-extension-cls", "--port"),  # vLLM
     *("--max-model-len", "--dtype", "--enable-lora", "--max-lora-rank"),
-    *("--gpu-memory-utilization", "--tensor-parallel-size"),
 }
 
 
@@ -123,6 +123,10 @@ def test_every_flag_that_a_page_mentions_exists(page, recipe_flags, launcher_fla
     known = set().union(
         *recipe_flags.values(), *map(script_flags, SCRIPTS), launcher_flags, FOREIGN
     )
+    for diff in (REPOSITORY / "forks").glob("*.diff"):  # a field that it adds to `Args`
+        known |= {
+            f"--{name}" for name in re.findall(r"^\+    (\w+): .* = arg\(", diff.read_text(), re.M)
+        }
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()))
     assert mentioned <= known
 
@@ -151,6 +155,22 @@ def test_every_link_leads_somewhere(page):
         assert target.suffix != ".png" or "demo" in name or target.stat().st_size < 100_000, link
 
 
+@pytest.mark.slow
+def test_the_commands_of_agents_md_run(tmp_path):
+    """In a copy of the repository; of the proof one promise."""
+    copy_repository(tmp_path)
+    text = (REPOSITORY / "AGENTS.md").read_text()
+    assert len(text.splitlines()) <= 80
+    script = "".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    make = f"make VENV={sys.prefix} -o {sys.prefix}/installed-test prove"
+    script = script.replace("make prove", make).replace("--quick", "'--quick -k still'")
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | OFFLINE | {"PATH": path}
+    said = subprocess.check_output(["bash", "-ec", script], cwd=tmp_path, env=env, text=True)
+    for words in ("⟦", '"global_step": 4', "97+70=", "1 passed"):
+        assert words in said
+
+
 def test_every_argument_is_documented():
     page = (REPOSITORY / "docs/arguments.md").read_text()
     written = runpy.run_path(str(REPOSITORY / "docs/arguments.py"))["page"]()
@@ -165,7 +185,7 @@ def test_every_argument_is_documented():
         name: sorted(fields(name)) for name in NAMES
     }
     # A default, a range and a meaning, as they are in the recipe.
-    assert "| `--vf_coef` | `0.1` | number, at least 0 | weight of the value loss |" in page
+    assert "| at least 0 and below 0.5 | how likely a label is wrong |" in page
 
 
 # Models that the pages name, and what is here in their place.

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import pytest
 
 from recipes import NAMES
-from runs import OFFLINE, REPOSITORY, copy_repository, recipe, training_lines
+from runs import OFFLINE, REPOSITORY, copy_repository, recipe, slow_but, training_lines
 
 pytest.importorskip("pip")  # it installs the wheel
-pytest.importorskip("setuptools", "77")  # it builds the wheel
+pytest.importorskip("hatchling")  # it builds the wheel
 if not (REPOSITORY / ".git").exists():
     pytest.skip("git knows which files are the repository's", allow_module_level=True)
 
-# Where a wheel has the folders of the repository that are inside no package there.
-MOVED = {name: f"preference_recipes/{name}" for name in ("accelerate_configs", "assets", "recipes")}
+# Folders of the repository that a wheel has inside its one package.
+MOVED = ("accelerate_configs", "assets", "common", "recipes")
 FEW_UPDATES = ["--max_steps", 2, "--exact_match_rows", 0, "--report_to", "none"]
 
 
@@ -51,10 +51,31 @@ class Built(NamedTuple):
 
 def build(kind: str, source: Path, folder: Path) -> Path:
     """Builds a distribution of the files in a folder, as pip does, without a network."""
-    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
+    code = f"from hatchling import build; print(build.build_{kind}({str(folder)!r}))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
     return folder / done.stdout.splitlines()[-1]
+
+
+def make_environment(folder: Path, *install) -> Path:
+    """Makes an environment in which pip has installed `install`, and a stranger's `common`.
+
+    What a recipe needs is taken from the tests' environment; an editable installation there is not.
+    """
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/*/site-packages")
+    paths = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(paths))
+    make_strangers_common(packages)
+    command = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install"]
+    flags = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, *flags, *install], check=True)
+    return folder
+
+
+def make_strangers_common(folder: Path) -> None:
+    (folder / "common").mkdir()
+    (folder / "common/__init__.py").write_text("FILES = 'of a stranger'\n")
 
 
 @pytest.fixture(scope="module")
@@ -65,36 +86,85 @@ def built(tmp_path_factory) -> Built:
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
     wheel = build("wheel", folder / source.name.removesuffix(".tar.gz"), folder)
-
-    environment = folder / "environment"
-    venv.create(environment, symlinks=True)
-    python = environment / "bin/python"
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-    subprocess.run([*command, "--no-index", "--no-deps", wheel], check=True)
-    # What it needs is taken from the tests' environment; an editable installation there is not.
-    (packages,) = environment.glob("lib/*/site-packages")
-    paths = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "dependencies.pth").write_text("\n".join(paths))
-    return Built(files, source, wheel, environment)
+    return Built(files, source, wheel, make_environment(folder / "environment", wheel))
 
 
 def test_the_source_distribution_is_the_repository(built):
     with tarfile.open(built.source) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    made = {"PKG-INFO", "setup.cfg"}
-    assert {name for name in names - made if ".egg-info/" not in name} == built.files
+    assert names - {"PKG-INFO"} == built.files
 
 
 def test_the_wheel_has_every_file_of_its_folders(built):
-    """Each once, and no tests, docs or benchmarks."""
-    expected = set()
-    for name in built.files:
-        folder, _, rest = name.partition("/")
-        if folder in ("common", "preference_recipes", *MOVED) and rest:
-            expected.add(f"{MOVED.get(folder, folder)}/{rest}")
+    """Each once, all in one package, and no tests, docs or benchmarks."""
+    assert built.wheel.stat().st_size < 6e6 and built.source.stat().st_size < 8e6  # bytes
+    ours = {name for name in built.files if name.startswith("preference_recipes/")}
+    ours |= {f"preference_recipes/{name}" for name in built.files if name.split("/")[0] in MOVED}
     with zipfile.ZipFile(built.wheel) as archive:
         names = archive.namelist()
-    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
+    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(ours)
+
+
+# ============================================================ whose `common` it is
+
+# The first lines of a recipe, as far as it looks for `common`.
+HEAD = recipe("dpo").read_text().partition("import preference_recipes")
+PRINT = "\nimport importlib.util\nimport common\nprint('found:', common.FILES)\n"
+PRINT += "print('found:', importlib.util.find_spec('rollouts'))\n"
+CELL = "import nbclient, nbformat; from nbformat import v4; cell = v4.new_code_cell('%run {}'); "
+CELL += "nbclient.execute(v4.new_notebook(cells=[cell])); print(cell.outputs[0].text)"
+STARTS = {
+    "python": ["python"],
+    "torchrun": ["python", "-m", "torch.distributed.run", "--nproc_per_node", 1],
+    "accelerate": ["python", "-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1],
+    "pytest": ["python", "-m", "pytest", "-qs", "-p", "no:cacheprovider"],
+    "notebook": ["python", "-c", CELL],
+}
+
+
+@pytest.fixture(scope="module")
+def found(built, tmp_path_factory):
+    """By kind of installation: an environment, where a recipe lies, where our files are."""
+    folder = tmp_path_factory.mktemp("found")
+    (folder / "fork/preference_recipes").mkdir(parents=True)  # a clone may have this name, too
+    clone = folder / "clone"
+    copy_repository(clone)
+    (packages,) = built.environment.resolve().glob("lib/*/site-packages")
+    installed = packages / "preference_recipes"
+    for place in (folder / "fork", clone / "recipes", installed / "recipes"):
+        make_strangers_common(place)
+    return {
+        "clone": (built.environment, clone / "recipes", clone),  # though the wheel is there, too
+        "editable": (make_environment(folder / "editable", "-e", clone), folder / "fork", clone),
+        "wheel": (built.environment, folder / "fork", installed),
+        "recipe of the wheel": (built.environment, installed / "recipes", installed),
+    }
+
+
+@pytest.mark.parametrize("start", slow_but(["python", "pytest"], STARTS))
+@pytest.mark.parametrize("kind", ["clone", "editable", "wheel", "recipe of the wheel"])
+def test_a_recipe_finds_our_common_whatever_lies_beside_it(built, found, kind, start, tmp_path):
+    """A stranger's `common` is in its folder and in site-packages."""
+    environment, folder, files = found[kind]
+    script = folder / "test_copy.py"  # a name that pytest takes
+    script.write_text("".join(HEAD[:2]) + PRINT)
+    command = [str(word).format(script) for word in STARTS[start]]
+    command += [script] * (start != "notebook")
+    said = built._replace(environment=environment).run(*command, cwd=tmp_path, check=False).stdout
+    script.unlink()
+    assert re.findall("found: (.*)", said) == [str(files), "None"], said
+
+
+def test_where_a_strangers_common_came_first_one_line_says_so(built, found, tmp_path):
+    command = ["python", "-c", "import common\nimport preference_recipes"]
+    said = built.run(*command, cwd=tmp_path, check=False).stdout.splitlines()[-1]
+    (packages,) = built.environment.glob("lib/*/site-packages")
+    other = f"<module 'common' from '{packages}/common/__init__.py'>"
+    ours = found["wheel"][2] / "common"
+    assert said.endswith(f"import preference_recipes before {other}: its own `common` is {ours}")
+
+
+# ============================================================ the command
 
 
 def test_list_names_recipes_and_configs(built, tmp_path):
@@ -146,3 +216,24 @@ def test_a_copy_runs_under_a_config_that_names_a_json(built, tmp_path):
     (first, second) = training_lines(tmp_path / "out")
     assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert (second["global_step"], first["skipped_steps"]) == (2, 0)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_on_a_cpu(built, tmp_path, monkeypatch):
+    """With the demo's model and the wheel. A command that fails in a notebook would stop nothing."""
+    nbclient, nbformat = map(pytest.importorskip, ("nbclient", "nbformat"))
+    notebook = nbformat.read(REPOSITORY / "examples/first_dpo.ipynb", 4)
+    notebook.cells = [cell for cell in notebook.cells if not cell.source.startswith("%pip")]
+    name, ours = "Qwen/Qwen2.5-0.5B-Instruct", f"{REPOSITORY}/assets/model"
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(name, ours)
+    monkeypatch.setenv("PATH", str(built.environment / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # without a user's own settings of accelerate
+    nbclient.execute(notebook, cwd=tmp_path, timeout=300)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    said = "".join(output.get("text", "") for output in outputs)
+    for words in ("⟦", "done: 20 updates", "Capital of Spain? -> "):
+        assert words in said, said
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    margins = [line["rewards/margins"] for line in training_lines(tmp_path / "first_dpo")]
+    assert (len(margins), margins[0]) == (20, 0) and margins[-1] > 0

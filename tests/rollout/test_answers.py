@@ -11,8 +11,9 @@ import pytest
 import architectures
 import templates
 from bare_runs import bare_sampler
+from plain_rollouts import alone
 from preference_recipes.data import chat, dataset
-from preference_recipes.rollouts import answers, rewards
+from preference_recipes.rollouts import answers, results, rewards
 from preference_recipes.rollouts.answers import decode_answers
 
 # What a response says, the column `answer`, and whether the response is right.
@@ -227,6 +228,22 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), **sizes)
     actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
-    shares, examples = answers.exact_match(actor, eval_set, "eval/sums/")
+    shares, examples = results.exact_match(actor, eval_set, "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert list(shares) == (["eval/sums/exact_match"] if rows else [])
+
+
+def test_a_prompt_that_fills_all_positions_is_left_out(accelerator, tokenizer, capsys):
+    """GPT-2 reads 64 tokens here; the second prompt leaves room for one."""
+    ids = {"row": [10, 11, 12], "prompt_ids": [[5] * 64, [6] * 63, [7] * 70]}
+    eval_set = datasets.Dataset.from_dict({**ids, "answer": ["1", "1", "1"]})
+    model = architectures.build("gpt2")
+    sampler = bare_sampler(accelerator, tokenizer, model, max_new_tokens=3, exact_match_rows=None)
+    actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
+    _, (example,) = answers.exact_match(actor, eval_set, "eval/")
+    expected, _ = alone(model, [6] * 63, None, 0.0, sampler.stop_tokens(), 1)
+    assert (example["row"], example["response"]) == (11, tokenizer.decode(expected))
+    assert (
+        "eval/exact_match: left out (64 positions are too few): 2 rows" in capsys.readouterr().out
+    )
+    assert answers.exact_match(actor, eval_set.select([0]), "eval/") == ({}, [])

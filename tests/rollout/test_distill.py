@@ -11,14 +11,16 @@ import torch
 
 import plain_rollouts
 import runs
+from common import arguments
 from plain_rollouts import PlainRun, expect_alike, expect_run, lengths_of
 from runs import say
 
-distill = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("distill"))))
+GKD = runs.forked("gkd")
+gkd = types.SimpleNamespace(**runpy.run_path(str(GKD)))
 
 
 def settings_of(**changes):
-    return dataclasses.replace(distill.Args(teacher_model_name_or_path="T"), **changes)
+    return dataclasses.replace(gkd.Args(teacher_model_name_or_path="T"), **changes)
 
 
 HTTP = ["http://x"]
@@ -37,7 +39,13 @@ REFUSED = [
 
 @pytest.mark.parametrize("changes, message", REFUSED, ids=[message for _, message in REFUSED])
 def test_settings_that_cannot_work_are_refused(changes, message):
-    runs.refuses(message, call=lambda: distill.check_settings(settings_of(**changes)))
+    settings = settings_of(**changes)
+
+    def check():
+        arguments.refuse_unused(settings)
+        gkd.check_settings(settings)
+
+    runs.refuses(message, call=check)
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -81,7 +89,8 @@ def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
         flags += ["--teacher_model_name_or_path", inputs / teachers[""]]
     elif teachers:
         flags += ["--teacher", *(f"{name}={inputs / path}" for name, path in teachers.items())]
-    runs.launch(runs.LAUNCHERS[launcher], runs.recipe("distill"), *flags, *more)
+    file = GKD if "on_policy_share" in settings else runs.recipe("distill")
+    runs.launch(runs.LAUNCHERS[launcher], file, *flags, *more)
 
 
 class Student(torch.nn.Module):

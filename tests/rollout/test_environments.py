@@ -4,6 +4,7 @@ import io
 import json
 import re
 import runpy
+import sys
 import time
 import types
 
@@ -14,14 +15,15 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import runs
 import templates as chat_templates
-from bare_runs import SHARING, bare_sampler
+from bare_runs import SHARING, bare_judge, bare_sampler
 from fake_vllm import FakeServer
 from plain_rollouts import expect_alike
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import decode, encode
 from preference_recipes.models.logprobs import LogProbModel
-from preference_recipes.rollouts import environments, episodes, rewards, rollout
+from preference_recipes.rollouts import environments, episodes
+from preference_recipes.rollouts.sources import Source
 from runs import say
 
 # As a user writes them; used by whole runs, and in this process.
@@ -88,7 +90,8 @@ def play(accelerator, tokenizer):
         has_step = hasattr(instance, "step")
         tools = [] if has_step else [environments.get_json_schema(instance.add)]
         user_class = environments.UserClass("E", make, False, tools)
-        sampler.stage = episodes.Stage(sampler, user_class)
+        source = Source(sampler)
+        source.stage = episodes.Stage(sampler, source.generator, user_class)
         rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
         prompts = {
             "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"]).ids for row in rows],
@@ -96,7 +99,7 @@ def play(accelerator, tokenizer):
             "row": [1, 2],
         }
         uniforms = np.random.default_rng(3).random((2, per_prompt, args["max_new_tokens"]))
-        return sampler, prompts, uniforms, rollout.sample(sampler, prompts, uniforms, 1.0)
+        return source, prompts, uniforms, source.sample(prompts, uniforms, 1.0)
 
     return played
 
@@ -106,13 +109,15 @@ def play(accelerator, tokenizer):
 
 def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
     """Log-probs of one pass over the whole episode are those with which its tokens were drawn."""
-    sampler, _, _, found = play(MINE.Echo, dtype=torch.float64)
+    source, _, _, found = play(MINE.Echo, dtype=torch.float64)
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
-    logps = LogProbModel(sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
+    logps = LogProbModel(source.sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))[
+        "logps"
+    ]
     drawn = found.padded_sampler_logps
     assert torch.equal(found.mask, drawn != 0)
     assert (logps - drawn).abs().max() < 2e-6
-    assert found.of_episodes["environment/model_tokens"].tolist() == found.mask.sum(1).tolist()
+    assert found.statistics["environment/model_tokens"].tolist() == found.mask.sum(1).tolist()
     for row, ids in enumerate(found.responses):
         text = decode(tokenizer, found.prompts[row] + ids)
         # The messages, as the template itself writes them.
@@ -121,9 +126,9 @@ def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
 
 
 def test_an_environment_of_one_turn_changes_nothing(play):
-    sampler, prompts, uniforms, found = play(MINE.Once)
-    sampler.stage = None
-    plain = rollout.sample(sampler, prompts, uniforms, 1.0)
+    source, prompts, uniforms, found = play(MINE.Once)
+    source.stage = None
+    plain = source.sample(prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
 
@@ -148,13 +153,13 @@ def test_what_an_environment_says_becomes_plain_messages(play, said):
 
 def test_limits_truncate_an_episode(play):
     for settings in (dict(max_turns=1), dict(max_new_tokens=3), dict(max_length=30)):
-        sampler, _, _, found = play(MINE.Echo, **settings)
-        args = sampler.args
+        source, _, _, found = play(MINE.Echo, **settings)
+        args = source.sampler.args
         for prompt, ids, flags in zip(found.prompts, found.responses, found.is_sampled):
             assert sum(flags) <= args.max_new_tokens
             assert len(prompt) + len(ids) <= args.max_length and flags[-1]
         assert not found.ended.all()
-        assert (found.of_episodes["environment/turns"] <= args.max_turns).all()
+        assert (found.statistics["environment/turns"] <= args.max_turns).all()
 
 
 @pytest.mark.parametrize("name", chat_templates.names())
@@ -237,7 +242,7 @@ def test_what_reset_returns_is_appended_to_the_prompt():
     tokenizer = chat_templates.tokenizer("llama3_1")
     settings = {**SETTINGS, "max_length": 1000, "strings_as_messages": True}
     sampler = bare_sampler(tokenizer=tokenizer, **settings)
-    stage = episodes.Stage(sampler, environments.UserClass("E", MINE.Once, False, []))
+    stage = episodes.Stage(sampler, None, environments.UserClass("E", MINE.Once, False, []))
     add = environments.get_json_schema(MINE.Adds().add)
     turns = say("user", "Hi.") + say("assistant", "Yes?")
     transcript = "\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: 1+2=\n\nAssistant:"
@@ -266,16 +271,24 @@ def test_an_environment_that_fails_ends_the_run(play):
         def step(self, message):
             time.sleep(600)
 
+    class Exits(MINE.Once):
+        def step(self, message):
+            sys.exit(0)
+
+        def close(self):  # of no consequence
+            sys.exit(0)
+
+    runs.refuses("test_environments.py", "ended the run: sys.exit(0)", call=lambda: play(Exits))
     with pytest.raises(ValueError, match="no such game"):
         play(Raises)
     with pytest.raises(TimeoutError, match="longer than --environment_timeout"):
         play(Blocks, environment_timeout=0.5)
 
 
-def rewards_of(sampler, samples) -> list[float]:
-    judge = rewards.Judge(bare_sampler())
+def rewards_of(source, samples) -> list[float]:
+    judge = bare_judge()
     judge.weights = {"environment": 1.0}
-    return judge.scores_of_functions(sampler, samples)["environment"]
+    return judge.scores_of_functions(source, samples)["environment"]
 
 
 # ============================================================ whole runs
@@ -330,12 +343,12 @@ def test_reward_functions_get_conversations_and_environments(play):
             assert conversation[-1]["content"].startswith(response[:1])
         return [10 * len(environment.said) for environment in environments]
 
-    sampler, _, _, found = play(MINE.Echo)
-    said = [len(instance.said) for instance in sampler.stage.instances.values()]
-    judge = rewards.Judge(bare_sampler())
+    source, _, _, found = play(MINE.Echo)
+    said = [len(instance.said) for instance in source.stage.instances.values()]
+    judge = bare_judge()
     judge.functions = {"told": told}
     judge.weights = {"told": 1.0, "environment": 2.0}
-    scores = judge.score(sampler, found, SHARING)
+    scores = judge.score(source, found)
     assert scores.parts["told"].tolist() == [10 * each for each in said] and max(said) > 0
     assert torch.equal(scores.total, scores.parts["told"] + 2 * scores.parts["environment"])
 
@@ -368,11 +381,11 @@ def test_the_examples_of_the_page(play, name):
         make = type(
             "WithAnswer", (make,), {"reset": lambda self, **_: names[name].reset(self, "046")}
         )
-    sampler, _, _, found = play(make, max_length=400, max_turns=2)
-    turns_of = found.of_episodes["environment/turns"].tolist()
+    source, _, _, found = play(make, max_length=400, max_turns=2)
+    turns_of = found.statistics["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
-        assert rewards_of(sampler, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
+        assert rewards_of(source, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
 
 
 @pytest.mark.slow

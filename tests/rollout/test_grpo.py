@@ -14,6 +14,8 @@ from plain_rollouts import PlainRun, expect_run, lengths_of, make_inputs
 from test_ppo import refusal_of
 
 grpo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("grpo")), run_name="grpo"))
+DAPO = runs.forked("dapo")
+dapo = types.SimpleNamespace(**runpy.run_path(str(DAPO), run_name="grpo"))
 
 REWARDING = """
 def length(prompts, responses, response_ids, **columns):
@@ -28,15 +30,15 @@ def same(prompts, responses, **columns):
 """
 SHARED = dict(plain_rollouts.SHARED, rollout_batch_size=4, n_samples_per_prompt=3)
 PENALISED = SHARED | dict(overlong_buffer=3, overlong_penalty=0.4)
-TWO_PASSES = PENALISED | dict(num_epochs_per_rollout=2, advantage_std="group", average="sequence")
+TWO_PASSES = SHARED | dict(num_epochs_per_rollout=2, advantage_std="group", average="sequence")
 TWO_PASSES |= dict(kl_coef=0.3, temperature=0.8, max_steps=9)
 REFILLED = PENALISED | dict(train_batch_size=3, micro_train_batch_size=3, refill_rounds=2)
 REFILLED |= dict(max_epochs=2, average="constant", mask_truncated=True)
 # 7 prompts: 4 and 3 an epoch, 12 and 9 samples.
 WHOLE = {
     "defaults": dict(SHARED, max_epochs=2),
-    "two passes, kl, length": TWO_PASSES,
-    "refilled": REFILLED,
+    "two passes, kl": TWO_PASSES,
+    "refilled, length": REFILLED,
 }
 
 
@@ -53,12 +55,14 @@ def run(inputs, output, settings, *more, check=True):
     if "--reward_function" not in more:
         flags += ["--reward_function", "rewarding_of_test:length", "rewarding_of_test:vowels"]
         flags += ["--reward_weights", 1, 0.5]
-    return runs.launch([], runs.recipe("grpo"), *flags, *more, cwd=inputs, check=check)
+    is_dapo = "overlong_buffer" in settings or "--overlong_buffer" in more
+    file = DAPO if is_dapo else runs.recipe("grpo")
+    return runs.launch([], file, *flags, *more, cwd=inputs, check=check)
 
 
 class Reference(PlainRun):
     def __init__(self, inputs, **settings):
-        super().__init__(inputs, grpo.Args(), settings)
+        super().__init__(inputs, dapo.Args(), settings)
         self.reference = self.load("model")
         self.prompts_seen = self.rollouts_seen = 0
 
@@ -241,7 +245,7 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     more += ["--eval_dataset_name", held_out, "--resume", "auto"]
     run(inputs, output, settings, *more)
     ended = runs.timeless(output)
-    assert "led to no update: to go on, resume" in run(inputs, output, settings, *more).stdout
+    assert "The run had ended there" in run(inputs, output, settings, *more).stdout
     assert runs.timeless(output) == ended
     assert [line["global_step"] for line in runs.lines(output)] == [0, 1, 1, 1]
     # The rewards of every rollout are in a line.
@@ -307,26 +311,17 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
     assert [line["global_step"] for line in runs.evaluation_lines(stopped)].count(0) == 1
 
 
-UNUSED_MAXIMUM = {"loss_type": "dppo_tv", "sampler_correction_max": 2.0, "vllm_url": ["http://x"]}
-
-
 # One row a case: the settings, and what is said against them.
 @pytest.mark.parametrize("settings, parts", [
     ({"n_samples_per_prompt": 1}, ["--baseline group", "--n_samples_per_prompt 1", "2 or more"]),
-    ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
-    ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups false"]),
+    ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "almost zero"]),
     ({"rollout_batch_size": 31}, ["248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
-    ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds", "--kl_coef above 0", "none is dropped"]),
-    ({"overlong_penalty": 0.5}, ["--overlong_penalty 0.5: not used", "--overlong_buffer"]),
-    (UNUSED_MAXIMUM, ["--sampler_correction_max 2.0: not used by --loss_type dppo_tv"]),
     ({"rollouts_ahead": 1}, ["--rollouts_ahead 1: not used: give --vllm_url, too"]),
     ({"max_turns": 3}, ["--max_turns 3: not used: give --environment, too"]),
     ({"environment_timeout": 5.0}, ["--environment_timeout 5.0: not used"]),
     ({"normalize_reward": True}, ["--normalize_reward True: not used: give --reward_model_name_or_path, too"]),
-    ({"loss_type": "dppo_tv", "ratio": "sequence"}, ["--ratio sequence", "--loss_type dppo_tv"]),
-    ({"advantage_std": "mean", "baseline": "rloo"}, ["--advantage_std mean", "--baseline group"]),
-    ({"advantage_std": "mean", "overlong_buffer": 2}, ["--advantage_std mean", "length"]),
-    ({"loss_type": "cispo", "clip_range": 0.1}, ["--clip_range 0.1: not used", "cispo clips only above 1"]),
+    ({"loss_type": "cispo", "clip_range": 0.1}, ["--clip_range 0.1: not used with --loss_type cispo, only clip"]),
+    ({"kl_estimator": "k2"}, ["--kl_estimator k2: not used: give --kl_coef, too"]),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
     # A rollout need not be a multiple of an update.
@@ -335,3 +330,14 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
     assert refusal_of(grpo, good) == ""
     message = refusal_of(grpo, {**good, **settings})
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"refill_rounds": 1, "drop_equal_groups": False}, "--refill_rounds replaces groups left out"),
+    ({"refill_rounds": 1, "kl_coef": 0.1}, "--refill_rounds replaces groups left out"),
+    ({"overlong_penalty": 0.5}, "--overlong_penalty 0.5: not used: give --overlong_buffer, too"),
+])  # fmt: skip
+def test_settings_of_dapo(settings, said):
+    good = dict(rollout_batch_size=100, train_batch_size=256, max_new_tokens=1024, refill_rounds=1)
+    assert refusal_of(dapo, good) == ""
+    assert said in refusal_of(dapo, {**good, **settings})

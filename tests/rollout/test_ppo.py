@@ -21,6 +21,8 @@ from plain_loop import expect_weights, vector
 from preference_recipes.tools import export
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("ppo")), run_name="ppo"))
+ADAPTIVE = runs.forked("adaptive_kl")
+adaptive = types.SimpleNamespace(**runpy.run_path(str(ADAPTIVE), run_name="ppo"))
 
 # ---------------------------------------------------------------------------------------------- refusals
 
@@ -28,7 +30,7 @@ ppo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("ppo")), run_name="
 def refusal_of(recipe, settings: dict) -> str:
     """What a recipe says against these settings of its demo; empty if it takes them."""
     argv = [f"--{name}={'' if value is None else value}" for name, value in settings.items()]
-    name = recipe.__name__  # ppo or grpo
+    name = recipe.__name__  # ppo or grpo, also of a fork
     try:
         args = arguments.parse(recipe.Args, runs.ASSETS / f"{name}.yaml", argv)
         recipe.check_settings(args)
@@ -41,24 +43,35 @@ def refusal_of(recipe, settings: dict) -> str:
     "settings, said",
     [
         ({"kl_in": "loss"}, "--kl_in loss --kl_estimator k1"),
-        ({"kl_target": 6.0, "kl_coef": 0.0}, "--kl_target"),
-        (
-            {"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8},
-            "--kl_horizon above a fifth of them (25.6)",
-        ),
         (
             {"kl_coef": 0.0, "ref_model_name_or_path": "R"},
             "--ref_model_name_or_path R: not used",
         ),
         ({"kl_coef": 0.0, "kl_estimator": "k3"}, "--kl_estimator k3: not used"),
         ({"kl_coef": 0.0, "kl_in": "loss"}, "--kl_in loss: not used"),
-        ({"kl_horizon": 500.0}, "--kl_horizon 500.0: not used"),
     ],
 )
 def test_settings_that_would_be_ignored_or_cannot_work(settings, said):
     good = {"rollout_batch_size": 16, "train_batch_size": 8}
     assert refusal_of(ppo, good) == ""
     assert said in refusal_of(ppo, {**good, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"kl_target": 6.0, "kl_coef": 0.0}, "--kl_target"),
+        (
+            {"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8},
+            "--kl_horizon above a fifth of them (25.6)",
+        ),
+        ({"kl_horizon": 500.0}, "--kl_horizon 500.0: not used: give --kl_target, too"),
+    ],
+)
+def test_settings_of_the_adaptive_kl(settings, said):
+    good = {"rollout_batch_size": 16, "train_batch_size": 8}
+    assert refusal_of(adaptive, good) == ""
+    assert said in refusal_of(adaptive, {**good, **settings})
 
 
 def test_the_estimates_of_the_kl():
@@ -122,12 +135,13 @@ def run(inputs, output, name, *more, **changes) -> None:
     flags += ["--reward_function", "rewarding_of_test:reward"]
     flags += ["--ref_model_name_or_path", inputs / str(ref)] * bool(ref)
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
-    runs.launch([], runs.recipe("ppo"), *flags, *more, cwd=inputs)
+    file = ADAPTIVE if "kl_target" in settings else runs.recipe("ppo")
+    runs.launch([], file, *flags, *more, cwd=inputs)
 
 
 class Reference(plain_rollouts.PlainRun):
     def __init__(self, inputs, settings, ref, scored):
-        super().__init__(inputs, ppo.Args(), settings)
+        super().__init__(inputs, adaptive.Args(), settings)
         classifier = CLASSIFIER.from_pretrained
         self.reference = self.load(ref or "model")
         self.judge = classifier(inputs / "reward").eval() if scored == "both" else None

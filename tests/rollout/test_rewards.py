@@ -2,14 +2,16 @@
 
 import asyncio
 import copy
+import decimal
 import json
 import math
 import sys
 
 import pytest
 import torch
+from datasets import Dataset
 
-from bare_runs import SHARING, bare_sampler, data_of
+from bare_runs import bare_judge, bare_source, data_of
 from preference_recipes.rollouts import rewards
 from preference_recipes.rollouts.samples import Samples
 from runs import LAUNCHERS, REPOSITORY, launch, refuses
@@ -33,16 +35,16 @@ def samples_of(tokenizer, **columns) -> Samples:
 
 
 def judge_of(weights: dict | None = None, **functions) -> rewards.Judge:
-    judge = rewards.Judge(bare_sampler())
+    judge = bare_judge()
     judge.functions = functions
     judge.weights = weights or dict.fromkeys(functions, 1.0)
     return judge
 
 
 def score(accelerator, tokenizer, judge, samples=None, step: int = 7) -> rewards.Scores:
-    sampler = bare_sampler(accelerator, tokenizer)
-    sampler.progress.global_step = step
-    return judge.score(sampler, samples or samples_of(tokenizer), SHARING)
+    source = bare_source(accelerator, tokenizer)
+    source.sampler.progress.global_step = step
+    return judge.score(source, samples or samples_of(tokenizer))
 
 
 def length(prompts, responses):
@@ -166,7 +168,18 @@ def test_a_reward_model_that_is_not_finite_ends_the_run(accelerator, tokenizer, 
 # ---------------------------------------------------------------------------------------------- what it may return
 
 
-@pytest.mark.parametrize("returned", [torch.arange(1.0, 7.0).numpy(), (True, 2, 3.0, 4, 5, 6)])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        (True, 2, 3.0, 4, decimal.Decimal(5), 6),
+        torch.arange(1.0, 7.0),
+        torch.arange(1.0, 7.0).numpy(),
+        Dataset.from_dict({"score": range(1, 7)}).to_pandas()["score"],
+        dict(enumerate(range(1, 7))).values(),
+        (number for number in range(1, 7)),
+    ],
+    ids=lambda returned: type(returned).__name__,
+)
 def test_what_may_be_returned(accelerator, tokenizer, returned):
     found = score(accelerator, tokenizer, judge_of(f=lambda prompts, responses: returned))
     assert found.total.tolist() == [1, 2, 3, 4, 5, 6]
@@ -175,7 +188,15 @@ def test_what_may_be_returned(accelerator, tokenizer, returned):
 WRONG = {
     "nothing": (None, ["expected 6 numbers", "got None"]),
     "one for all": ([1.0], ["expected 6 numbers", "got [1.0]"]),
-    "a text": (["good"] * 6, ["got ['good'"]),
+    "texts": (["good"] * 6, ["got ['good'"]),
+    # Numbers all of them, and none a score.
+    "texts of digits": (list("123456"), ["expected 6 numbers", "got ['1'"]),
+    "a text of digits": ("123456", ["expected 6 numbers", "got '123456'"]),
+    "bytes": (b"123456", ["expected 6 numbers", "got b'123456'"]),
+    "a dict": (dict.fromkeys(range(6), 1.0), ["expected 6 numbers", "got {0: 1.0"]),
+    "its keys": (dict.fromkeys(range(6)).keys(), ["expected 6 numbers", "got dict_keys"]),
+    "a set": (set(range(6)), ["expected 6 numbers", "got {0, 1"]),
+    "a table": (Dataset.from_dict({str(n): [0.5] for n in range(6)}).to_pandas(), ["got 0 1"]),
     "beyond fp32": ([0, 0, 0, -1e39, 0, 0], ["row 12", "-inf", "fp32"]),
     "NaN": ([0, 0, 0, math.nan, 0, 0], ["expected 6 numbers", "nan"]),
 }
@@ -188,15 +209,42 @@ def test_what_may_not_be_returned(accelerator, tokenizer, kind):
     refuses("mine", *parts, call=lambda: score(accelerator, tokenizer, judge))
 
 
+def exits(code):
+    def function(prompts, responses):
+        sys.exit(code)
+
+    return function
+
+
+@pytest.mark.parametrize("code", [0, None, 3, ""])
+def test_an_exit_without_a_word_says_where(accelerator, tokenizer, code):
+    call = lambda: score(accelerator, tokenizer, judge_of(f=exits(code)))
+    refuses(__file__, ", ended the run: sys.exit(code)", call=call)
+
+
+def test_an_exit_in_an_async_function_is_an_error(accelerator, tokenizer):
+    """Else it would end the event loop, and the run would wait forever."""
+
+    async def late(prompts, responses):
+        await asyncio.sleep(0)
+        exit()
+
+    with pytest.raises(RuntimeError, match=r"sys.exit\(None\)"):
+        score(accelerator, tokenizer, judge_of(f=late))
+
+
 # ---------------------------------------------------------------------------------------------- names and signatures
 
 
 def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch):
     def load(functions, weights=None):
         settings = dict(reward_function=functions, reward_weights=weights)
-        return rewards.Judge(bare_sampler(data=data_of(['{"prompt": "p", "a": 1}']), **settings))
+        return bare_judge(data=data_of(['{"prompt": "p", "a": 1}']), **settings)
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "script_of_test.py").write_text("import sys\nsys.exit(0)\n")
+    script = lambda: load(["script_of_test:good"])
+    refuses("script_of_test.py, line 2, ended the run: sys.exit(0)", call=script)
     for module in ("one_of_test", "two_of_test"):
         (tmp_path / f"{module}.py").write_text("def good(p, r): ...\ndef reward_model(p, r): ...\n")
     names = ["one_of_test:good", "preference_recipes.rollouts.rewards:answer_reward"]
@@ -224,7 +272,7 @@ def test_the_columns_of_several_sets_are_those_of_all_its_sets(accelerator, toke
 
     sets = [{"answer": "1"}, {"level": 2, "other": 3}]
     texts = [[json.dumps({"prompt": "p", **row})] * 3 for row in sets]
-    judge = rewards.Judge(bare_sampler(data=data_of(*texts)))
+    judge = bare_judge(data=data_of(*texts))
     judge.functions = {"f": function}
     judge.weights = {"f": 1.0}
     score(accelerator, tokenizer, judge, samples_of(tokenizer, answer=["a", "b", "c"]))
@@ -254,14 +302,15 @@ print("scores", accelerator.process_index, scores.total.tolist(), flush=True)
 """
 
 
-@pytest.mark.parametrize("body", ["[2.0] * len(responses)", "[]"])
+@pytest.mark.parametrize("body", ["[2.0] * len(responses)", "[]", "exit(0)"])
 def test_two_processes_share_the_prompts_and_a_failure_of_one_ends_both(tmp_path, body):
     script = tmp_path / "two_of_test.py"
     tests = str(REPOSITORY / "tests")
     script.write_text(TWO.format(tests=tests, repository=str(REPOSITORY), body=body))
     done = launch(LAUNCHERS["ddp"], script, check=False)
-    if body == "[]":
+    said = {"[]": "expected 2 numbers", "exit(0)": "two_of_test.py, line 11, ended the run"}
+    if body in said:
         assert done.returncode and "scores" not in done.stdout
-        assert "expected 2 numbers" in done.stdout
+        assert said[body] in done.stdout
     else:  # two of the three prompts are the first process's
         assert done.stdout.count("[1.0, 1.0, 1.0, 1.0, 2.0, 2.0]") == 2

@@ -8,6 +8,7 @@ import json
 import runpy
 import shutil
 import sys
+import types
 
 import datasets
 import peft
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+import architectures
 from common.arguments import parse
 from common.launch import quiet
 from common.shared_args import SharedArgs, arg
@@ -51,6 +53,11 @@ def parsed(*argv) -> Args:
     return parse(Args, demo=ASSETS / "reward.yaml", argv=list(map(str, argv)))
 
 
+def parsed_yaml(path, text: str) -> Args:
+    path.write_text(text)
+    return parsed(path)
+
+
 def test_yaml_of_defaults(tmp_path):
     path = tmp_path / "defaults.yaml"
     text = "model_name_or_path: m\ndataset_name: '{assets}/d'\neval_dataset_name: [x, y]\n"
@@ -62,15 +69,41 @@ def test_yaml_of_defaults(tmp_path):
     flags = ["--center_coef", 0.7, "--gradient_checkpointing", "false", "--eval_dataset_name", "z"]
     changed = dict(center_coef=0.7, gradient_checkpointing=False, eval_dataset_name=["z"])
     assert parsed(path, *flags) == dataclasses.replace(expected, **changed)
-    path.write_text(text + "center_coef: null\n")
-    assert parsed(path).center_coef == 0.1
+    assert parsed_yaml(path, text.replace("0.3", "null")).center_coef == 0.1
+    with pytest.raises(SystemExit, match=r"error: .*defaults\.yaml: seed is there 3 times"):
+        parsed_yaml(path, "seed: 1\n'seed': 2\nbeta: 1\nseed: null\n")
 
 
-def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys):
+def test_a_home_is_that_of_the_user(tmp_path, monkeypatch):
+    """A shell expands `~` where it stands alone, and neither in a YAML nor after `=`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = parsed_yaml(
+        tmp_path / "a.yaml", "model_name_or_path: ~/m\ndataset_name: [~/d, ~e, f~/g]\n"
+    )
+    assert (given.model_name_or_path, given.dataset_name) == (
+        "/home/me/m",
+        ["/home/me/d", "~e", "f~/g"],
+    )
+    given = parsed(
+        "--output_dir=~", "--resume=~/r/c", "--columns", "prompt=~/x", "--report_to", "none"
+    )
+    assert (given.output_dir, given.resume) == ("/home/me", "/home/me/r/c")
+    assert given.columns == ["prompt=/home/me/x"]  # as in --teacher NAME=PATH
+    assert given.model_name_or_path == f"{ASSETS}/model"
+
+
+def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys, monkeypatch):
+    """With one thread, unless the user says how many."""
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     assert parsed("--model_name_or_path=m", "--dataset_name=d") == Args("m", ["d"])
     assert "demo" not in capsys.readouterr().out
+    monkeypatch.delenv("OMP_NUM_THREADS")
     assert parsed("--center_coef", 2).model_name_or_path == f"{ASSETS}/model"
     assert "running the demo" in capsys.readouterr().out
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    parsed()
+    assert threads == [1]
 
 
 # Torn, which is not read in part.
@@ -197,10 +230,9 @@ def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
         ("model", lambda: load.causal_lm(own["model"], tokenizer, DEFAULTS)),
         ("model", lambda: scores.score_model(own["model"], tokenizer, DEFAULTS)),
         ("tokenizer", lambda: load.tokenizer_of(own["tokenizer"])),
+        ("model", lambda: export.merge(own["adapter"], tmp_path / "merged")),
     ]:
         refuses(repr(own[name]), "cannot be loaded", "custom code", call=call)
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        export.merge(own["adapter"], tmp_path / "merged")
     # A reference without a tokenizer that can be read is taken as it is.
     load.refuse_another_vocabulary(own["tokenizer"], tokenizer)
 
@@ -266,6 +298,46 @@ def test_a_reference_with_another_tokenizer(model, tmp_path):
     for file in copied.glob("*token*"):
         file.unlink()
     load.causal_lm(str(copied), tokenizer, DEFAULTS)  # weights alone are taken as they are
+
+
+def test_tokens_without_an_embedding(model, tmp_path):
+    """In the data, or where a policy may draw what others read. A padded or unused rest passes."""
+    tokenizer = load.tokenizer_of(str(model))
+    tokenizer.add_tokens([f"<{n}>" for n in range(len(tokenizer), 266)])  # of 264 embeddings
+    tokenizer.pad_token = "<265>"  # nothing draws it
+    padded, grown = (tiny_llama(tmp_path / str(n), vocab_size=n) for n in (300, 265))
+
+    def sizes(largest: int, *names, draws: bool = False) -> list[int]:
+        """Of these models, where `largest` is the largest id of the data."""
+        refuse = lambda n_rows, name: n_rows > largest or sys.exit(f"{largest}: none in {name}")
+        converter = types.SimpleNamespace(tokenizer=tokenizer)
+        data = types.SimpleNamespace(refuse_ids_beyond=refuse, converter=converter)
+        found = load.check_embeddings(data, *(name and str(name) for name in names), draws=draws)
+        return list(found.values())
+
+    assert sizes(263, model, None, padded) == [264, 300]
+    assert sizes(263, model, padded, draws=True) == [264, 300]  # it cannot draw <264>
+    assert sizes(264, padded, grown) == sizes(263, padded, grown, draws=True) == [300, 265]
+    for names in ([model], [padded, model], [padded, None, grown, model]):
+        refuses(f"264: none in {model}", call=lambda names=names: sizes(264, *names))
+    said = (
+        "has 264 embeddings, and none for token 264, '<264>'",
+        f"which {str(padded)!r} may draw",
+    )
+    refuses(model, *said, call=lambda: sizes(263, padded, model, grown, draws=True))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+def test_rows_beyond_a_table_of_positions_are_refused(name, model, tmp_path):
+    """Rotary positions have no end."""
+    architectures.build(name).save_pretrained(tmp_path)
+    load.tokenizer_of(str(model)).save_pretrained(tmp_path)
+    tokenizer = load.tokenizer_of(str(tmp_path))
+    call = lambda most: load.causal_lm(str(tmp_path), tokenizer, SharedArgs(max_length=most))
+    call(64)
+    if name == "llama":
+        return call(65)
+    refuses("--max_length 65", tmp_path, "has 64 positions: give 64", call=lambda: call(65))
 
 
 def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):

@@ -79,13 +79,17 @@ def test_a_reward_model_is_trained_on_the_last_token_of_each_answer():
 
 
 def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
-    """One command of a recipe with rewards, with a model's folder that lacks the weights."""
+    """One command of a recipe with rewards, with a model's folder that lacks the weights.
+
+    It makes no update, so it takes sizes that a run would refuse.
+    """
     model = tmp_path / "model"
     shutil.copytree(ASSETS / "model", model)
     (model / "model.safetensors").unlink()
     flags = ["--model_name_or_path", model, "--dataset_name", ASSETS / "prompts_train.jsonl"]
     flags += ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
     flags += ["--max_length", 64, "--max_new_tokens", 8]
+    flags += ["--train_batch_size", 100, "--micro_train_batch_size", 3, "--rollout_batch_size", 4]
     done = launch([], recipe("grpo"), *flags, "--preview", 2, cwd=tmp_path)
     assert f"row 1 of {ASSETS / 'prompts_train.jsonl'}" in done.stdout
     assert done.stdout.count("  as given   ") == 2

@@ -1,8 +1,9 @@
-"""The proof, contracts/test_recipe.py, is green for every fork in docs/, and red for each fault, under its name."""
+"""The proof, contracts/test_recipe.py, is green for forks, and red for each fault, under its name."""
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runs import OFFLINE, REPOSITORY, copy_repository, recipe
+from runs import OFFLINE, REPOSITORY, copy_repository, forked, recipe
 
-FORKS = REPOSITORY / "docs/forks"
 PROOF = (REPOSITORY / "tests/contracts/test_recipe.py").read_text()
 PROMISES = [name.replace("_", "-") for name in re.findall(r"^def test_(\w+)", PROOF, re.M)]
 
@@ -105,6 +105,18 @@ FAULTS = {
         "recipes/dpo.py",
         {"update.divisor / update.n_samples": "update.divisor / args.train_batch_size"},
     ),
+    **{
+        f"the_mean_over_a_micro_batch_in_{name}": Fault(
+            "last-update", f"recipes/{name}.py", {f"loss = {loss}": "loss = losses.mean()"}
+        )
+        for name, loss in {
+            "dpo": "(losses * weights).sum() * update.divisor / update.n_samples",
+            "reward": "(losses * weights).sum() * update.divisor / update.n_samples",
+            "kto": "(losses * answer_weights).sum() * update.divisor / n_answers",
+            "sft": LOSS_OF_SFT,
+            "grpo": "(losses * sample_weights).sum() * update.divisor / n_averaged",
+        }.items()
+    },
     "the_metric_of_rank_0": Fault(
         "means", "common/metrics.py", {"self.accelerator.gather(mine[None])": "mine[None]"}
     ),
@@ -211,26 +223,10 @@ def test_each_promise_has_a_fault_and_is_explained():
 # ============================================================ forks
 
 
-def fork(folder: Path, base: str, name: str) -> Path:
-    """A copy of a recipe outside of the repository, with a diff of docs/forks applied."""
-    file = folder / f"my_{name}.py"
-    if base:
-        file.write_text(recipe(base).read_text())
-    patch = ["patch", "--quiet", "--no-backup-if-mismatch", file, FORKS / f"{name}.diff"]
-    subprocess.run(patch, check=True)
-    return file
-
-
-def test_every_diff_fits_its_recipe(tmp_path):
-    for base, name in (("sft", "ema"), ("", "rewards")):
-        compile(fork(tmp_path, base, name).read_text(), name, "exec")
-    assert not list(tmp_path.glob("*.rej")) + list(tmp_path.glob("*.orig"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_running_value_keeps_every_promise(tmp_path):
-    report, output = prove(fork(tmp_path, "sft", "ema"), tmp_path, quick=False)  # on every engine
+    report, output = prove(forked("ema"), tmp_path, quick=False)  # on every engine
     # SFT shares no prompts.
     assert report == {**dict.fromkeys(PROMISES, "green"), "packed": "unchecked"}, output
 
@@ -238,7 +234,7 @@ def test_a_running_value_keeps_every_promise(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_new_reward_keeps_its_promises(tmp_path):
-    fork(tmp_path, "", "rewards")
+    shutil.copy(REPOSITORY / "examples/rewards.py", tmp_path / "my_rewards.py")
     functions = ["my_rewards:digits", "my_rewards:brief"]
     flags = ["--reward_function", *functions, "--reward_weights", 1, 0.2]
     only = ["split", "means", "resume"]  # test_recipe.py proves the others of GRPO
@@ -249,10 +245,10 @@ def test_a_new_reward_keeps_its_promises(tmp_path):
 @pytest.mark.slow
 def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
     """What is not handed to `Checkpoint` is not in one."""
-    file = fork(tmp_path, "sft", "ema")
-    text = file.read_text()
-    kept = " average=average,"
+    text = forked("ema").read_text()
+    kept = ", average=average"
     assert text.count(kept) == 1
+    file = tmp_path / "my_ema.py"
     file.write_text(text.replace(kept, ""))
     report, output = prove(file, tmp_path, only=["resume"])
     assert report == {"resume": "red"} and "ema, most in" in output, output

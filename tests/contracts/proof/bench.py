@@ -213,9 +213,6 @@ class Bench:
             "max_steps": SAMPLED_UPDATES if self.generates else 0,
             "max_length": min(asked.get("max_length") or LONGEST, LONGEST),
             "max_new_tokens": longest_response,
-            # Recipes refuse one that is longer than a response. With half of one, short responses
-            # have no penalty, and long ones have.
-            "overlong_buffer": min(asked.get("overlong_buffer") or 0, longest_response // 2),
             # A policy that samples must not forget all answers, or nothing is left to learn from.
             "learning_rate": 1e-4 if self.generates else 1e-3,
             "lora_dropout": 0.0,

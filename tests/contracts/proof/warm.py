@@ -196,7 +196,8 @@ def start(command: list[str], cwd: str, environment: dict[str, str], output: str
 def run_script(command: list[str]) -> None:
     """Runs a script in this process, as `python *command` does."""
     sys.argv = command
-    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [os.path.dirname(os.path.abspath(command[0])), *named]
     runpy.run_path(command[0], run_name="__main__")
 
 

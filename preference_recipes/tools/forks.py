@@ -1,0 +1,47 @@
+"""Papers as changes of a recipe: the files `forks/NAME.diff`."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import FILES
+
+FORKS = FILES / "forks"
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in FORKS.glob("*.diff"))
+
+
+def recipe_of(name: str) -> str:
+    """Returns the name of the recipe that a fork changes."""
+    file = FORKS / f"{name}.diff"
+    if not file.is_file():
+        sys.exit(f"{name!r} is no fork; there are {', '.join(names())}")
+    return re.search(r"^--- recipes/(\w+)\.py$", file.read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+
+def patched(recipe: str, chosen: list[str]) -> str:
+    """Returns the text of a recipe with the changes of forks, one after the other.
+
+    Exits if a fork is of another recipe, or if two of them change the same lines.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{recipe}.py")
+        shutil.copyfile(FILES / f"recipes/{recipe}.py", file)
+        for name in chosen:
+            if recipe_of(name) != recipe:
+                sys.exit(f"{name} changes recipes/{recipe_of(name)}.py, not recipes/{recipe}.py")
+            try:
+                words = ["patch", "--fuzz=0", "--silent", "--forward"]
+                files = [str(file), str(FORKS / f"{name}.diff")]
+                done = subprocess.run([*words, *files], capture_output=True, text=True)
+            except FileNotFoundError:
+                sys.exit("the program `patch` is not installed: your system's package is `patch`")
+            if done.returncode:
+                others = " and ".join(chosen[: chosen.index(name)]) or f"recipes/{recipe}.py"
+                sys.exit(f"{name} cannot be added to {others}: both change the same lines")
+        return file.read_text(encoding="utf-8")
