@@ -117,21 +117,24 @@ def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, l
 def copy_log(log: Path, checkpoint: Path, earlier: Path | None) -> dict[str, list[int]]:
     """Copies a log into a checkpoint, in parts, and returns these for its manifest.
 
-    Those that an earlier checkpoint has become hard links, so only what is new is written, unless
-    they are small or the disk has no links.
+    Those of an earlier checkpoint that the log still begins with become hard links, so only what is
+    new is written, unless they are small or the disk has no links.
     """
     parts = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = read_json(earlier / "manifest.json") if earlier else {}
-        known = {name: known[name] for name in known if name.startswith(f"logs/{log.name}")}
-        if sum(size for size, _ in known.values()) <= log.stat().st_size:  # else it is another log
-            for name in [name for name in known if known[name][0] >= LEAST_PART]:
-                os.link(earlier / name, checkpoint / name)
+    with open(log, "rb") as source:
+        with contextlib.suppress(OSError, ValueError):
+            known = read_json(earlier / "manifest.json") if earlier else {}
+            for name in [name for name in known if name.startswith(f"logs/{log.name}")]:
+                size, part = known[name][0], earlier / name
+                is_same = all(source.read(len(block)) == block for block in blocks(part))
+                if size < LEAST_PART or part.stat().st_size != size or not is_same:
+                    break
+                os.link(part, checkpoint / name)
                 parts[name] = known[name]
-    new = f"logs/{log.name}" + (f".{len(parts):04d}" if parts else "")
-    with open(log, "rb") as source, open(checkpoint / new, "xb") as target:
         source.seek(sum(size for size, _ in parts.values()))
-        shutil.copyfileobj(source, target)
+        new = f"logs/{log.name}" + (f".{len(parts):04d}" if parts else "")
+        with open(checkpoint / new, "xb") as target:
+            shutil.copyfileobj(source, target)
     return {**parts, new: describe(checkpoint / new)}
 
 

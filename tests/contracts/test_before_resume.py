@@ -179,7 +179,7 @@ def test_killed_at_any_instant_it_resumes_from_the_same_point(tmp_path, monkeypa
 
 
 def test_what_a_log_has_is_written_once(tmp_path, monkeypatch):
-    """Each checkpoint has all of it, in parts that they share; a damaged one is named in each of them."""
+    """Each checkpoint has all of it, in parts that they share. A damaged one is named, and shared no more."""
     monkeypatch.setattr(folders, "LEAST_PART", 1)
     run = wrote(tmp_path / "run", updates=10, every=1)
     saved = folders.by_step(run.folder)
@@ -190,44 +190,49 @@ def test_what_a_log_has_is_written_once(tmp_path, monkeypatch):
         (tmp_path / "run" / name).write_text("")  # as by a user who needs the space
     # Copied alone to another disk, the newest is whole, and a run goes on from it.
     copied = shutil.copytree(saved[-1], tmp_path / "disk" / saved[-1].name)
-    # A part of four of them is damaged, and of all that are written later.
+    # A part of four of them is damaged.
     with open(saved[-1] / "logs/samples.jsonl.0006", "r+b") as part:
         part.write(b"[")
-    (tmp_path / "run/samples.jsonl").write_text(text_of(11, "samples.jsonl"))
+    for name in LOGS:
+        (tmp_path / "run" / name).write_text(text_of(11, name))
     update(run)
     run.save()
     faults = [folders.fault_of(path) or "" for path in folders.by_step(run.folder)]
-    assert [fault[:23] for fault in faults] == [""] * 6 + ["logs/samples.jsonl.0006"] * 5
+    assert [fault[:23] for fault in faults] == [""] * 6 + ["logs/samples.jsonl.0006"] * 4 + [""]
     resume(tmp_path / "run")
-    expect_logs(tmp_path / "run", 6)
+    expect_logs(tmp_path / "run", 11)
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "new").mkdir()
     resume(tmp_path / "new", str(copied))
     expect_logs(tmp_path / "new", 10)
 
 
-@pytest.mark.parametrize("case", ["no links", "cut", "gone", "unread"])
+@pytest.mark.parametrize("case", ["no links", "cut", "edited", "part cut", "gone", "unread"])
 def test_a_log_that_shares_no_parts_is_copied_whole(tmp_path, monkeypatch, case):
-    """The disk has no links, a user cut the log, or deleted or damaged the earlier checkpoint."""
+    """The disk has no links, a user changed the log, or deleted or damaged the earlier checkpoint."""
     monkeypatch.setattr(folders, "LEAST_PART", 1)
     run = wrote(tmp_path, updates=3, every=3)
     earlier = run.folder / "global_step_000003"
-    size = 4
+    text = text_of(4, "samples.jsonl")
     if case == "no links":
         monkeypatch.setattr(os, "link", lambda *paths: os.stat("not there"))
     elif case == "cut":
-        size = 1
+        text = text_of(1, "samples.jsonl")
+    elif case == "edited":
+        text = "{}\n" + text
+    elif case == "part cut":
+        os.truncate(earlier / "logs/samples.jsonl", 9)
     elif case == "gone":
         (earlier / "logs/samples.jsonl").unlink()
     else:
         (earlier / "manifest.json").write_text("{")
     update(run)
-    (tmp_path / "samples.jsonl").write_text(text_of(size, "samples.jsonl"))
+    (tmp_path / "samples.jsonl").write_text(text)
     run.save()
     saved = run.folder / "global_step_000004"
     assert folders.fault_of(saved) is None
     (only,) = saved.glob("logs/samples.jsonl*")
-    assert only.read_text() == text_of(size, "samples.jsonl")
+    assert only.read_text() == text
 
 
 def test_a_run_that_goes_on_elsewhere_has_the_logs_there(tmp_path):
