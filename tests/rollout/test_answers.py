@@ -240,10 +240,10 @@ def test_a_prompt_that_fills_all_positions_is_left_out(accelerator, tokenizer, c
     model = architectures.build("gpt2")
     sampler = bare_sampler(accelerator, tokenizer, model, max_new_tokens=3, exact_match_rows=None)
     actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
-    _, (example,) = answers.exact_match(actor, eval_set, "eval/")
+    _, (example,) = results.exact_match(actor, eval_set, "eval/")
     expected, _ = alone(model, [6] * 63, None, 0.0, sampler.stop_tokens(), 1)
     assert (example["row"], example["response"]) == (11, tokenizer.decode(expected))
     assert (
         "eval/exact_match: left out (64 positions are too few): 2 rows" in capsys.readouterr().out
     )
-    assert answers.exact_match(actor, eval_set.select([0]), "eval/") == ({}, [])
+    assert results.exact_match(actor, eval_set.select([0]), "eval/") == ({}, [])
