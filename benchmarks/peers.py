@@ -247,7 +247,8 @@ def make_data(
                 }
                 answers = [row.get("completion") or row["answer"]]
             else:
-                row = dict(zip(("prompt", "chosen", "rejected"), formats.preference(row)))
+                names = ("prompt", "chosen", "rejected")
+                row = dict(zip(names, formats.split_strings(*map(row.get, names))))
                 answers = [row["chosen"], row["rejected"]]
             prompt = tokenizer(row["prompt"]).input_ids
             ids = [

@@ -30,6 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from preference_recipes.data import formats
+from preference_recipes.data.messages import text_of
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -89,7 +90,7 @@ def write_rows(folder: Path, gsm8k: Path, hh: Path) -> dict[str, list[Path]]:
     """Writes rows as messages: the held-out and the training file of each kind of data."""
     questions = [json.loads(line) for line in gsm8k.read_text(encoding="utf-8").splitlines()]
     with gzip.open(hh, "rt", encoding="utf-8") as lines:
-        pairs = [formats.preference(json.loads(line)) for line in lines]
+        pairs = [formats.read_pair(json.loads(line), strings_as_messages=True) for line in lines]
     chats = []
     prompts = []
     for row in questions[:1024]:
@@ -97,11 +98,10 @@ def write_rows(folder: Path, gsm8k: Path, hh: Path) -> dict[str, list[Path]]:
         answer = {"role": "assistant", "content": row["answer"]}
         chats.append({"messages": [*asked, answer]})
         prompts.append({"prompt": asked})
-    short = [pair for pair in pairs if sum(map(len, pair)) < 1200][:1024]
     compared = []
-    for pair in short:
-        prompt, chosen, rejected = formats.as_turns(*pair)
-        compared.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    for prompt, (chosen, rejected), *_ in pairs:
+        if len(text_of(prompt + chosen + rejected)) < 1200 and len(compared) < 1024:
+            compared.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
     files = {}
     for name, rows in {"chats": chats, "prompts": prompts, "pairs": compared}.items():
         files[name] = []

@@ -130,7 +130,10 @@ def main() -> None:
     with (gzip.open if args.data.suffix == ".gz" else open)(
         args.data, "rt", encoding="utf-8"
     ) as lines:
-        pairs = [formats.preference(json.loads(line)) for line in lines]
+        rows = map(json.loads, lines)
+        pairs = [
+            formats.split_strings(row.get("prompt"), row["chosen"], row["rejected"]) for row in rows
+        ]
     files = {rows: make_data(args.folder / f"{rows}.jsonl", pairs, rows) for rows in args.rows}
     for rows, file in files.items():
         print(

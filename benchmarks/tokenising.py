@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from preference_recipes.data import formats
-from preference_recipes.data.messages import BadRow
+from preference_recipes.data.messages import BadRow, LeftOut
 
 OURS = Path(__file__).resolve().parents[1]
 
@@ -38,11 +38,11 @@ def write_pairs(source: Path, rows: int, kind: str, file: Path) -> None:
 
 def as_messages(pair: dict) -> dict | None:
     """Returns a pair of transcripts as one of messages; None if they are no pair of these."""
-    prompt, chosen, rejected = formats.as_turns(*formats.preference(pair))
-    messages = {"chosen": prompt + chosen, "rejected": prompt + rejected}
     try:
-        formats.preference(messages)
-    except BadRow:
+        prompt, (chosen, rejected), *_ = formats.read_pair(pair, strings_as_messages=True)
+        messages = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+        formats.read_pair(messages, strings_as_messages=False)
+    except (BadRow, LeftOut):
         return None
     return messages
 

@@ -36,7 +36,13 @@ from common.metrics import Means
 from common.run import Run
 from common.shared_args import SharedArgs, arg
 from preference_recipes.data import chat, dataset, formats
-from preference_recipes.data.messages import is_learned, learned_turns
+from preference_recipes.data.messages import (
+    BadRow,
+    Conversation,
+    LeftOut,
+    is_learned,
+    learned_turns,
+)
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
@@ -57,32 +63,27 @@ class Args(SharedArgs):
 
 
 # ============================================================ the algorithm
-def encode_conversation(
-    tokenizer,
-    prompt: str | list[dict],
-    completion: str | list[dict],
-    loss_on: str,
-    tools: list[dict] | None = None,
+def encode_demonstration(
+    tokenizer, conversation: Conversation, loss_on: str
 ) -> tuple[list[chat.Sequence], list[int], list[str]]:
     """Returns a row's sequences, the ids before its last answer, and notes.
 
-    Without an answer there is no sequence. A string has one; for messages see
-    `chat.encode_conversation`.
+    A string has one; for messages see `chat.encode_conversation`.
     """
+    prompt, [answer], tools, is_text = conversation
     learn_contexts = loss_on == "all"
-    if isinstance(completion, str):
-        if not completion:
-            return [], [], []
-        prompt_ids, ids = chat.encode_plain(tokenizer, prompt, completion)
-        learned = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
-        return [chat.Sequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, []
-
-    messages = [*prompt, *completion]
+    messages = prompt + answer
     turns = learned_turns(messages, len(prompt))
+    if learn_contexts and not all(map(is_learned, messages)):
+        raise BadRow("--loss_on all learns every message, but one of them opts out")
+    if not turns:
+        raise LeftOut(formats.missing_answer(answer))
+    if is_text:
+        prompt_ids, [(ids, learned)], notes = chat.encode_answers(tokenizer, *conversation)
+        learned = [learn_contexts] * len(prompt_ids) + learned
+        return [chat.Sequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, notes
     if loss_on == "completion":
         turns = turns[-1:]
-    if learn_contexts and not all(map(is_learned, messages)):
-        raise formats.BadRow("--loss_on all learns every message, but one of them opts out")
     return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
 
 
@@ -92,21 +93,14 @@ def sft_row(
     """Returns the columns of a row, see `dataset.Converter`.
 
     `input_ids` and `learned` hold the sequences of the row one after the other, whose lengths are
-    `sequence_lengths`. The others are `prompt_ids length n_targets truncated reason notes`.
+    `sequence_lengths`. The others are `prompt_ids length n_targets truncated notes`.
     """
-    prompt, completion = formats.as_chat(row, strings_as_messages, *formats.conversation(row))
-    whole, prompt_ids, notes = encode_conversation(
-        tokenizer, prompt, completion, loss_on, row.get("tools")
-    )
-
+    conversation = formats.read_chat(row, strings_as_messages)
+    whole, prompt_ids, notes = encode_demonstration(tokenizer, conversation, loss_on)
     cut = [chat.Sequence(ids[:max_length], learned[:max_length]) for ids, learned in whole]
     sequences = [sequence for sequence in cut if any(sequence.learned)]
-    reason = ""  # why the row cannot be used
-    if not whole:
-        reason = chat.why_left_out(notes) or formats.missing_answer(completion)
-    elif not sequences:
-        reason = "nothing to learn within max_length"
-        sequences = cut[:1]
+    if not sequences:
+        raise LeftOut("nothing to learn within max_length")
     ids = [token for sequence in sequences for token in sequence.ids]
     learned = [flag for sequence in sequences for flag in sequence.learned]
     return {
@@ -117,7 +111,6 @@ def sft_row(
         "length": len(ids),
         "n_targets": sum(learned),
         "truncated": any(len(ids) > max_length for ids, _ in whole),
-        "reason": reason,
         "notes": notes,
     }
 

@@ -152,9 +152,9 @@ RECIPES = {
 NAMES = list(RECIPES)
 
 
-def load(name: str) -> ModuleType:
-    """Imports a recipe without running it."""
-    path = REPOSITORY / f"recipes/{name}.py"
+def load(name: str, path: Path | None = None) -> ModuleType:
+    """Imports a recipe, or this file instead, without running it."""
+    path = path or REPOSITORY / f"recipes/{name}.py"
     spec = importlib.util.spec_from_file_location(f"recipe_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from preference_recipes.data import dataset
 from preference_recipes.data.dataset import Converter
+from preference_recipes.data.messages import LeftOut
 
 # The token that ends an answer, by the beginning of a template's name; and the tokenizer's EOS, where that is another.
 ENDS = {
@@ -136,6 +137,13 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     )
     made.chat_template = template
     return made
+
+
+def left_out(function, *given, **settings) -> str:
+    """Why a row function leaves out a row."""
+    with pytest.raises(LeftOut) as why:
+        function(*given, **settings)
+    return str(why.value)
 
 
 def load_rows(accelerator, path, function, tokenizer, columns=None, split="train", **settings):

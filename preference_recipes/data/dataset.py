@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 
 import datasets
 import pyarrow
+import pyarrow.compute
 import transformers
 from accelerate.utils import gather_object
 
 from common import distributed, folders, in_one_line
 from preference_recipes.data import files, formats, rendering
-from preference_recipes.data.messages import BadRow
+from preference_recipes.data.messages import BadRow, LeftOut
 
 ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
 MOST_PROCESSES = 32
@@ -39,13 +40,11 @@ ROWS_AT_A_TIME = 1_000  # that are in memory
 ABOUT = "about.json"  # next to the token ids: their fingerprint, and notes for the user
 NOT_KEPT = ("reason", "truncated", "notes")  # columns of a row function that are only counted
 
-# Columns of which `--strings_as_messages` makes turns, where they are strings.
-TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
 )
-# Between the answers of a list, any of which is right: ASCII's record separator.
+# Stands between the right answers of a row, which are kept as one text: ASCII's record separator.
 BETWEEN = "\x1e"
 
 
@@ -57,12 +56,14 @@ class Data(NamedTuple):
         starts: the first row of each training set.
         eval_sets: the held-out sets by the prefixes of their tags.
         converter: turns a row into token ids; all these sets went through it.
+        sets: the training sets and the held-out ones, each with its name.
     """
 
     train: datasets.Dataset
     starts: list[int]
     eval_sets: dict[str, datasets.Dataset]
     converter: Converter
+    sets: Sequence[tuple[str, datasets.Dataset]] = ()
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -70,14 +71,28 @@ class Data(NamedTuple):
         held_out = {prefix: rows._fingerprint for prefix, rows in self.eval_sets.items()}
         return {"data": self.train._fingerprint, "held-out data": held_out}
 
-    def refuse_ids_beyond(self, n_rows: int, model_name: str) -> None:
-        """A stand-in, in a commit of its own: the branch of the data has the real one."""
-        for rows in (self.train, *self.eval_sets.values()):
-            for column in [name for name in rows.column_names if name.endswith("_ids")]:
-                largest = max((max(ids, default=-1) for ids in rows[column][:]), default=-1)
+    def refuse_ids_beyond(
+        self, n_rows: int, model_name: str, columns: Collection[str] | None = None
+    ) -> None:
+        """Ends the run where a set has a token id beyond the rows of a model's embedding.
+
+        Args:
+            columns: that the model reads, such as `prompt_ids`; None: all.
+        """
+        tokenizer = self.converter.tokenizer
+        if max(tokenizer.get_vocab().values()) < n_rows:  # as usual: no set need be looked at
+            return
+        for name, rows in self.sets:
+            for column in columns or [name for name in rows.column_names if name.endswith("_ids")]:
+                ids = pyarrow.compute.list_flatten(rows.with_format("arrow")[column][:])
+                largest = pyarrow.compute.max(ids).as_py() or 0
                 if largest >= n_rows:
-                    token = self.converter.tokenizer.convert_ids_to_tokens(largest)
-                    sys.exit(f"token {largest}, {token!r}, has no embedding in {model_name!r}")
+                    row = next(row["row"] for row in rows if largest in row[column])
+                    token = tokenizer.convert_ids_to_tokens(largest)
+                    sys.exit(
+                        f"data set {name!r}, row {row}: {column} has token {largest}, {token!r}, "
+                        f"and the embedding of {model_name!r} has {n_rows} rows: resize it"
+                    )
 
 
 def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
@@ -106,7 +121,8 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     if len(set(prefixes)) < len(held_out):
         sys.exit(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
-    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter)
+    named = [*zip(args.dataset_name, sets), *zip(held_out, eval_sets)]
+    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter, named)
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
@@ -137,8 +153,8 @@ class Converter:
     Attributes:
         function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns columns;
             among them `length`, the tokens of the row (of a pair, those of both sequences),
-            `reason`, why it is left out ("" if it is not), `truncated`, whether something was cut
-            off, and maybe `notes` for the user. It raises `BadRow`.
+            `truncated`, whether something was cut off, and maybe `notes` for the user. It raises
+            `LeftOut` and `BadRow`.
         columns: the user's columns by the format's, see `formats.column_names`.
         settings: passed to the function; `max_length` among them.
     """
@@ -151,19 +167,21 @@ class Converter:
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
-        These are `notes`; `row`, its number from 1; and `answer`, "" if it has none.
+        `reason` says why the row is left out; then it has only `notes` besides. Else it is "", and
+        there are `row`, its number from 1, and `answer`, "" if it has none.
         """
         try:
             row = formats.standard(row, self.columns)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
+        except LeftOut as why:
+            return {"reason": str(why), "notes": []}
         except Exception as error:
             kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
             raise BadRow(f"row {index + 1}: {kind}{in_one_line(error)}") from error
         notes = [*values.get("notes", [])]
-        # None: the caller has no such setting.
-        reads_strings = self.settings.get("strings_as_messages") is False
-        kinds = {type(row[name]) for name in TEXTS if row.get(name) is not None}
-        if reads_strings and self.tokenizer.chat_template and kinds == {str}:
+        could_turn_strings = {"strings_as_messages": False}.items() <= self.settings.items()
+        kinds = {type(row[name]) for name in formats.TEXTS if row.get(name) is not None}
+        if could_turn_strings and self.tokenizer.chat_template and kinds == {str}:
             notes.append(PLAIN_STRINGS)
         answer = ""
         if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate
@@ -171,7 +189,7 @@ class Converter:
                 answer = answer_text(row.get("answer"))
             except ValueError as error:
                 notes.append(str(error))
-        return {**values, "notes": notes, "row": index + 1, "answer": answer}
+        return {"reason": "", **values, "notes": notes, "row": index + 1, "answer": answer}
 
 
 def answer_text(answer: Any) -> str:
@@ -240,7 +258,7 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     except BadRow as error:
         sys.exit(f"data set {name!r}, {error}")
     counts = sum((counts for counts, _ in parts), collections.Counter())
-    notes = [f"{what}: {count} of {len(rows)} rows" for what, count in sorted(counts.items())]
+    notes = [f"{text}: {count} of {len(rows)} rows" for text, count in sorted(counts.items())]
     checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
@@ -255,29 +273,33 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
 def write_rows(
     rows, converter: Converter, start: int, stop: int, file: Path
 ) -> tuple[collections.Counter, list[int]]:
-    """Converts a range of rows, and writes the usable ones into a file.
+    """Converts a range of rows, and writes the usable ones, if there are any, into a file.
 
     Returns counts of rows by what the user should know about them, and the usable ones' checksums.
     """
-    numbered = enumerate(rows.select(range(start, stop)), start)
-    converted: Iterator = (converter.convert_row(row, index) for index, row in numbered)
-    first = next(converted)
-    types = [(name, type_of(name, first[name])) for name in first if name not in NOT_KEPT]
-    schema = pyarrow.schema(types)
-    converted = itertools.chain([first], converted)
     counts: collections.Counter[str] = collections.Counter()
-    checksums = []
-    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, schema) as writer:
-        while some := list(itertools.islice(converted, ROWS_AT_A_TIME)):
+    checksums: list[int] = []
+    numbered = enumerate(rows.select(range(start, stop)), start)
+    with contextlib.ExitStack() as stack:
+        writer = None
+        while some := list(itertools.islice(numbered, ROWS_AT_A_TIME)):
             usable = []
-            for values in some:
+            for index, row in some:
+                values = converter.convert_row(row, index)
                 if values["reason"]:
                     counts[f"left out ({values['reason']})"] += 1
                     continue
                 counts.update({*values["notes"], *["truncated"] * values["truncated"]})
-                usable.append({name: values[name] for name in schema.names})
+                usable.append({name: values[name] for name in values if name not in NOT_KEPT})
                 checksums.append(zlib.crc32(marshal.dumps(usable[-1], 0)))
-            writer.write_batch(pyarrow.RecordBatch.from_pylist(usable, schema))
+            if usable and writer is None:
+                schema = pyarrow.schema(
+                    [(name, type_of(name, usable[0][name])) for name in usable[0]]
+                )
+                sink = stack.enter_context(pyarrow.OSFile(str(file), "wb"))
+                writer = stack.enter_context(pyarrow.ipc.new_stream(sink, schema))
+            if usable:
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(usable, schema))
     return counts, checksums
 
 

@@ -8,6 +8,7 @@ of its own, such as parquet.
 
 from __future__ import annotations
 
+import collections
 import csv
 import functools
 import glob
@@ -17,6 +18,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
@@ -26,31 +28,44 @@ from common import counted, in_one_line, print_once
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
+# What messages have, in OpenAI's form and in ShareGPT's, and tools, nested and flat.
+CHAT_KEYS = [{"role", "content"}, {"from", "value"}, {"type", "function"}, {"name", "parameters"}]
 # Longer than any text of a cell: the default ends at 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
 
-def find(name: str, split: str) -> datasets.Dataset | TextFiles:
+def find(name: str, split: str) -> TypedRows | TextFiles:
     """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
     A single file is the split `train`. As on the hub, the file names in a folder say the split; if
-    none does, all files are `train`. The name of a file or a folder is never a pattern.
+    none does, all files are `train`. The name of a file or a folder is never a pattern. What
+    cannot be found or read ends the run with one line.
     """
     path = Path(name)
-    if not path.exists():
-        return find_on_hub(name, split)
+    is_local = path.exists()
+    try:
+        return find_local(path, split) if is_local else find_on_hub(name, split)
+    except Exception as error:
+        place = "" if is_local else " is no file or folder here, and on the hub"
+        sys.exit(f"data set {name!r}{place}: {in_one_line(error)}")
+
+
+def find_local(path: Path, split: str) -> TypedRows | TextFiles:
+    """Finds the rows of a file or a folder."""
     # A file is not resolved: a link of the hub's cache points to one whose name says no format.
     splits = splits_of_folder(path) if path.is_dir() else {"train": [path.absolute()]}
     files = [file for file in splits.get(split, []) if is_data_file(file)]
     if not files:
+        is_arrow = any(file.suffix == ".arrow" for file in splits.get(split, []))
+        advice = ". `save_to_disk` wrote it: write it with `to_parquet`" if is_arrow else ""
         sys.exit(
-            f"data set {name!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or one of "
-            f"them and .gz; its splits: {', '.join(splits)}"
+            f"data set {str(path)!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or in "
+            f"one of them and .gz; its splits: {', '.join(splits)}{advice}"
         )
     if any(file.suffix != ".parquet" for file in files):
         return TextFiles(files)
     names = [glob.escape(str(file)) for file in files]
-    return datasets.load_dataset("parquet", data_files=names, split="train")
+    return TypedRows(datasets.load_dataset("parquet", data_files=names, split="train"))
 
 
 def refuse_missing(name: str) -> None:
@@ -127,17 +142,70 @@ def rows_of(path: Path) -> Iterator[dict]:
 
 
 def parsed(file, is_csv: bool) -> Iterable:
-    """Returns the rows of an open file. Of lines one is in memory at a time, of an array all."""
+    """Returns the rows of an open file. An array is in memory as a whole, of other rows one."""
     if is_csv:
         reader = csv.DictReader(file, strict=True)
-        names = list(filter(None, reader.fieldnames or []))
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:  # the last one would be read
-            raise ValueError(f"two columns are named {twice[0]!r}")
+        refuse_repeated("columns", filter(None, reader.fieldnames or []))
         return reader
+    decoder = json.JSONDecoder(object_pairs_hook=object_of)
     is_array = file.read(1000).lstrip().startswith("[")
     file.seek(0)
-    return json.load(file) if is_array else map(json.loads, filter(None, map(str.strip, file)))
+    if is_array:
+        return decoder.decode(file.read())
+    return map(decoder.decode, filter(None, map(str.strip, file)))
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict:
+    """Returns a JSON object whose keys are all different."""
+    refuse_repeated("keys", (name for name, _ in pairs))
+    return dict(pairs)
+
+
+def refuse_repeated(kind: str, names: Iterable[str]) -> None:
+    """Raises `ValueError` if two names are the same: the last value would be read."""
+    counts = collections.Counter(names)
+    for name in counts:
+        if counts[name] > 1:
+            raise ValueError(f"two {kind} are named {name!r}")
+
+
+# ============================================================ parquet, and others with types
+class TypedRows:
+    """The rows of a data set whose columns have types, which give a dict the keys of all others.
+
+    What a message, a call or a tool does not have is null there, and templates ask whether a key is
+    there. So `select` takes these keys out again.
+    """
+
+    def __init__(self, dataset: datasets.Dataset):
+        self.dataset = dataset
+        self._fingerprint = dataset._fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def select(self, numbers: range) -> Iterator[dict]:
+        """Yields the rows of a range."""
+        types = self.dataset.features
+        for row in self.dataset.select(numbers):
+            yield {name: unpadded(row[name], types[name], name == "tools") for name in types}
+
+
+def unpadded(value: Any, feature, in_chat: bool = False) -> Any:
+    """Returns a value without the keys that are null because the type of a chat has them.
+
+    Other columns, which reward functions get, keep theirs; so does what a type holds as JSON.
+    """
+    if isinstance(feature, dict) and value is not None:
+        in_chat = in_chat or any(keys <= feature.keys() for keys in CHAT_KEYS)
+        return {
+            name: unpadded(part, feature[name], in_chat)
+            for name, part in value.items()
+            if part is not None or not in_chat
+        }
+    if isinstance(feature, (datasets.List, datasets.LargeList)) and value is not None:
+        return [unpadded(part, feature.feature, in_chat) for part in value]
+    return value
 
 
 # ============================================================ folders, and the hub
@@ -162,13 +230,13 @@ def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     return splits
 
 
-def find_on_hub(name: str, split: str) -> datasets.Dataset | TextFiles:
+def find_on_hub(name: str, split: str) -> TypedRows | TextFiles:
     """Downloads a data set of the hub; of JSON the files of one split."""
     hub_name, _, config = name.partition(":")
     builder = datasets.load_dataset_builder(hub_name, config or None)
     if not isinstance(builder, Json) or builder.config.field is not None:
         builder.download_and_prepare()
-        return builder.as_dataset(split)
+        return TypedRows(builder.as_dataset(split))
     files = builder.config.data_files
     if split not in files:
         sys.exit(f"data set {name!r} has no split {split!r}; it has {', '.join(map(str, files))}")

@@ -1,31 +1,30 @@
-"""Recognises the formats of rows, and turns rows with answers into token ids.
+"""Recognises the formats of rows, and reads each into one form, a `Conversation`.
 
-The usual path is `preference_row`: `preference` finds the prompt, the chosen and the rejected
-answer, `row_of_answers` encodes them. `standard` renames the columns of other tools first.
+The way of a row: `standard` gives the columns of other tools our names, a reader, such as
+`read_pair`, makes a `Conversation` of them, and `row_of_answers` token ids of that.
 """
 
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
     SENDERS,
     BadRow,
+    Conversation,
+    LeftOut,
+    as_json,
     as_list,
     as_messages,
     from_json,
+    from_text,
     has_text,
     is_learned,
     is_message,
     is_messages,
     learned_turns,
-    without_nulls,
+    text_of,
 )
-
-# A prompt or an answer: a string, or messages.
-Text = str | list[dict]
 
 # The columns that say which format a row has; the first that is there decides.
 LEADING = ("messages", "prompt", "conversations", "instruction", "text")
@@ -33,6 +32,8 @@ LEADING = ("messages", "prompt", "conversations", "instruction", "text")
 LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction"}
 OTHERS = ("chosen", "rejected", "answer", "margin", "label", "tools", "system")
 FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
+# Those that hold messages, or strings instead.
+TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 # What precedes an answer in hh-rlhf's transcripts.
 HH_MARKER = "\n\nAssistant:"
@@ -40,227 +41,193 @@ HH_MARKER = "\n\nAssistant:"
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
-# ============================================================ pairs, as token ids
+# ============================================================ rows with answers, as token ids
 def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
     """Returns the token ids of one pair, see `row_of_answers`."""
-    prompt, chosen, rejected = as_asked(row, strings_as_messages, *preference(row))
-    answers = {"chosen": chosen, "rejected": rejected}
-    return row_of_answers(row, prompt, answers, tokenizer, max_length)
+    return row_of_answers(read_pair(row, strings_as_messages), tokenizer, max_length)
 
 
-def preference(row: dict) -> tuple[Text, Text, Text]:
-    """Returns a preference row as (prompt, chosen, rejected), the prompt stated once.
-
-    All three are strings, or all three are message lists. With `U` and `A` for messages:
-
-           prompt    chosen    rejected    returned
-        1. [U]       [A1]      [A2]        [U] [A1] [A2]
-        1. "Why?"    [A1]      "No."       [U] [A1] [A2]
-        2. "Why?"    "So."     "No."       see `split_strings`
-        3. none      [U A1]    [U A2]      [U] [A1] [A2]
-        3. "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    (as in UltraFeedback)
-    """
-    prompt = row.get("prompt")
-    needed = ["chosen", "rejected"] + ["prompt"] * (prompt is not None)
-    expected = "'chosen' and 'rejected', and 'prompt' unless both begin with it"
-    require(row, *needed, expected=expected)
-    if all(isinstance(row[column], str) for column in needed):  # 2.
-        return split_strings(prompt, row["chosen"], row["rejected"])
-    chosen = as_messages(row["chosen"], "assistant")
-    rejected = as_messages(row["rejected"], "assistant")
-    first_roles = {messages[0]["role"] for messages in (chosen, rejected) if messages}
-    if prompt is None or not first_roles <= {"assistant"}:  # 3.
-        return split_conversations(prompt, chosen, rejected)
-    return question_of(prompt), chosen, rejected  # 1.
-
-
-def row_of_answers(
-    row: dict, prompt: Text, answers: dict[str, Text], tokenizer, max_length: int
-) -> dict:
-    """Returns the token ids of a prompt and of its answers: `chosen`, `rejected` or both.
-
-    What is longer than `max_length` is cut at the end; prompt and one answer count together.
-
-    Returns:
-        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_learned` and `rejected_learned`,
-        which tokens of the answers count; `length`, the tokens of all sequences together, the
-        prompt in each; `truncated reason notes`, see `dataset.Converter`.
-    """
-    texts = list(answers.values())
-    reason = next(filter(None, (missing_text(prompt, text) for text in texts)), "")
-    prompt_ids: list[int] = []
-    sequences = [chat.NOTHING for _ in texts]
-    notes: list[str] = []
-    if not reason:
-        tools = row.get("tools")
-        prompt_ids, sequences, notes = chat.encode_answers(tokenizer, prompt, texts, tools)
-        reason = chat.why_left_out(notes)
-
-    room = max(max_length - len(prompt_ids), 0)
-    cut = [chat.Sequence(ids[:room], learned[:room]) for ids, learned in sequences]
-    if not reason and not room:
-        reason = "prompt fills max_length"
-    elif not reason and len(cut) == 2 and cut[0].ids == cut[1].ids:  # what is left tells them apart
-        reason = "chosen equal to rejected"
-    elif not reason and not all(any(learned) for _, learned in cut):
-        reason = "nothing to learn within max_length"
-    prompt_cut = prompt_ids[:max_length]
-    by_name = {"chosen": chat.NOTHING, "rejected": chat.NOTHING, **dict(zip(answers, cut))}
-    return {
-        "prompt_ids": prompt_cut,
-        "chosen_ids": by_name["chosen"].ids,
-        "rejected_ids": by_name["rejected"].ids,
-        "chosen_learned": by_name["chosen"].learned,
-        "rejected_learned": by_name["rejected"].learned,
-        "length": sum(len(prompt_cut) + len(ids) for ids, _ in cut),
-        "truncated": prompt_cut != prompt_ids or cut != sequences,
-        "reason": reason,
-        "notes": notes,
-    }
-
-
-def missing_text(prompt: Text, answer: Text) -> str:
-    """Returns why a row with this prompt and answer must be left out; "" if it has both."""
-    if not has_text(prompt):
-        return "empty prompt"
-    if isinstance(answer, str):
-        if str(prompt).endswith(HH_MARKER) and "\n\nHuman:" in answer:
-            return "transcripts that differ before the last answer, without --strings_as_messages"
-        return "" if answer else "empty answer"
-    if answer and answer[-1]["role"] != "assistant":
-        return "answer that does not end with an assistant message"
-    return "" if has_text(answer[-1:]) and learned_turns(answer, 0) else missing_answer(answer)
-
-
-def missing_answer(answer: Text) -> str:
-    """Returns why a row without anything to learn must be left out."""
-    if answer and isinstance(answer, list):
-        roles = sorted({message["role"] for message in answer})
-        if "assistant" not in roles:
-            return f"no message of role assistant, found {', '.join(roles)}"
-        if not all(map(is_learned, answer)):
-            return "no answer that is to be learned"
-    return "empty answer"
-
-
-# ============================================================ pairs that hold their prompt
-def split_conversations(
-    prompt: str | dict | list[dict] | None, chosen: list[dict], rejected: list[dict]
-) -> tuple[list[dict], list[dict], list[dict]]:
-    """Returns (prompt, chosen, rejected) of two conversations that begin alike.
-
-    Both answers begin with the assistant, have at least one message, and the prompt does not end
-    with the assistant: U1 A1 U2 A2 and U1 A1 U3 A3 share U1.
-
-    Args:
-        prompt: what the data states besides; it must be among the messages that both share.
-    """
-    for end in range(rendering.n_common(chosen[:-1], rejected[:-1]), 0, -1):
-        begin = chosen[end]["role"] == rejected[end]["role"] == "assistant"
-        if begin and chosen[end - 1]["role"] != "assistant":
-            break
-    else:
-        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt, then an answer")
-    shared = [message["content"].strip() for message in chosen[:end]]
-    stated = as_messages(prompt, "user") if prompt else []
-    if not all(message["content"].strip() in shared for message in stated):
-        raise BadRow("'chosen' and 'rejected' do not begin with all of the prompt in the row")
-    return chosen[:end], chosen[end:], rejected[end:]
-
-
-def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
-    r"""Returns (prompt, chosen, rejected) of strings, the prompt stated once.
-
-    hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
-    prompt, unless column `prompt` states another.
-    """
-    shared = chosen[: rendering.n_common(chosen, rejected)]
-    place = shared.rfind(HH_MARKER)
-    if place >= 0 and shared.startswith(prompt or ""):
-        end = place + len(HH_MARKER)
-        return chosen[:end], chosen[end:], rejected[end:]
-    if prompt is None:
-        raise BadRow(
-            "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
-            f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
-        )
-    return prompt, chosen, rejected
-
-
-# ============================================================ one answer and a label, for KTO
 def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
-    """Returns what `row_of_answers` does, and `n_answers`.
+    """Returns what `row_of_answers` does, and `n_answers`, for KTO.
 
     A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
     answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
     """
     if is_pair(row):
         return {**preference_row(row, tokenizer, max_length, strings_as_messages), "n_answers": 2}
-    prompt, answer, is_good = labelled(row)
-    prompt, answer = as_asked(row, strings_as_messages, prompt, answer)
-    answers = {"chosen" if is_good else "rejected": answer}
-    return {**row_of_answers(row, prompt, answers, tokenizer, max_length), "n_answers": 1}
-
-
-def labelled(row: dict) -> tuple[Text, Text, bool]:
-    """Returns a row of KTO as (prompt, answer, whether it is good).
-
-    Both are strings, or both are message lists. Of `messages`, the last one is the answer.
-    """
     label = str(row.get("label")).lower()
     expected = "true or false, whether the answer is good, or 'chosen' and 'rejected' instead"
     refuse_unless(label in LABELS, row, "label", expected)
-    prompt, answer = conversation({**row, "label": None})
-    if isinstance(answer, list) and not prompt:  # of `messages`
-        prompt = question_of(answer[:-1], answer[-1:])
-        answer = answer[-1:]
-    return prompt, answer, LABELS[label]
+    conversation = read_demonstration({**row, "label": None})
+    if not conversation.prompt and not conversation.is_text:  # the last message is the answer
+        [messages] = conversation.answers
+        conversation = conversation._replace(prompt=messages[:-1], answers=[messages[-1:]])
+    conversation = completed(conversation, row, strings_as_messages)
+    values = row_of_answers(conversation, tokenizer, max_length, is_good=LABELS[label])
+    return {**values, "n_answers": 1}
 
 
-# ============================================================ conversations
-def conversation(row: dict) -> tuple[Text, Text]:
-    """Returns an SFT row as (prompt, completion), both strings or both message lists.
+def row_of_answers(
+    conversation: Conversation, tokenizer, max_length: int, is_good: bool = True
+) -> dict:
+    """Returns the token ids of a prompt, and of two answers or one; that is chosen if it `is_good`.
 
-    The prompt of `messages` and of `text` is empty.
+    What is longer than `max_length` is cut at the end; prompt and one answer count together.
+
+    Returns:
+        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_learned` and `rejected_learned`,
+        which tokens of the answers count; `length`, the tokens of all sequences together, the
+        prompt in each; `truncated notes`, see `dataset.Converter`.
+
+    Raises:
+        LeftOut: nothing is left to learn, or to compare.
     """
+    is_transcript = conversation.is_text and text_of(conversation.prompt).endswith(HH_MARKER)
+    for answer in conversation.answers:
+        if is_transcript and "\n\nHuman:" in text_of(answer):
+            raise LeftOut(
+                "transcripts that differ before the last answer, without --strings_as_messages"
+            )
+        if answer and answer[-1]["role"] != "assistant":
+            raise LeftOut("answer that does not end with an assistant message")
+        if not has_text(answer[-1:]) or not learned_turns(answer):
+            raise LeftOut(missing_answer(answer))
+    prompt_ids, sequences, notes = chat.encode_answers(tokenizer, *conversation)
+    room = max_length - len(prompt_ids)
+    if room <= 0:
+        raise LeftOut("prompt fills max_length")
+    cut = [chat.Sequence(ids[:room], learned[:room]) for ids, learned in sequences]
+    if len(cut) == 2 and cut[0].ids == cut[1].ids:  # what is left tells them apart
+        raise LeftOut("chosen equal to rejected")
+    if not all(any(learned) for _, learned in cut):
+        raise LeftOut("nothing to learn within max_length")
+    chosen, rejected = [*cut, chat.Sequence([], [])][:2]
+    if not is_good:
+        chosen, rejected = rejected, chosen
+    return {
+        "prompt_ids": prompt_ids,
+        "chosen_ids": chosen.ids,
+        "rejected_ids": rejected.ids,
+        "chosen_learned": chosen.learned,
+        "rejected_learned": rejected.learned,
+        "length": sum(len(prompt_ids) + len(ids) for ids, _ in cut),
+        "truncated": cut != sequences,
+        "notes": notes,
+    }
+
+
+def missing_answer(answer: list[dict]) -> str:
+    """Returns why a row without anything to learn must be left out."""
+    roles = sorted({message["role"] for message in answer})
+    if answer and "assistant" not in roles:
+        return f"no message of role assistant, found {', '.join(roles)}"
+    return "empty answer" if all(map(is_learned, answer)) else "no answer that is to be learned"
+
+
+# ============================================================ readers
+def read_prompt(row: dict, strings_as_messages: bool) -> Conversation:
+    """Reads a row whose answers are sampled."""
+    require(row, "prompt", expected="'prompt'")
+    return completed(conversation_of(row, row["prompt"]), row, strings_as_messages)
+
+
+def read_pair(row: dict, strings_as_messages: bool) -> Conversation:
+    """Reads a chosen and a rejected answer, and their prompt, which is then stated once.
+
+    With `U` and `A` for messages:
+
+           prompt    chosen    rejected    read as
+        1. [U]       [A1]      [A2]        [U] [A1] [A2]
+        1. "Why?"    [A1]      "No."       [U] [A1] [A2]
+        2. "Why?"    "So."     "No."       see `split_strings`
+        3. none      [U A1]    [U A2]      [U] [A1] [A2]
+        3. "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    (as in UltraFeedback)
+    """
+    needed = ["chosen", "rejected"] + ["prompt"] * (row.get("prompt") is not None)
+    expected = "'chosen' and 'rejected', and 'prompt' unless both begin with it"
+    require(row, *needed, expected=expected)
+    prompt, chosen, rejected = (row.get(column) for column in ("prompt", "chosen", "rejected"))
+    if all(isinstance(row[column], str) for column in needed):  # 2.
+        prompt, chosen, rejected = split_strings(prompt, chosen, rejected)
+    conversation = conversation_of(row, prompt, chosen, rejected)
+    first_roles = {answer[0]["role"] for answer in conversation.answers if answer}
+    if prompt is None or not first_roles <= {"assistant"}:  # 3.
+        conversation = split_conversations(conversation)
+    return completed(conversation, row, strings_as_messages)
+
+
+def read_chat(row: dict, strings_as_messages: bool) -> Conversation:
+    """Reads a row of SFT, which may begin with the answer."""
+    return completed(read_demonstration(row), row, strings_as_messages, must_ask=False)
+
+
+def read_demonstration(row: dict) -> Conversation:
+    """Reads `messages` or `text`, which have no prompt, or `prompt` and `completion`."""
     leading = leading_column(row)
     if leading == "text":
         refuse_unless(isinstance(row["text"], str), row, "text", "a string")
-        return "", row["text"]
+        return Conversation([], [as_messages(row["text"], "assistant")], is_text=True)
     labels = ("true", "false") if leading == "messages" else LABELS  # 0 and 1 may be classes
     if str(row.get("label")).lower() in labels:  # it would learn bad answers, too
         raise BadRow("'label' or 'kto_tag' rates answers: use recipes/kto.py, or remove the column")
     if leading == "messages":
         fits = is_messages(row["messages"])
         refuse_unless(fits, row, "messages", "a list of messages with role and content")
-        return [], as_messages(row["messages"], "user")
+        return Conversation([], [as_messages(row["messages"], "user")], row.get("tools"))
     require(row, "prompt", "completion", expected="'messages', 'text', or 'prompt' + 'completion'")
-    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return row["prompt"], row["completion"]
-    answer = as_messages(row["completion"], "assistant")
-    prompt = question_of(row["prompt"], answer)
-    roles = [message["role"] for message in (*prompt[-1:], *answer[:1])]
+    conversation = conversation_of(row, row["prompt"], row["completion"])
+    roles = [message["role"] for message in conversation.prompt[-1:] + conversation.answers[0][:1]]
     if roles in (["user", "user"], ["user", "system"]):  # the model would be asked twice
         raise BadRow(
             "'completion' holds a prompt, too: remove that, or in sft and kto read it all with "
             "--columns messages=completion"
         )
-    return prompt, answer
+    return conversation
 
 
-def question_of(prompt: str | dict | list[dict], answer: Sequence[dict] = ()) -> list[dict]:
-    """Returns the messages of a prompt; none if it is empty, because then nothing is asked.
+def conversation_of(row: dict, prompt, *answers) -> Conversation:
+    """Returns a prompt and answers, strings or messages, as a conversation with a row's tools."""
+    return Conversation(
+        as_messages(prompt, "user") if prompt else [],
+        [as_messages(answer, "assistant") for answer in answers],
+        row.get("tools"),
+        is_text=all(isinstance(value, str) for value in (prompt, *answers)),
+    )
 
-    Raises:
-        BadRow: it ends with the assistant, and so does the answer begin, in a second turn.
+
+def completed(
+    conversation: Conversation, row: dict, strings_as_messages: bool, must_ask: bool = True
+) -> Conversation:
+    """Returns a conversation with strings as turns, if asked for, after column `system`.
+
+    Args:
+        must_ask: leave out a row with an empty prompt: nothing is asked.
     """
-    messages = as_messages(prompt, "user") if prompt else []
-    next_role = answer[0]["role"] if answer else "assistant"
-    if messages and messages[-1]["role"] == next_role == "assistant":
+    prompt, answers, _, is_text = conversation
+    if is_text and strings_as_messages and has_text(prompt):
+        turns = transcript_turns(text_of(prompt))
+        if turns is not None:
+            prompt = turns
+            answers = [transcript_turns(HH_MARKER + text_of(answer)) or [] for answer in answers]
+        conversation = conversation._replace(prompt=prompt, answers=answers, is_text=False)
+    next_roles = {answer[0]["role"] for answer in answers if answer} or {"assistant"}
+    if prompt and prompt[-1]["role"] == "assistant" and "assistant" in next_roles:
         raise BadRow("the prompt ends with an assistant message, which cannot be continued")
-    return messages
+    if must_ask and not has_text(prompt):
+        raise LeftOut("empty prompt")
+    if not row.get("system") or leading_column(row) == "text":
+        return conversation
+    refuse_unless(isinstance(row["system"], str), row, "system", "a string")
+    if conversation.is_text:
+        raise BadRow(
+            "column 'system' is next to strings, and plain text has no system message: where the "
+            "prompt is not empty, --strings_as_messages makes them turns that begin with it"
+        )
+    first = next((messages[0]["role"] for messages in (prompt, *answers) if messages), "")
+    system = [{"role": "system", "content": row["system"]}] if first != "system" else []
+    return conversation._replace(prompt=system + prompt)
 
 
 def require(row: dict, *columns: str, expected: str) -> None:
@@ -291,48 +258,44 @@ def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
     raise BadRow(f"column {column!r}: expected {expected}, found {found}")
 
 
-# ============================================================ strings, and a column `system`
-def as_chat(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ...]:
-    """Returns a row's prompt and answers: strings as turns, if asked for, after column `system`.
+# ============================================================ pairs that hold their prompt
+def split_conversations(pair: Conversation) -> Conversation:
+    """Returns a pair of conversations that begin alike with that beginning as their prompt.
 
-    Args:
-        texts: the prompt and the answers, all strings or all message lists.
+    Both answers begin with the assistant, have at least one message, and the prompt does not end
+    with the assistant: U1 A1 U2 A2 and U1 A1 U3 A3 share U1. A prompt that the data state besides
+    must be among the messages that both share.
     """
-    if strings_as_messages and isinstance(texts[0], str):
-        texts = as_turns(*texts)
-    prompt, *answers = texts
-    is_whole_text = prompt == "" and leading_column(row) == "text"
-    if not row.get("system") or is_whole_text:
-        return texts
-    if isinstance(prompt, str):
+    chosen, rejected = pair.answers
+    for end in range(rendering.n_common(chosen[:-1], rejected[:-1]), 0, -1):
+        begin = chosen[end]["role"] == rejected[end]["role"] == "assistant"
+        if begin and chosen[end - 1]["role"] != "assistant":
+            break
+    else:
+        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt, then an answer")
+    shared = [message["content"].strip() for message in chosen[:end]]
+    if not all(message["content"].strip() in shared for message in pair.prompt):
+        raise BadRow("'chosen' and 'rejected' do not begin with all of the prompt in the row")
+    return pair._replace(prompt=chosen[:end], answers=[chosen[end:], rejected[end:]])
+
+
+def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
+    r"""Returns the prompt and the answers of a pair of strings, the prompt stated once.
+
+    hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
+    prompt, unless column `prompt` states another.
+    """
+    shared = chosen[: rendering.n_common(chosen, rejected)]
+    place = shared.rfind(HH_MARKER)
+    if place >= 0 and shared.startswith(prompt or ""):
+        end = place + len(HH_MARKER)
+        return chosen[:end], chosen[end:], rejected[end:]
+    if prompt is None:
         raise BadRow(
-            "column 'system' is next to strings, and plain text has no system message: where the "
-            "prompt is not empty, --strings_as_messages makes them turns that begin with it"
+            "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
+            f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
         )
-    first: Any = next((messages[0] for messages in texts if messages), {})
-    if first.get("role") != "system":
-        prompt = [{"role": "system", "content": row["system"]}, *prompt]
-    return prompt, *answers
-
-
-def as_asked(row: dict, strings_as_messages: bool, *texts: Text) -> tuple[Any, ...]:
-    """Returns what `as_chat` does, but texts as they are if nothing is asked: they are left out."""
-    return as_chat(row, strings_as_messages, *texts) if has_text(texts[0]) else texts
-
-
-def as_turns(prompt, *answers) -> tuple[Text, ...]:
-    """Returns the strings of a prompt and its answers as message lists.
-
-    If the prompt is empty and there is an answer, nothing is asked, so both stay strings. A
-    transcript of hh-rlhf has several turns, and so may its answers.
-    """
-    if answers and not prompt:
-        return prompt, *answers
-    turns = transcript_turns(prompt)
-    if turns is None:
-        answer_turns = [[{"role": "assistant", "content": answer}] for answer in answers]
-        return [{"role": "user", "content": prompt}], *answer_turns
-    return question_of(turns), *(transcript_turns(HH_MARKER + answer) or [] for answer in answers)
+    return prompt, chosen, rejected
 
 
 def transcript_turns(text: str) -> list[dict] | None:
@@ -342,7 +305,7 @@ def transcript_turns(text: str) -> list[dict] | None:
         return None
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = [
-        {"role": roles[speaker], "content": content.strip()}
+        {"content": content.strip(), "role": roles[speaker]}
         for speaker, content in zip(parts[0::2], parts[1::2])
     ]
     # The transcript ends where the answer begins.
@@ -365,10 +328,9 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
 
 
 def standard(row: dict, columns: dict[str, str]) -> dict:
-    """Returns a row with the columns of DPO, SFT and the others, whichever format it has.
+    """Returns a row with the columns that readers know, whichever format it has.
 
-    Its own columns stay: a reward function may ask for them. ShareGPT's `conversations` are
-    messages; Alpaca's `instruction` and `input` are the user's, and `output` is the completion.
+    Its own columns stay: a reward function may ask for them.
 
     Args:
         columns: see `column_names`. The user's columns take precedence over the data's own: with
@@ -382,37 +344,56 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
         first = next((place for place, column in enumerate(LEADING) if column in named), 0)
         given = {name: row[users] for name, users in columns.items() if users in row}
         row = {name: row[name] for name in row if name not in LEADING[:first]} | given
-    leading = leading_column(row)
-    if leading == "conversations":
-        row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
-    messages = row.get("messages")
-    if messages and is_messages(messages) and is_pair(row) and row.get("prompt") is None:
-        sender = messages[-1].get("role") or SENDERS.get(messages[-1]["from"])
-        if sender in ("user", "tool"):  # others may hold the answer of a pair
-            row = {**row, "prompt": messages}
+    for column in (*TEXTS, "conversations"):
+        if isinstance(row.get(column), str):
+            row = {**row, column: from_text(column, row[column])}
     tag = row.get("kto_tag")
     if tag is not None and row.get("label") is None:
         row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 would pass for a class
-    if leading == "instruction":
-        question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-        row = {**row, "prompt": [{"role": "user", "content": question}] if question else []}
-        if row.get("output") is not None:
-            row["completion"] = [{"role": "assistant", "content": row["output"]}]
-    if row.get("tools"):
-        row = {**row, "tools": standard_tools(row["tools"])}
-    return row
+    leading = leading_column(row)
+    if leading == "conversations":  # ShareGPT's
+        row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
+    elif leading == "messages" and is_pair(row) and row.get("prompt") is None:  # Axolotl's
+        row = {**row, "prompt": prompt_of_pair(row["messages"])}
+    elif leading == "instruction":
+        row = {**row, **from_alpaca(row)}
+    return {**row, "tools": standard_tools(row["tools"])} if row.get("tools") else row
+
+
+def prompt_of_pair(messages) -> list[dict] | None:
+    """Returns messages that end with a question; others may hold the answer of a pair."""
+    if not messages or not is_messages(messages):
+        return None
+    sender = messages[-1].get("role") or SENDERS.get(messages[-1]["from"])
+    return messages if sender in ("user", "tool") else None
+
+
+def from_alpaca(row: dict) -> dict:
+    """Returns Alpaca's `instruction` and `input` as the user's message, `output` as the answer."""
+    for column in filter(row.get, ("instruction", "input", "output")):
+        refuse_unless(isinstance(row[column], str), row, column, "a string")
+    question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    found = {"prompt": [{"role": "user", "content": question}] if question else []}
+    if row.get("output") is not None:
+        found["completion"] = [{"role": "assistant", "content": row["output"]}]
+    return found
 
 
 def standard_tools(tools) -> list[dict] | None:
-    """Returns tools, which may be JSON, as templates read them; None for an empty list."""
-    given = from_json(tools)
+    """Returns tools, which may be JSON, as templates read them; None for an empty list.
+
+    A flat tool is a function's schema alone, or next to its `type` (OpenAI's Responses API).
+    """
+    given = from_json(tools) or []
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
-    nested = [
-        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
-        for tool in given
-    ]
-    return without_nulls(nested) or None
+    nested = []
+    for tool in map(as_json, given):
+        if "name" in tool and "function" not in tool:
+            function = {key: tool[key] for key in tool if (key, tool[key]) != ("type", "function")}
+            tool = {"type": "function", "function": function}
+        nested.append(tool)
+    return nested or None
 
 
 def leading_column(row: dict) -> str | None:

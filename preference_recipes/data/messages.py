@@ -1,19 +1,18 @@
 """Says what a message is, and brings the kinds of messages that people use into one form."""
 
 import json
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 # Who speaks in ShareGPT's conversations, and the role that chat templates know.
-SENDERS = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",  # its value is a call
-    "observation": "tool",
-    "tool": "tool",
-}
+SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
+SENDERS["function_call"] = "assistant"  # its value is a call
+SPEAKERS = {*SENDERS, "developer"}
+# Messages as Python prints them, and so pandas does, instead of as JSON.
+PRINTED = re.compile(
+    rf"""\s*(?:array\()?[\[{{].*'(?:role|from)': '(?:{"|".join(SPEAKERS)})'""", re.DOTALL
+)
 # Where the parts of a content go, by their type.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
 # Where a call has its arguments.
@@ -25,6 +24,19 @@ LOSS_KEYS += ["train", "trainable", "training"]
 
 class BadRow(Exception):
     """A row that fits no format; its text says which column, and what was expected."""
+
+
+class LeftOut(Exception):
+    """A row that is not used; its text says why. The run counts the rows by it, and goes on."""
+
+
+class Conversation(NamedTuple):
+    """A row of any format, in the one form that is encoded."""
+
+    prompt: list[dict]  # messages; none if the answer is a whole conversation
+    answers: list[list[dict]]  # one, or the chosen and the rejected one
+    tools: list[dict] | None = None  # JSON schemas of functions that the model may call
+    is_text: bool = False  # strings, one message each, which no chat template writes
 
 
 class Arguments(dict):
@@ -57,7 +69,7 @@ def is_message(value) -> bool:
     return isinstance(value.get(role), str) and bool(has_content)
 
 
-def learned_turns(messages: list[dict], first: int) -> list[int]:
+def learned_turns(messages: list[dict], first: int = 0) -> list[int]:
     """Returns which messages, from number `first` on, the model writes and learns."""
     return [
         number
@@ -71,20 +83,23 @@ def is_learned(message: dict) -> bool:
     return message["role"] != "assistant" or all(message.get(key, 1) for key in LOSS_KEYS)
 
 
-def has_text(value: str | list[dict]) -> bool:
-    """Whether a text is not empty; of messages, whether one has a content or a call."""
-    if isinstance(value, list):
-        return any(message["content"] or message.get("tool_calls") for message in value)
-    return bool(value)
+def has_text(messages: list[dict]) -> bool:
+    """Whether one of some messages has a content or a call."""
+    return any(message["content"] or message.get("tool_calls") for message in messages)
+
+
+def text_of(messages: list[dict]) -> str:
+    """Returns the contents of messages, without roles and calls."""
+    return "".join(message["content"] for message in messages)
 
 
 # ============================================================ one form
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """Returns messages, each with a role and a text; a string becomes one message of `role`."""
     if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    given = enumerate(as_list(value), 1)
-    return [as_message(without_nulls(part), f"message {number}") for number, part in given]
+        return [{"role": role, "content": value}]
+    given = as_json(as_list(value), without_nulls=True)
+    return [as_message(message, f"message {number}") for number, message in enumerate(given, 1)]
 
 
 def as_message(message: dict, where: str) -> dict:
@@ -104,8 +119,15 @@ def as_message(message: dict, where: str) -> dict:
         message, calls_in_content = from_parts(message, where)
         calls += calls_in_content
     if calls:
-        message["tool_calls"] = [nested(call, where) for call in calls]
-    for key, value in message.items() if message["role"] == "assistant" else ():
+        message["tool_calls"] = [as_call(call, where) for call in calls]
+    if message["role"] == "assistant":
+        check_answer(message, where)
+    return message
+
+
+def check_answer(message: dict, where: str) -> None:
+    """Refuses what is unclear about an assistant's message: its loss, or a call elsewhere."""
+    for key, value in message.items():
         # Other keys whose names are about the loss may mean anything.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
         is_unknown = key.startswith("train_") and value not in ("", [], {})
@@ -114,7 +136,8 @@ def as_message(message: dict, where: str) -> dict:
                 f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
                 "give train: false to a turn that is not learned"
             )
-    return message
+        if value and "call" in key.lower() and not has_text([message]):
+            raise LeftOut(f"a call in {key!r}, and none in 'tool_calls'")  # an empty turn without
 
 
 def from_parts(message: dict, where: str) -> tuple[dict, list]:
@@ -139,11 +162,12 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
     return {**message, **texts}, calls
 
 
-def nested(call: Any, where: str) -> dict:
+def as_call(call: Any, where: str) -> dict:
     """Returns a call as in OpenAI's API: `{"function": {"name": ..., "arguments": {...}}}`.
 
     A flat call has name and arguments side by side. Arguments may be under `parameters`, and JSON.
     """
+    call = as_json(call, without_nulls=True)  # a call that was JSON text may have some
     if isinstance(call, dict) and "function" not in call:
         function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
         others = {key: value for key, value in call.items() if key not in function}
@@ -163,6 +187,25 @@ def nested(call: Any, where: str) -> dict:
 
 
 # ============================================================ values
+def from_text(column: str, value: Any) -> Any:
+    """Returns the messages, or the one, that a text holds as JSON; any other value as it is.
+
+    JSON of another kind is a text, also where others than those of a conversation have a role.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"', "array(")):
+        return value
+    if PRINTED.match(value):
+        raise BadRow(
+            f"column {column!r} holds messages as Python prints them: expected a list of messages, "
+            f"or its JSON, as `json.dumps` writes it, found {value!r:.80}"
+        )
+    given = from_json(from_json(value))  # some files quote it twice
+    found = as_list(given)
+    speakers = {part.get("role") or part.get("from") for part in found if is_message(part)}
+    are_known = column == "messages" or speakers <= SPEAKERS
+    return given if given and is_messages(found) and are_known else value
+
+
 def from_json(value: Any) -> Any:
     """Returns what a JSON text says, None for an empty one; any other value as it is."""
     try:
@@ -175,15 +218,20 @@ def as_list(value: Any) -> list:
     return value if isinstance(value, list) else [value]
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns a value as JSON would hold it, with keys whose value is None removed at every depth.
+def as_json(value: Any, without_nulls: bool = False) -> Any:
+    """Returns a value as JSON would hold it.
 
-    Parquet gives every row the keys of all rows, null where a row lacks them, and templates ask
-    whether a key is there.
+    Args:
+        without_nulls: leave out keys whose value is None, because templates ask whether a key of a
+            message is there. The arguments of a call keep theirs: the model writes them.
     """
     if isinstance(value, dict):
-        return {str(key): without_nulls(part) for key, part in value.items() if part is not None}
+        return {
+            str(key): as_json(part, without_nulls and key not in ARGUMENTS)
+            for key, part in value.items()
+            if part is not None or not without_nulls
+        }
     if isinstance(value, (list, tuple)):
-        return [without_nulls(part) for part in value]
+        return [as_json(part, without_nulls) for part in value]
     is_json = value is None or isinstance(value, (str, int, float))
     return value if is_json else str(value)  # such as a date

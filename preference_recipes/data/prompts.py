@@ -3,7 +3,7 @@
 import json
 
 from preference_recipes.data import chat, formats
-from preference_recipes.data.messages import has_text
+from preference_recipes.data.messages import LeftOut, from_text
 
 
 def prompt_row(
@@ -14,37 +14,27 @@ def prompt_row(
     strings_as_messages: bool = False,
     tools: list[dict] | None = None,
 ) -> dict:
-    """Returns `prompt_ids length truncated columns reason notes` of one row.
+    """Returns `prompt_ids length truncated columns notes` of one row.
 
     `columns` is the whole row as a JSON text, for the reward function. Of `max_length` tokens,
-    `max_new_tokens` are for the response.
+    `max_new_tokens` are for the response. Raises `LeftOut` if the prompt leaves no room for it.
 
     Args:
         tools: JSON schemas of what an environment lets the model call; None: column `tools`.
     """
-    formats.require(row, "prompt", expected="'prompt'")
-    prompt = row["prompt"]
-    if not isinstance(prompt, str):
-        prompt = formats.question_of(prompt)
-    [prompt] = formats.as_asked(row, strings_as_messages, prompt)
+    conversation = formats.read_prompt(row, strings_as_messages)
     if row.get("system"):
-        row = {**row, "prompt": prompt}
-    notes: list[str] = []
-    if isinstance(prompt, str):
-        (ids,) = chat.encode_plain(tokenizer, prompt)
-    else:
-        _, ids, notes = chat.encode_prompt(tokenizer, prompt, tools or row.get("tools"))
-    reason = ""  # why the row cannot be used
-    if not has_text(prompt):
-        reason = "empty prompt"
-    elif len(ids) + max_new_tokens > max_length:
-        reason = "prompt leaves no room for max_new_tokens within max_length"
+        row = {**row, "prompt": conversation.prompt}
+    if tools:
+        conversation = conversation._replace(tools=tools)
+    ids, _, notes = chat.encode_answers(tokenizer, *conversation)
+    if len(ids) + max_new_tokens > max_length:
+        raise LeftOut("prompt leaves no room for max_new_tokens within max_length")
     return {
         "prompt_ids": ids,
         "length": len(ids),
         "truncated": False,
         "columns": json.dumps(row, default=str),
-        "reason": reason,
         "notes": notes,
     }
 
@@ -69,12 +59,16 @@ def taught_row(
         formats.refuse_unless(fits, {"teacher": None, **row}, "teacher", " or ".join(teacher_names))
         values["teacher"] = row["teacher"]
     if teacher_prompt is not None:
-        formats.require(row, teacher_prompt, expected=f"{teacher_prompt!r} (--teacher_prompt)")
-        prompt = row[teacher_prompt]
-        if not (isinstance(prompt, str) and isinstance(row["prompt"], str)):
-            prompt = formats.question_of(prompt)
-        row = {**row, "prompt": prompt, "system": None}
+        row = row_for_teacher(row, teacher_prompt)
         taught = prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
         values["teacher_prompt_ids"] = taught["prompt_ids"]
-        values["reason"] = values["reason"] or taught["reason"]
     return values
+
+
+def row_for_teacher(row: dict, teacher_prompt: str) -> dict:
+    """Returns a row with the prompt that its column `teacher_prompt` holds."""
+    formats.require(row, teacher_prompt, expected=f"{teacher_prompt!r} (--teacher_prompt)")
+    prompt = from_text(teacher_prompt, row[teacher_prompt])
+    if isinstance(prompt, str) and not isinstance(row["prompt"], str):
+        prompt = [{"role": "user", "content": prompt}]
+    return {**row, "prompt": prompt, "system": None}

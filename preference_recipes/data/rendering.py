@@ -19,8 +19,10 @@ import transformers.utils.chat_template_utils as template_utils
 from preference_recipes.data import thoughts
 from preference_recipes.data.messages import BadRow
 
-# For trials. No template and no data write this word by themselves.
+# For trials: a question, and an answer. No template and no data write these words by themselves.
 QUESTION = {"role": "user", "content": "zqz"}
+MARK = "\ue000zqzplace"  # the first character, of private use, begins no other answer
+MARKED = {"role": "assistant", "content": MARK}
 
 
 # ============================================================ texts and ids
@@ -156,18 +158,64 @@ def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
 def to_write(tokenizer, message: dict) -> dict:
     """Returns a message as a template reads it: thinking in all fields, a content without its end.
 
-    A template knows one of the fields, and writes the token that ends an answer itself.
+    A template knows one of the fields, and writes the token that ends an answer itself. Thinking in
+    the content stays there, unless the template would take it for the answer.
     """
     if message["role"] != "assistant":
         return message
     content = message["content"]
     while end := next(filter(content.rstrip().endswith, ending_of(tokenizer).ends), ""):
         content = content.rstrip().removesuffix(end)
+    thought = thoughts.field_of(message)
+    found = thoughts.find_thought(content)
+    if found and thought in ("", found.text):
+        # Other markers than these may be what a user's own prompt asks for.
+        is_misplaced = found.opener == "<think>" and is_foreign(tokenizer, found.closer)
+        if is_misplaced or is_doubled(tokenizer, found.opener, found.closer):
+            thought = found.text
+            content = found.rest
     message = {**message, "content": content}
-    thought = thoughts.of_field(message)
     if thought:
         message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
     return message
+
+
+def ignores(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:
+    """Whether the template writes messages as if one had these changes."""
+    changed = list(messages)
+    changed[place] = {**messages[place], **changes}
+    try:
+        return render(tokenizer, changed, tools) == render(tokenizer, messages, tools)
+    except Exception:  # it wants what is missing
+        return False
+
+
+# ============================================================ what a template does, by trials
+def trial(tokenizer, answer: str, *following: dict, **fields: str) -> str:
+    """Returns what a template writes after a question; "" if it refuses, as it likes."""
+    messages = [QUESTION, {"role": "assistant", "content": answer, **fields}, *following]
+    try:
+        text = template_of(tokenizer, has_tools=False)(messages=messages)
+    except Exception:
+        return ""
+    return text.partition(QUESTION["content"])[2] or text
+
+
+@functools.lru_cache(maxsize=64)
+def is_doubled(tokenizer, opener: str, closer: str) -> bool:
+    """Whether a template writes an empty thought before a thought in the content (Qwen3.8)."""
+    before, _, _ = trial(tokenizer, f"{opener}zqt{closer}zqa").partition("zqt")
+    return closer in before
+
+
+@functools.lru_cache(maxsize=64)
+def is_foreign(tokenizer, closer: str) -> bool:
+    """Whether a template writes thinking, but not up to this marker (gpt-oss, Gemma 4)."""
+    text = trial(tokenizer, "zqa", **dict.fromkeys(thoughts.FIELDS, "zqt"))
+    if "zqt" in text:
+        return closer not in text.partition("zqt")[2]
+    template = str(tokenizer.chat_template)
+    return closer not in template and any(pair[1] in template for pair in thoughts.MARKERS)
 
 
 class Ending(NamedTuple):
@@ -187,19 +235,10 @@ def ending_of(tokenizer) -> Ending:
     answer's own counts. An EOS is the end wherever it is; of other tokens the last one that both
     have (Cohere).
     """
-
-    def after_answer(*following: dict) -> str:
-        texts = []
-        for content in "ab":
-            messages = [QUESTION, {"role": "assistant", "content": content}, *following]
-            try:
-                texts.append(template_of(tokenizer, has_tools=False)(messages=messages)[::-1])
-            except Exception:  # a template raises what it likes
-                return ""
-        return os.path.commonprefix(texts)[::-1]
-
-    whole = after_answer()
-    followed = after_answer(QUESTION)
+    whole, followed = (
+        os.path.commonprefix([trial(tokenizer, answer, *more)[::-1] for answer in "ab"])[::-1]
+        for more in ([], [QUESTION])
+    )
     ends = [whole[: found.end()] for found in added_tokens(tokenizer).finditer(whole)]
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]

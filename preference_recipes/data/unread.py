@@ -64,7 +64,9 @@ def learned(row: dict, converter) -> dict:
 def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields the keys of a row that hold a value, down to `DEPTH`, each with a yes or no."""
     for item in as_list(value):
-        for name, below in item.items() if isinstance(item, dict) else ():
+        if not isinstance(item, dict):
+            continue
+        for name, below in item.items():
             if below is not None and below not in ("", [], {}):
                 yield (*above, name), below if below in (0, 1) else None
                 if len(above) + 1 < DEPTH:

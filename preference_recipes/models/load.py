@@ -16,7 +16,6 @@ from transformers.models.auto import AutoConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once
-from common.adapters import has_adapter
 from preference_recipes.data import rendering
 from preference_recipes.models import architecture
 
@@ -268,7 +267,7 @@ def base_fingerprints(wrapper: nn.Module) -> dict[str, str]:
     """
     found = {}
     for path, model in architecture.whole_models(wrapper).items():
-        if has_adapter(model):
+        if hasattr(model, "base_fingerprint"):
             part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
             found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
     return found

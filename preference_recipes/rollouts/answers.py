@@ -2,6 +2,7 @@
 
 import functools
 import re
+import unicodedata
 from decimal import Decimal
 
 from preference_recipes.data import dataset, thoughts
@@ -34,9 +35,22 @@ NUMBER = re.compile(
 DIGIT = re.compile(r"\d")
 # The unit that may directly follow a number: km, km/h, cm², the C of degrees; not x as in 3x.
 UNIT = re.compile(r"(?:[CF]|/?[^\W\d_²³]{2,}(?:/[^\W\d_²³]+)?)[²³]*")
+# Forms of one character: full-width ones are as far from ASCII as the first of them; quotes.
+ALIKE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+ALIKE |= dict.fromkeys(map(ord, "\u2018\u2019\u02bc\u2032"), ord("'"))
+ALIKE |= dict.fromkeys(map(ord, "\u201c\u201d\u201e"), ord('"'))
+# Soft hyphens, zero-width spaces and joiners, marks of direction, variants of a character.
+INVISIBLE = re.compile("[\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
+OTHER_DIGIT = re.compile(r"[^\D0-9]")
+OTHER_SPACE = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
+# An apostrophe, or a space of these, may separate thousands; an ordinary space does not.
+THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:(?:'|{OTHER_SPACE.pattern})\d{{3}})+(?!\d)")
 # What people and LaTeX write around an answer, and what replaces it.
+TEXT = r"\\(?:text|textbf|mathrm|mbox) *\{"
 PLAIN_FORMS = [
-    (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),  # \text{x}: x
+    # A unit in LaTeX: 5\,\mathrm{m/s} is 5 m/s.
+    (re.compile(rf"(?<=\d)(?:\\[,;: ]|~) *(?={TEXT})|(?<=\d)(?={TEXT}[^\W\d_]+/)"), " "),
+    (re.compile(rf"{TEXT}([^{{}}]*)\}}"), r"\1"),  # \text{x}: x
     (re.compile(r"\\[cdt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),  # \frac{1}{2}: 1/2
     (re.compile(r"\\frac *(\d) *(\d)"), r"\1/\2"),  # \frac12: 1/2
@@ -107,24 +121,34 @@ def is_right(response: str, answer: str | float | list, prompt: str = "") -> boo
     """Returns whether a response has the final answer of an answer; of a list, of any entry.
 
     If it is a number, that of the response must hold exactly one number, of the same value: 1,200
-    is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text.
+    is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text. docs/evaluation.md
+    has a table of what is read as what.
 
     Args:
         answer: as the data has it, or as `dataset.answer_text` keeps it.
         prompt: its end may have opened a thought: a response that was cut in it is no answer.
     """
     opener, _ = thoughts.opened_by(prompt)
-    stated = plain(final_answer(opener + response))
+    stated = plain(final_answer(usual_characters(opener + response)))
     stated_number = number_in(stated)
     stated_text = as_text(stated)
     for entry in dataset.answer_text(answer).split(dataset.BETWEEN):
-        right = plain(final_answer(entry)).rstrip(".")
+        right = plain(final_answer(usual_characters(entry))).rstrip(".")
         if NUMBER.fullmatch(right):
             if stated_number == number_in(right):
                 return True
         elif stated_text == as_text(right):
             return True
     return False
+
+
+def usual_characters(text: str) -> str:
+    """Returns a text in the characters that it would have on a plain keyboard."""
+    if not text.isascii():
+        text = INVISIBLE.sub("", text).translate(ALIKE)
+        text = OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text)
+    text = THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    return OTHER_SPACE.sub(" ", text)
 
 
 def final_answer(text: str) -> str:
@@ -137,9 +161,9 @@ def final_answer(text: str) -> str:
         <answer>...</answer>    the final answer of what is between them
 
     If there is none, it is what follows the last "the answer is" or "answer:" that something
-    follows, or else the whole text. What thinking is: `thoughts.outside_of`.
+    follows, or else the whole text. What thinking is: `thoughts.outside_thoughts`.
     """
-    answer = thoughts.outside_of(text)
+    answer = thoughts.outside_thoughts(text)
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
     enclosed = None

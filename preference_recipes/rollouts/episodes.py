@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common import distributed
-from preference_recipes.data import chat, formats, rendering
+from preference_recipes.data import chat, formats, rendering, replies
 from preference_recipes.data.messages import BadRow, as_messages
 from preference_recipes.rollouts import environments
 from preference_recipes.rollouts.environments import UserClass
@@ -27,7 +27,7 @@ def load_environment(name: str, tokenizer) -> UserClass:
     """Loads the class of `--environment`; exits if the chat template has no place for its turns."""
     user_class = environments.load(name)
     try:
-        chat.check_turns(tokenizer, user_class.tools)
+        replies.check_turns(tokenizer, user_class.tools)
     except BadRow as error:
         sys.exit(f"--environment {name}: {error}")
     return user_class
@@ -141,7 +141,7 @@ class Stage:
         if isinstance(prompt, str) and not args.strings_as_messages:
             sys.exit(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
-            [prompt] = formats.as_turns(prompt)
+            prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
         if added is None:
@@ -214,7 +214,7 @@ class Stage:
             return
         args = self.sampler.args
         messages = as_messages(messages, "user")
-        ids = chat.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
+        ids = replies.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply

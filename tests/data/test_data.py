@@ -4,6 +4,7 @@ And every row stands in one update of an epoch.
 """
 
 import csv
+import functools
 import gzip
 import json
 import os
@@ -28,7 +29,6 @@ from runs import message, recipe, refuses, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
@@ -40,25 +40,17 @@ REWRITING = CHATML.replace(
     "+ m['content']",
     "+ ('<t></t>' if loop.last and m['role'] == 'assistant' else '') + m['content']",
 )
-ALTERNATING = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    + CHATML
-)
 CORPUS = [
     "What is the capital of France? Paris is the capital of France.",
     "yes no maybe Question: Answer: one two three four five",
 ] * 20
 
-U1, A1, U2, A2, B2 = "What is one?", "one is one", "And two?", "two is two", "three"
+U1, A1, U2, A2 = "What is one?", "one is one", "And two?", "two is two"
 PROMPT, CHOSEN, REJECTED = "Question: the capital?\nAnswer:", " Paris is", " yes"
 
 
-def user(content: str) -> dict:
-    return message("user", content)
-
-
-def assistant(content: str) -> dict:
-    return message("assistant", content)
+user = functools.partial(message, "user")
+assistant = functools.partial(message, "assistant")
 
 
 def make_tokenizer(
@@ -71,15 +63,9 @@ def make_tokenizer(
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        backend.train_from_iterator(
-            CORPUS,
-            trainers.BpeTrainer(
-                vocab_size=340,
-                special_tokens=specials,
-                initial_alphabet=alphabet,
-                show_progress=False,
-            ),
-        )
+        settings = dict(vocab_size=340, special_tokens=specials, show_progress=False)
+        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
+        backend.train_from_iterator(CORPUS, trainer)
     if adds:
         ids = [(token, backend.token_to_id(token)) for token in specials]
         backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
@@ -131,24 +117,18 @@ def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(
     refuses(said, call=lambda: load(["text=other"]))
 
 
-LOADING = types.SimpleNamespace(
-    load_in_4bit=False, attn_implementation=None, gradient_checkpointing=False
-)
 WITHOUT_END = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
-@pytest.mark.parametrize(
-    "template, eos, ends, stops",
-    [
-        (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
-        # Gemma, Phi-3, base models of Qwen: EOS is not what ends a turn.
-        (CHATML, "<s>", "<|im_end|>", ["<s>", "<|im_end|>"]),
-        (WITHOUT_END, "<s>", None, ["<s>"]),
-    ],
-)
+@pytest.mark.parametrize("template, eos, ends, stops", [
+    (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
+    # Gemma, Phi-3, base models of Qwen: EOS is not what ends a turn.
+    (CHATML, "<s>", "<|im_end|>", ["<s>", "<|im_end|>"]),
+    (WITHOUT_END, "<s>", None, ["<s>"]),
+])  # fmt: skip
 def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_path):
     """What is learned as its end is what ends a response, here and where the saved actor generates."""
     tokenizer = make_tokenizer(template)
@@ -169,7 +149,7 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     # As published, though transformers would not let it be made.
     settings = {"eos_token_id": 9, "temperature": 0.7, "do_sample": False}
     (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
-    model = causal_lm(str(tmp_path / "model"), tokenizer, LOADING)
+    model = causal_lm(str(tmp_path / "model"), tokenizer, SharedArgs())
     assert stop_tokens(tokenizer, model) == {9, *ids(*stops)}
     model.save_pretrained(tmp_path / "actor")
     saved = json.loads((tmp_path / "actor/generation_config.json").read_text())
@@ -187,15 +167,13 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
 
 
 def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
-    paths = [
-        str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}]))
-        for name in ("one", "two")
-    ]
+    rows = {name: [{"prompt": U1, "completion": name}] for name in ("one", "two")}
+    paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", rows[name])) for name in rows]
 
     def load(names: list[str]) -> dict:
         args = SharedArgs(dataset_name=paths, eval_dataset_name=names, max_length=99)
-        how = dict(function=sft_row, loss_on="assistant")
-        return dataset.load_data(accelerator, args, tokenizer, **how).eval_sets
+        settings = dict(function=sft_row, loss_on="assistant")
+        return dataset.load_data(accelerator, args, tokenizer, **settings).eval_sets
 
     assert load([]) == {} and list(load(paths[:1])) == ["eval/"]
     sets = load(paths)
@@ -236,9 +214,7 @@ NUMBERS = [("1", "04", "4"), ("2.50", "1e3", "-0"), ("3", "5", "6")]
 def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, strings):
     rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in strings]
 
-    def load(path):
-        return load_rows(accelerator, path, preference_row, tokenizer, max_length=99)[:]
-
+    load = lambda path: load_rows(accelerator, path, preference_row, tokenizer, max_length=99)[:]
     expected = [pair(tokenizer, row) for row in rows if row["chosen"]]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
@@ -312,8 +288,8 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
     assert ids[-1] == tokenizer.eos_token_id
     assert (row["n_targets"], row["length"]) == (sum(row["learned"]), len(ids))
-    how = dict(return_dict=False, add_generation_prompt=True)
-    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], **how)
+    settings = dict(return_dict=False, add_generation_prompt=True)
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], **settings)
 
 
 def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
@@ -358,21 +334,19 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
 
 def test_templates_that_refuse(tokenizer):
     with pytest.raises(TemplateError, match="System role not supported"):
-        sft(make_tokenizer(ALTERNATING), {"messages": CHAT})
+        refusing = make_tokenizer("{{ raise_exception('System role not supported') }}")
+        sft(refusing, {"messages": CHAT})
     with pytest.raises(BadRow, match="no chat template"):
         sft(make_tokenizer(None), {"messages": CHAT})
 
 
-@pytest.mark.parametrize(
-    "bos, adds, writes_bos",
-    [
-        (None, None, False),
-        ("<s>", None, False),
-        ("<s>", "<s> $A", True),
-        ("<s>", "<s> $A <|im_end|>", True),
-        (None, "$A <|im_end|>", False),
-    ],
-)
+@pytest.mark.parametrize("bos, adds, writes_bos", [
+    (None, None, False),
+    ("<s>", None, False),
+    ("<s>", "<s> $A", True),
+    ("<s>", "<s> $A <|im_end|>", True),
+    (None, "$A <|im_end|>", False),
+])  # fmt: skip
 def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     tokenizer = make_tokenizer(None, bos=bos, adds=adds, pad=None)
     front, eos = [tokenizer.convert_tokens_to_ids("<s>")] * writes_bos, [tokenizer.eos_token_id]
@@ -584,10 +558,8 @@ def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
     monkeypatch.setattr(dataset, "gather_object", lambda mine: gathered)
     for index, expected in enumerate([first, first, second, second]):
         process = types.SimpleNamespace(
-            process_index=index,
-            local_process_index=index % 2,
-            is_local_main_process=index % 2 == 0,
-            is_main_process=index == 0,
+            **dict(process_index=index, is_main_process=index == 0),
+            **dict(local_process_index=index % 2, is_local_main_process=index % 2 == 0),
             print=lambda *_, **__: None,
         )
         assert load(process, "dd") == expected
@@ -603,8 +575,8 @@ def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
 
     def load(*names):
         args.dataset_name = list(names)
-        how = dict(function=sft_row, loss_on="assistant")
-        return dataset.load_data(accelerator, args, tokenizer, **how)
+        settings = dict(function=sft_row, loss_on="assistant")
+        return dataset.load_data(accelerator, args, tokenizer, **settings)
 
     data = load(one, one, two)
     texts = [tokenizer.decode(ids) for ids in data.train["input_ids"]]
@@ -624,6 +596,35 @@ def test_several_sets_are_one(accelerator, tokenizer, tmp_path, capsys):
     args.eval_dataset_name = ["none.jsonl"]
     refuses("'none.jsonl' does not exist", call=lambda: load(one))
     assert capsys.readouterr().out == ""  # before a set is read
+
+
+def test_a_token_without_an_embedding_is_refused_by_the_row_that_has_it(accelerator, tmp_path):
+    """In any set, in what a model reads; what is cut off or left out is read by none."""
+    tokenizer = make_tokenizer()
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<a>", "<b>", "<c>"])
+
+    def write_set(name: str, *rows: tuple[str, str, str]) -> str:
+        pairs = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]
+        return str(write_jsonl(tmp_path / name, pairs))
+
+    train = write_set("train.jsonl", ("x", "y", "z"), ("<a>", "y", "z"), ("x", "<b>", "<c>" * 9))
+    held_out = write_set("held_out.jsonl", ("", "<c>", "z"), ("x", "y" * 9 + "<c>", "<b>"))
+    args = SharedArgs(dataset_name=[train], eval_dataset_name=[held_out], max_length=8)
+    data = dataset.load_data(accelerator, args, tokenizer, function=preference_row)
+    data.refuse_ids_beyond(size + 3, "M")
+    data.refuse_ids_beyond(size + 2, "M", ["prompt_ids", "chosen_ids"])
+    for columns, n_rows, *said in [
+        (None, size + 2, f"{train!r}, row 3: rejected_ids has token {size + 2}, '<c>'"),
+        (["prompt_ids"], size, f"{train!r}, row 2: prompt_ids has token {size}, '<a>'"),
+        (["chosen_ids"], size, f"{train!r}, row 3: chosen_ids has token {size + 1}, '<b>'"),
+    ]:
+        refused = functools.partial(data.refuse_ids_beyond, n_rows, "M", columns)
+        refuses(*said, f"of 'M' has {n_rows} rows", call=refused)
+    held_out_alone = data._replace(sets=data.sets[1:])
+    held_out_alone.refuse_ids_beyond(size, "M", ["prompt_ids", "chosen_ids"])
+    refused = functools.partial(held_out_alone.refuse_ids_beyond, size, "M")
+    refuses(f"{held_out!r}, row 2: rejected_ids has token {size + 1}, '<b>'", call=refused)
 
 
 # ---------------------------------------------------------------------- the samples of an update

@@ -5,8 +5,10 @@ import pytest
 from preference_recipes.data.formats import labelled_row, preference_row, standard
 from preference_recipes.data.messages import BadRow
 from recipes import load
-from runs import message, pair_of
+from runs import forked, message, pair_of
+from templates import left_out
 
+taught_row = load("gkd", forked("gkd")).row_with_completion
 ASK = message("user", "1+2=")
 SAY = message("assistant", "3")
 
@@ -24,7 +26,7 @@ def test_a_label_says_which_list_the_answer_is_in(tokenizer, label):
     answer, none = ("chosen_ids", "rejected_ids") if is_good else ("rejected_ids", "chosen_ids")
     assert found["prompt_ids"] == pair["prompt_ids"]
     assert found[answer] == pair["chosen_ids"] and found[none] == []
-    assert (found["n_answers"], found["reason"]) == (1, "")
+    assert found["n_answers"] == 1
     assert found["length"] == len(found["prompt_ids"]) + len(found[answer])
 
 
@@ -44,24 +46,21 @@ def test_a_pair_is_a_good_answer_and_a_bad_one(tokenizer):
     assert read(tokenizer, row) == {**preference_row(row, tokenizer, 64), "n_answers": 2}
 
 
-@pytest.mark.parametrize(
-    "messages, reason",
-    [
-        ([SAY], "empty prompt"),
-        ([ASK, {**SAY, "content": ""}], "empty answer"),
-        ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
-        ([ASK, SAY, ASK], "answer that does not end with an assistant message"),
-    ],
-)
+@pytest.mark.parametrize("messages, reason", [
+    ([SAY], "empty prompt"),
+    ([ASK, {**SAY, "content": ""}], "empty answer"),
+    ([ASK, {**SAY, "train": False}], "no answer that is to be learned"),
+    ([ASK, SAY, ASK], "answer that does not end with an assistant message"),
+])  # fmt: skip
 def test_rows_that_are_left_out(tokenizer, messages, reason):
-    assert read(tokenizer, {"messages": messages, "label": False})["reason"] == reason
+    assert left_out(read, tokenizer, {"messages": messages, "label": False}) == reason
 
 
 def test_what_is_too_long_is_cut(tokenizer):
     row = {"prompt": "12345", "completion": "678", "label": True}
     cut = read(tokenizer, row, max_length=7)
-    assert tokenizer.decode(cut["chosen_ids"]) == "67" and cut["truncated"] and not cut["reason"]
-    assert read(tokenizer, row, max_length=5)["reason"] == "prompt fills max_length"
+    assert tokenizer.decode(cut["chosen_ids"]) == "67" and cut["truncated"]
+    assert left_out(read, tokenizer, row, max_length=5) == "prompt fills max_length"
 
 
 @pytest.mark.parametrize("label", [{}, {"label": None}, {"label": "good"}, {"label": 2}])
@@ -73,4 +72,4 @@ def test_a_row_without_a_label_is_refused(tokenizer, label):
 def test_distillation_learns_no_completion_with_a_label(tokenizer):
     row = {"prompt": [ASK], "completion": [SAY], "label": 0}
     with pytest.raises(BadRow, match="'label'"):
-        load("distill").taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)
+        taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)

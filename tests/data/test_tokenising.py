@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import templates
 from common import launch
-from preference_recipes.data import chat, dataset, rendering
+from preference_recipes.data import dataset, rendering
 from preference_recipes.data.formats import preference_row
 from runs import message, pair_of, refuses, say, write_jsonl
 from templates import load_rows
@@ -42,8 +42,7 @@ def encoded_texts(monkeypatch, tokenizer, row: dict) -> list[str]:
         return encode(tokenizer, text)
 
     with monkeypatch.context() as patch:
-        for module in (chat, rendering):
-            patch.setattr(module, "encode", recorded)
+        patch.setattr(rendering, "encode", recorded)
         preference_row(row, tokenizer, max_length=10_000)
     return texts
 
@@ -94,12 +93,20 @@ def load(accelerator, monkeypatch, path, cache, **settings):
     return rows[:], rows._fingerprint, len(list((cache / "tokenised").rglob("*.arrow")))
 
 
-def test_two_processes_make_the_same_rows_as_one(accelerator, monkeypatch, many, tmp_path):
+@pytest.mark.parametrize("unusable", [0, 1250])
+def test_two_processes_make_the_same_rows_as_one(
+    accelerator, monkeypatch, many, tmp_path, unusable
+):
+    """Also if one of them finds no usable row."""
+    lines = ['{"prompt": "", "chosen": "a", "rejected": "b"}'] * unusable
+    lines += many.read_text().splitlines()
+    many.write_text("\n".join(lines[:2500]))
     *by_two, files_of_two = load(accelerator, monkeypatch, many, tmp_path / "two")
     monkeypatch.setattr(dataset, "ROWS_PER_PROCESS", 10_000)
     *by_one, files_of_one = load(accelerator, monkeypatch, many, tmp_path / "one")
-    assert (files_of_two, files_of_one) == (2, 1) and by_two == by_one
-    assert by_one[0]["row"] == list(range(1, 2501)) and by_one[0]["answer"][-1] == "2499"
+    assert (files_of_two, files_of_one) == (1 if unusable else 2, 1) and by_two == by_one
+    assert by_one[0]["row"] == list(range(unusable + 1, 2501))
+    assert by_one[0]["answer"][-1] == str(2499 - unusable)
 
 
 def test_a_bad_row_is_named_by_two_processes_as_by_one(accelerator, monkeypatch, many, tmp_path):

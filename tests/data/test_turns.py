@@ -1,4 +1,4 @@
-"""Of an answer of several messages only what the model writes counts; prompts that end with the assistant."""
+"""What counts in an answer of several messages: what the model writes. Prompts that end with the assistant."""
 
 import copy
 import itertools
@@ -11,30 +11,22 @@ from preference_recipes.data import formats, prompts, rendering
 from preference_recipes.data.messages import BadRow
 from preference_recipes.models.packing import Packer
 from recipes import load
-from runs import message
+from runs import forked, message
+from templates import left_out
 
 LONG = 4000
 sft_row = load("sft").sft_row
-taught_row = load("distill").taught_row
+taught_row = load("gkd", forked("gkd")).row_with_completion
 reward_row = load("reward").reward_row
 
 
 ASK = message("user", "What time is it?")
 NO = message("assistant", "No.")
-CLOCK = {
-    "type": "function",
-    "function": {
-        "name": "clock",
-        "description": "The time.",
-        "parameters": {
-            "type": "object",
-            "properties": {"zone": {"type": "string", "description": "where"}},
-            "required": ["zone"],
-        },
-    },
-}
-OF_CLOCK = {"name": "clock", "arguments": {"zone": "CET"}}
-CALLS = [{"type": "function", "id": "abcdefghi", "function": OF_CLOCK}]
+ZONE = {"type": "object", "properties": {"zone": {"type": "string", "description": "where"}}}
+CLOCK = {"name": "clock", "description": "The time.", "parameters": ZONE | {"required": ["zone"]}}
+CLOCK = {"type": "function", "function": CLOCK}
+CLOCK_CALL = {"name": "clock", "arguments": {"zone": "CET"}}
+CALLS = [{"type": "function", "id": "abcdefghi", "function": CLOCK_CALL}]
 CALL = message("assistant", "", tool_calls=CALLS)
 RESULT = message("tool", "12:00", name="clock", tool_call_id="abcdefghi")
 NOON = message("assistant", "Noon.")
@@ -46,14 +38,14 @@ ANSWERS = {
 }
 
 
-def of_targets(ids, targets):
+def targets_of(ids, targets):
     return list(itertools.compress(ids, targets))
 
 
 def in_sft(tokenizer, answer):
     row = {"prompt": [ASK], "completion": answer, "tools": [CLOCK]}
     row = sft_row(row, tokenizer, LONG, "assistant")
-    return of_targets(row["input_ids"], row["learned"])
+    return targets_of(row["input_ids"], row["learned"])
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
@@ -70,36 +62,36 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
         formats.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
     ]
     for row in read:
-        assert row["reason"] == "" and len(row["chosen_ids"]) == len(row["chosen_learned"])
-        assert of_targets(row["chosen_ids"], row["chosen_learned"]) == learned
+        assert len(row["chosen_ids"]) == len(row["chosen_learned"])
+        assert targets_of(row["chosen_ids"], row["chosen_learned"]) == learned
         whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
         assert all(part["content"] in whole for part in answer)
         assert row["rejected_learned"] == [True] * len(row["rejected_ids"])
     row = {**given, "completion": answer}
     taught = taught_row(row, tokenizer, LONG, 1000, [], None, with_completion=True)
-    assert of_targets(taught["completion_ids"], taught["completion_learned"]) == learned
+    assert targets_of(taught["completion_ids"], taught["completion_learned"]) == learned
     assert 0 < len(learned) < len(taught["completion_ids"])
 
 
 def test_an_answer_whose_turns_the_template_rewrites_is_left_out():
     """As one sequence it would be learned as no model writes it."""
     row = {"prompt": [ASK], "chosen": ANSWERS["a user"], "rejected": [NO]}
-    found = formats.preference_row(row, templates.tokenizer("qwen3"), LONG)
-    assert "writes the earlier turns of an answer differently" in found["reason"]
+    why = left_out(formats.preference_row, row, templates.tokenizer("qwen3"), LONG)
+    assert "writes the earlier turns of an answer differently" in why
 
 
 def test_answers_with_nothing_to_learn_are_left_out():
     tokenizer = templates.tokenizer("qwen2_5")
     bad = ANSWERS["not learned"]
     row = {"prompt": [ASK], "chosen": bad[:1], "rejected": [NO]}
-    found = formats.preference_row(row, tokenizer, LONG)
-    assert found["reason"] == "no answer that is to be learned"
+    why = left_out(formats.preference_row, row, tokenizer, LONG)
+    assert why == "no answer that is to be learned"
     row["chosen"] = bad
     whole = formats.preference_row(row, tokenizer, LONG)
     first = len(whole["prompt_ids"]) + whole["chosen_learned"].index(True)
-    cut = formats.preference_row(row, tokenizer, first)
-    assert cut["reason"] == "nothing to learn within max_length"
-    assert formats.preference_row(row, tokenizer, first + 1)["reason"] == ""
+    why = left_out(formats.preference_row, row, tokenizer, first)
+    assert why == "nothing to learn within max_length"
+    assert any(formats.preference_row(row, tokenizer, first + 1)["chosen_learned"])
     for column in ("chosen", "rejected"):  # more than yes or no
         unclear = {**row, column: [message("assistant", "a", weight=0.5)]}
         with pytest.raises(BadRow, match=r"message 1, weight 0\.5"):
@@ -110,7 +102,7 @@ def test_a_reward_model_reads_the_whole_answer():
     tokenizer = templates.tokenizer("qwen2_5")
     row = {"prompt": [ASK], "chosen": [message("assistant", "BAD", train=False)], "rejected": [NO]}
     found = reward_row(row, tokenizer, LONG)
-    assert tokenizer.decode(found["chosen_ids"]) == "BAD<|im_end|>" and not found["reason"]
+    assert tokenizer.decode(found["chosen_ids"]) == "BAD<|im_end|>"
 
 
 # ============================================================ the numbers
@@ -179,14 +171,14 @@ def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
     tokenizer = templates.tokenizer("qwen2_5")
     row = {"prompt": [ASK, last], "chosen": [NOON], "rejected": [NO]}
     labelled = {"prompt": [ASK, last], "completion": "noon.", "label": 1}
-    for call in (
-        lambda: formats.preference_row(row, tokenizer, LONG),
-        lambda: prompts.prompt_row(row, tokenizer, LONG, 8),
-        lambda: formats.labelled_row(labelled, tokenizer, LONG),
-        lambda: sft_row(labelled | {"label": None}, tokenizer, LONG, "assistant"),
+    for function, given, *settings in (
+        (formats.preference_row, row),
+        (prompts.prompt_row, row, 8),
+        (formats.labelled_row, labelled),
+        (sft_row, labelled | {"label": None}, "assistant"),
     ):
         with pytest.raises(BadRow, match="the prompt ends with an assistant message"):
-            call()
+            function(given, tokenizer, LONG, *settings)
 
 
 def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
@@ -201,20 +193,18 @@ def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
 # ============================================================ transcripts that differ early
 def test_transcripts_that_differ_before_the_last_turn_become_turns():
     tokenizer = templates.tokenizer("qwen2_5")
-    row = {
-        "chosen": "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Noon.",
-        "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
-    }
+    row = {"rejected": "\n\nHuman: Why?\n\nAssistant: No."}
+    row["chosen"] = "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Noon."
     found = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
-    learned = of_targets(found["chosen_ids"], found["chosen_learned"])
+    learned = targets_of(found["chosen_ids"], found["chosen_learned"])
     assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
     assert "<|im_start|>user\nAnd?<|im_end|>" in tokenizer.decode(found["chosen_ids"])
     assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"
-    plain = formats.preference_row(row, tokenizer, LONG)
-    assert "transcripts that differ before the last answer" in plain["reason"]
+    why = left_out(formats.preference_row, row, tokenizer, LONG)
+    assert "transcripts that differ before the last answer" in why
     row["chosen"] = row["chosen"].removesuffix("\n\nAssistant: Noon.")
-    ends = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
-    assert ends["reason"] == "answer that does not end with an assistant message"
+    why = left_out(formats.preference_row, row, tokenizer, LONG, strings_as_messages=True)
+    assert why == "answer that does not end with an assistant message"
 
 
 def test_many_spelled_ends_are_taken_off_at_once():
@@ -232,13 +222,10 @@ def test_after_a_prompt_that_the_template_writes_as_nothing():
     tokenizer.chat_template = (
         "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     )
-    row = {
-        "prompt": [message("system", "Be brief.")],
-        "chosen": [NOON],
-        "rejected": [message("assistant", "It is.")],
-    }
+    row = {"prompt": [message("system", "Be brief.")]}
+    row |= {"chosen": [NOON], "rejected": [message("assistant", "It is.")]}
     read = formats.preference_row(row, tokenizer, LONG)
-    assert read["prompt_ids"] == [] and read["reason"] == ""
+    assert read["prompt_ids"] == []
     for kind, text in (("chosen", "Noon."), ("rejected", "It is.")):
         ids = read[f"{kind}_ids"]
         assert tokenizer.decode(ids) == f"{text}<|im_end|>"

@@ -8,6 +8,10 @@ import pytest
 import templates
 from preference_recipes.data import dataset, formats, prompts, unread
 from recipes import load
+from runs import write_jsonl
+from templates import load_rows
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 U = {"role": "user", "content": "12+30="}
 A = {"role": "assistant", "content": "042"}
@@ -97,3 +101,13 @@ def test_of_a_large_set_the_first_rows_are_looked_at(tokenizer, monkeypatch):
     rows = itertools.repeat({"id": 1, "prompt": "a", "completion": "b"}, 10)
     found = sft(tokenizer, {"prompt": "a", "completion": "b"}, *rows)
     assert found == 'not read: "id"'
+
+
+def test_the_line_about_a_set_says_what_is_not_read(tokenizer, accelerator, tmp_path, capsys):
+    """Also of rows that an earlier run tokenised."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": 7, "messages": [{**U, "mood": "good"}, A]}])
+    settings = {"max_length": 512, "loss_on": "assistant"}
+    said = f'data {path}: 1 usable rows; not read: "id", "messages.mood"\n'
+    for _ in range(2):
+        load_rows(accelerator, path, load("sft").sft_row, tokenizer, **settings)
+        assert capsys.readouterr().out == f"reading {path} ...\n{said}"

@@ -99,6 +99,48 @@ TABLE = [
     (r"\boxed{(3, \frac{\pi}{2})}", r"\left( 3, \frac{\pi}{2} \right)", True),
     (r"\boxed{\dfrac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}", True),
     ("now here", "nowhere", False),
+    # Thousands between thin, no-break and figure spaces, or apostrophes; an ordinary space is none.
+    ("1\u202f200", "1200", True),
+    ("It is 1\u00a0234\u00a0567.", "1,234,567", True),
+    ("\u2212\u200912\u2009345,5", "12345", False),
+    ("$12\u2007345", 12345.0, True),
+    ("1'200", "1\u2019200", True),
+    ("1\u2019234\u2019567.50", "1234567.5", True),
+    (r"1\,200", "1\u2009200", True),
+    ("1 200", "1200", False),
+    ("1\u00a020", "120", False),
+    ("0\u00a0200", "200", False),
+    ("3.141\u00a0592", "3141592", False),
+    ("5\u00a0or\u00a06", "5", False),
+    ("18\u00a0km", "18", True),
+    ("\u2212\u200918", "-18", True),
+    ("Answer:\u00a018", "18", True),
+    ("New\u00a0York", "New York", True),
+    # Characters that take no room; joiners are left out on both sides.
+    ("\u200b18\u200b", "18", True),
+    ("#### 1\ufeff8", "18", True),
+    ("18", "\u200e18\u200f", True),
+    ("co\u00adop", "coop", True),
+    # Digits and signs of other keyboards, but not superscripts.
+    ("\uff11\uff18", "18", True),
+    ("\uff11\uff0c\uff12\uff10\uff10", "1200", True),
+    ("18", "\u0661\u0668", True),
+    ("\U0001d7cf\U0001d7d6\uff05", "18", True),
+    ("answer\uff1a\uff0d5", "-5", True),
+    ("\uff08\uff22\uff09", "B", True),
+    # Typographic quotes.
+    ("It\u2019s \u201cso\u201d", 'it\'s "so"', True),
+    ("f\u2032(x)", "f'(x)", True),
+    # A unit of one letter counts as one where LaTeX says that it is a text.
+    (r"5\,\mathrm{m/s}", "5", True),
+    (r"\boxed{5~\text{m}}", "5", True),
+    (r"5\ \mathrm{m}", "5", True),
+    (r"5\mathrm{m/s}", "5", True),
+    ("5m/s", "5", False),
+    ("5 m/s", "5", True),
+    ("18km/h", "1.8e1", True),
+    (r"2\text{B}", "2B", True),
+    (r"3\,x", "3x", True),
     # A tag that is only mentioned.
     ("so <answer> </answer> tags. The answer is 5", "5", True),
     ("I open <answer> and write <answer>18</answer>", "18", True),
@@ -124,6 +166,7 @@ DEGENERATE += [
     "answer is\n",
     "{",
     "^ ",
+    "'200",
 ]
 
 

@@ -163,13 +163,10 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
         sampler_logps=[[0.0] * len(ids) for ids in responses],
     )
     scores = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    taught, has_teacher = fork.as_taught(samples, scores, tokenizer)
-    assert has_teacher.tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]  # neither of two equal ones is better
+    sampler.args.strings_as_messages = False
+    taught, has_teacher = fork.as_taught(samples, scores, sampler)
+    # Neither of two equal ones is better.
+    assert has_teacher.tolist() == [False, True, False, False]
     asked = say("user", "1+2=" + fork.DEMONSTRATION.format("3"))
     assert taught.prompts[1] == chat.encode_prompt(tokenizer, asked).ids
     assert [taught.prompts[row] for row in (0, 2, 3)] == [samples.prompts[row] for row in (0, 2, 3)]

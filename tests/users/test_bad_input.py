@@ -117,6 +117,8 @@ TWICE = b"prompt,chosen,,prompt,\na,b,,c,\n"
         ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "row 1", "unexpected end of data"]),
         ("a.csv", b"prompt,chosen\na,b,c\n", ["row 1", "more cells than the header", "quote"]),
         ("a.csv", TWICE, ["a.csv", "row 1", "two columns are named 'prompt'"]),
+        ("a.jsonl", b'{"a": 1}\n{"a": [{"b": 1, "b": 2}]}\n', ["row 2", "two keys are named 'b'"]),
+        ("a.json", b'[{"a": 1}, {"a": 3, "c": 1, "a": 2}]', ["two keys are named 'a'"]),
         ("a.txt", b"text", ["a.txt", ".jsonl .json .csv .parquet", ".gz"]),
         ("a.jsonl.gz", TORN, ["end-of-stream"]),
     ],
@@ -127,6 +129,23 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     quiet()
     refuses(path, *parts, call=lambda: len(files.find(str(path), "train")))
     assert "Failed" not in capfd.readouterr().err
+
+
+# The last is what a YAML gives that has a list of mappings there.
+@pytest.mark.parametrize("name", ["owner/mistyped", "folder/file/none", "{'name': 'x'}"])
+def test_a_name_of_nothing_is_told_in_one_line(name):
+    said = f"data set {name!r} is no file or folder here, and on the hub: "
+    refuses(said, call=lambda: files.find(name, "train"))
+
+
+@pytest.mark.parametrize("kind", ["rows", "splits"])
+def test_folders_that_are_no_data_set(tmp_path, kind):
+    refuses("doesn't contain any data files", call=lambda: files.find(str(tmp_path), "train"))
+    rows = datasets.Dataset.from_list([PAIR])
+    saved = rows if kind == "rows" else datasets.DatasetDict(train=rows)
+    saved.save_to_disk(tmp_path)
+    said = (repr(str(tmp_path)), "`save_to_disk`", "`to_parquet`")
+    refuses(*said, call=lambda: files.find(str(tmp_path), "train"))
 
 
 @pytest.mark.parametrize(
