@@ -12,10 +12,13 @@
     waits       how often an update waits for the GPU, by torch.cuda.set_sync_debug_mode: no more
                 often with four times the micro-batches
     generation  tokens a second of GRPO's rollouts: a random model of 0.5 B parameters, 128
-                responses of 256 tokens; recording.py on it, in fp32 and in bf16
+                responses of 256 tokens; recording.py on it, in fp32 and in bf16, with prompts of 64
+                tokens, and with such of 1,024, whose keys are kept once for eight responses
     attention   tokens a second of DPO and SFT with cuDNN's attention and without, alternately
     anchor      SFT of Qwen3-0.6B's shape on rows of 8,192 tokens: tokens a second, MFU, memory; and
                 a profile of an update of short rows: for how much of it the GPU works, on what
+    gemma       SFT and DPO of gemma-3-1b's shape on rows of 8,192 tokens, and DPO on such of 59,392
+                with gradient checkpointing: tokens a second and memory
     precision   precision.py, 0.5 B
     rl          rl_precision.py
     dpo, sft, grpo  peers.py against TRL, with --hh and --gsm8k
@@ -28,7 +31,7 @@ end of what a failed command printed, and what was measured. A step that was pas
 again. With --folder, one that ran out of time goes on where it was. Steps that measure no time run
 --jobs commands at once.
 
-Without a GPU, or with `--tiny`, the first seven run on the CPU with a tiny model, to see that this
+Without a GPU, or with `--tiny`, the first eight run on the CPU with a tiny model, to see that this
 script works. Nothing is written to benchmarks/results then.
 """
 
@@ -332,14 +335,16 @@ def generation(step: Step) -> dict:
     if not step.run("model", *make, "--layers", layers, "--hidden_size", hidden):
         return {"passed": False}
     found = {}
-    for half in ("no", "bf16"):
+    for half, prompt_tokens in itertools.product(("no", "bf16"), (64, 1024)):
         script = REPOSITORY / "benchmarks" / "recording.py"
         rows = 16 if step.args.tiny else 128
-        sizes = ["--rows", rows, "--new_tokens", new_tokens, "--precision", half]
-        report = step.folder / f"recording-{half}.json"
-        if not step.run(f"recording, {half}", script, model, *sizes, "--report", report):
+        sizes = ["--rows", rows, "--prompt_tokens", prompt_tokens, "--new_tokens", new_tokens]
+        name = f"{half}, prompts of {prompt_tokens}"
+        report = step.folder / f"recording-{half}-{prompt_tokens}.json"
+        flags = [*sizes, "--precision", half, "--report", report]
+        if not step.run(f"recording, {name}", script, model, *flags):
             return {"passed": False}
-        found[half] = json.loads(report.read_text())
+        found[name] = json.loads(report.read_text())
     output = step.folder / f"grpo-{int(time.time())}"
     flags = [
         "--model_name_or_path", model, "--dataset_name", prompts, "--report_to", "none", "--output_dir", output, "--max_steps", 3,
@@ -404,14 +409,14 @@ def profile_third_update(file: Path) -> None:
     engine.begin_update = begin
 
 
-def made_model(step: Step, **config) -> Path | None:
+def made_model(step: Step, architecture: str = "qwen3", **config) -> Path | None:
     """Makes a random model; None if that failed."""
     folder = step.folder / "model"
     if step.args.tiny:
         config = {"num_hidden_layers": 2, "hidden_size": 64}
     flags = ["--data", ASSETS / "prompts_train.jsonl", "--config", json.dumps(config)]
     script = REPOSITORY / "benchmarks" / "make_model.py"
-    made = step.run("model", script, folder, "--architecture", "qwen3", *flags)
+    made = step.run("model", script, folder, "--architecture", architecture, *flags)
     return folder if made else None
 
 
@@ -461,20 +466,25 @@ ANCHOR = dict(
 )
 
 
+def long_rows(step: Step, rows: int, tokens: int, *columns: str) -> list:
+    """Makes rows of so many tokens, with these columns of answers, and returns the flags for them."""
+    data = step.folder / f"long-{tokens}-{columns[0]}.jsonl"
+    random = np.random.default_rng(0)
+    with data.open("w", encoding="utf-8") as file:
+        for _ in range(rows):
+            row = {"prompt": "Numbers:"}
+            for column in columns:  # more tokens than are read
+                row[column] = " ".join(map(str, random.integers(0, 10**6, tokens)))
+            file.write(json.dumps(row) + "\n")
+    return ["--dataset_name", data, "--max_length", tokens, "--micro_train_batch_size", 1]
+
+
 def anchor(step: Step) -> dict:
     model = made_model(step, **ANCHOR)
     if model is None:
         return {"passed": False}
-    tokens = 256 if step.args.tiny else 8192
-    data = step.folder / "long.jsonl"
-    random = np.random.default_rng(0)
-    with data.open("w", encoding="utf-8") as file:
-        for _ in range(64):
-            words = " ".join(map(str, random.integers(0, 10**6, tokens)))  # more than are read
-            row = {"prompt": "Numbers:", "completion": words}
-            file.write(json.dumps(row) + "\n")
     flags = ["--model_name_or_path", model, "--train_batch_size", 8]
-    long = ["--dataset_name", data, "--max_length", tokens, "--micro_train_batch_size", 1]
+    long = long_rows(step, 64, 256 if step.args.tiny else 8192, "completion")
     found = timed_run(step, "sft", "long rows", *flags, *long)
     profiled = step.folder / "profile.json"
     short = ["--dataset_name", ASSETS / "sft_train.jsonl", "--micro_train_batch_size", 8]
@@ -482,6 +492,35 @@ def anchor(step: Step) -> dict:
     if found is None or timed_run(step, "sft", "profile", *flags, *short, within=within) is None:
         return {"passed": False}
     return {"passed": True, "perf": found, "profile": json.loads(profiled.read_text())}
+
+
+# gemma-3-1b's.
+GEMMA = dict(
+    num_hidden_layers=26,
+    hidden_size=1152,
+    intermediate_size=6912,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=256,
+    vocab_size=262_144,
+    sliding_window=512,
+    max_position_embeddings=65_536,
+    tie_word_embeddings=True,
+)
+
+
+def gemma(step: Step) -> dict:
+    model = made_model(step, "gemma3_text", **GEMMA)
+    if model is None:
+        return {"passed": False}
+    found = {}
+    short, long = (128, 256) if step.args.tiny else (8192, 59_392)
+    for recipe, tokens in (("sft", short), ("dpo", short), ("dpo", long)):
+        columns = ("completion",) if recipe == "sft" else ("chosen", "rejected")
+        flags = ["--model_name_or_path", model, "--train_batch_size", 1]
+        flags += ["--gradient_checkpointing", "true", *long_rows(step, 8, tokens, *columns)]
+        found[f"{recipe}, {tokens}"] = timed_run(step, recipe, f"{tokens} tokens", *flags)
+    return {"passed": None not in found.values(), "perf": found}
 
 
 def precision(step: Step) -> dict:
@@ -517,6 +556,7 @@ STEPS = {
     "generation": generation,
     "attention": attention,
     "anchor": anchor,
+    "gemma": gemma,
     "precision": precision,
     "rl": rl,
     "dpo": lambda step: peers(step, "dpo", step.args.hh),
@@ -526,7 +566,7 @@ STEPS = {
 
 
 # Those that --tiny tries.
-TINY = ("configs", "recipes", "exact", "waits", "generation", "attention", "anchor")
+TINY = ("configs", "recipes", "exact", "waits", "generation", "attention", "anchor", "gemma")
 
 
 def main() -> None:

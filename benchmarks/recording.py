@@ -1,6 +1,6 @@
 """Generation by our decoding step, which a GPU records, and by transformers' `generate`, alternately.
 
-    python benchmarks/recording.py MODEL [--rows 128] [--new_tokens 256] [--rounds 3]
+    python benchmarks/recording.py MODEL [--rows 128] [--prompt_tokens 64] [--new_tokens 256] [--rounds 3]
 
 Prints as JSON: tokens a second of both; how many recordings a batch made, and their seconds;
 which share of the sampled tokens is equal up to the first that differs in its row, and by how much
@@ -28,7 +28,6 @@ from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import repeat_each
 
 ON_GPU = torch.cuda.is_available()
-PROMPT_TOKENS = 64
 
 
 def main() -> None:
@@ -37,6 +36,7 @@ def main() -> None:
     )
     parser.add_argument("model", help="a folder, such as of make_model.py")
     parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--prompt_tokens", type=int, default=64)
     parser.add_argument("--new_tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=("no", "bf16"), default="no")
@@ -61,7 +61,7 @@ def measure(accelerator: Accelerator, args) -> dict:
     sampler = Sampler(accelerator, settings, tokenizer, wrapper)
     random = np.random.default_rng(0)
     # Each prompt eight times, as a group of GRPO.
-    distinct = random.integers(0, len(tokenizer), (args.rows // 8, PROMPT_TOKENS)).tolist()
+    distinct = random.integers(0, len(tokenizer), (args.rows // 8, args.prompt_tokens)).tolist()
     prompts = repeat_each(distinct, 8)
     uniforms = random.random((len(prompts), args.new_tokens))
 

@@ -1,6 +1,5 @@
 """Checkpoints: what they hold, how they are written, and how a run begins from one."""
 
-import filecmp
 import hashlib
 import json
 import shutil
@@ -131,10 +130,6 @@ class Checkpoint:
             for name, content in others.items():
                 torch.save(content, temporary / f"{name}.pt")
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-            (temporary / "logs").mkdir()
-            for name in LOGS:
-                if (self.run.output_dir / name).exists():
-                    shutil.copyfile(self.run.output_dir / name, temporary / "logs" / name)
         self.actor.write_into(temporary)
         accelerator.wait_for_everyone()  # until each has written its files
 
@@ -146,6 +141,11 @@ class Checkpoint:
         shares = gather_object([own_share])
         if accelerator.is_main_process:
             manifest = {name: entry for share in shares for name, entry in share.items()}
+            earlier = [None, *folders.by_step(self.folder)][-1]
+            (temporary / "logs").mkdir()
+            for name in LOGS:
+                if (self.run.output_dir / name).exists():
+                    manifest |= folders.copy_log(self.run.output_dir / name, temporary, earlier)
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             folders.replace(temporary, final)
             folders.rotate(self.folder, self.run.args.save_total_limit)
@@ -283,9 +283,9 @@ class Checkpoint:
             if folders.step_of(folder) > self.run.global_step
         ]
         copies = (path or self.folder) / "logs"  # without a checkpoint there are none
-        same, _, _ = filecmp.cmpfiles(output_dir, copies, LOGS, shallow=False)
-        changed = [output_dir / name for name in LOGS if name not in same]
-        replaced = [file for file in changed if file.exists() or (copies / file.name).exists()]
+        saved = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
+        found = {file: folders.describe(file) if file.exists() else [0, 0] for file in saved}
+        replaced = [file for file in saved if folders.describe(*saved[file]) != found[file]]
         # The final actor has no step in its name. It stays only where the run had ended here and
         # does not go on (`--max_steps` may be higher now): the run then saves the same one again.
         if beyond or replaced or not self.run.finished:
@@ -296,8 +296,9 @@ class Checkpoint:
             beyond.append(output_dir / "tensorboard")
         aside = [folders.set_aside(each) for each in [*beyond, *replaced] if each.exists()]
         for file in replaced:
-            if (copies / file.name).exists():
-                shutil.copyfile(copies / file.name, file)
+            if saved[file]:
+                with open(file, "xb") as log_file:
+                    log_file.writelines(folders.blocks(*saved[file]))
                 folders.flush(file)
         folders.flush(output_dir)
         if aside:

@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common import Refused, in_one_line, refuse
 
 LOCK = ".run.lock"
+LEAST_PART = 2**16  # of a log, in bytes
 
 
 def replace(temporary: Path, directory: Path) -> None:
@@ -109,32 +111,61 @@ def read_json(path: Path) -> Any:
 
 
 # ============================================================ the manifest of a checkpoint
-def checksum(path: Path) -> int:
-    """Returns the CRC-32 of a file. It finds what storage damages; it is no signature."""
-    found = 0
-    with open(path, "rb") as file:
-        while part := file.read(2**22):
-            found = zlib.crc32(part, found)
-    return found
+def blocks(*files: Path) -> Iterator[bytes]:
+    """Yields what files hold, one after the other."""
+    for path in files:
+        with open(path, "rb") as file:
+            while block := file.read(2**22):
+                yield block
+
+
+def describe(*files: Path) -> list[int]:
+    """Returns the size of files in bytes and a CRC-32, which finds damage; it is no signature."""
+    size = crc = 0
+    for block in blocks(*files):
+        size += len(block)
+        crc = zlib.crc32(block, crc)
+    return [size, crc]
 
 
 def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """Returns size in bytes and checksum of a folder's files, by path: one share of several.
+    """Returns what `describe` says of a folder's files, by path: one share of several.
 
     A checkpoint's `manifest.json` holds those of all files, for `fault_of`.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(folder)): [path.stat().st_size, checksum(path)]
-        for path in files[share::shares]
-    }
+    return {str(path.relative_to(folder)): describe(path) for path in files[share::shares]}
+
+
+def copy_log(log: Path, checkpoint: Path, earlier: Path | None) -> dict[str, list[int]]:
+    """Copies a log into a checkpoint, in parts, and returns these for its manifest.
+
+    Those of an earlier checkpoint that the log still begins with become hard links, so only what is
+    new is written, unless they are small or the disk has no links.
+    """
+    parts = {}
+    with open(log, "rb") as source:
+        with contextlib.suppress(OSError, ValueError):
+            known = read_json(earlier / "manifest.json") if earlier else {}
+            for name in [name for name in known if name.startswith(f"logs/{log.name}")]:
+                size, part = known[name][0], earlier / name
+                is_same = all(source.read(len(block)) == block for block in blocks(part))
+                if size < LEAST_PART or part.stat().st_size != size or not is_same:
+                    break
+                os.link(part, checkpoint / name)
+                parts[name] = known[name]
+        source.seek(sum(size for size, _ in parts.values()))
+        new = f"logs/{log.name}" + (f".{len(parts):04d}" if parts else "")
+        with open(checkpoint / new, "xb") as target:
+            shutil.copyfileobj(source, target)
+    return {**parts, new: describe(checkpoint / new)}
 
 
 def fault_of(path: Path) -> str | None:
     """Returns what keeps a folder from being a whole checkpoint; None if nothing does."""
     try:
         for name, written in read_json(path / "manifest.json").items():
-            found = [(path / name).stat().st_size, checksum(path / name)]
+            found = describe(path / name)
             if found != written:
                 return f"{name} has [bytes, CRC-32] {found}, it was written with {written}"
     except OSError as error:

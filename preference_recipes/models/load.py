@@ -253,8 +253,9 @@ def describe_weights(name: str, config) -> str:
     files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
     # Checksums are computed outside of Python's lock, so threads share the work.
     with ThreadPoolExecutor() as pool:
-        checksums = pool.map(folders.checksum, files)
-    entries = [[file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums)]
+        entries = [
+            [file.name, *found] for file, found in zip(files, pool.map(folders.describe, files))
+        ]
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
 
 

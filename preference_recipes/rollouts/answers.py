@@ -11,7 +11,8 @@ from preference_recipes.data.rendering import QUESTION, added_tokens, encode, re
 # What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
 STATEMENT = re.compile(
     r"""\banswer\b \*{0,2}
-        (?: (?:[^.\n:=]|\.(?=\d)){0,200}? \bis\b | \s*[:=] )    # "answer to 1.5 + 1 is", "answer:"
+        # "answer to 1.5 + 1 is", "answer:". What follows another "answer" is found from there.
+        (?: (?:(?!\banswer\b)[^.\n:=]|\.(?=\d)){0,200}? \bis\b | \s*[:=] )
         \s* :? (?:\s|\*|(?<=\n)[-\u2022]\s)*       # the end of bold type, a line's end, a bullet
         (.*?)                                      # the answer itself, up to
         (?: \.(?=\s|$) | \n | $ )                  # a full stop (not that in 1.5), or a line's end
@@ -20,7 +21,8 @@ STATEMENT = re.compile(
 )
 BOX = re.compile(r"\\(?:boxed|fbox) *\{")
 HASHES = "####"
-ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+BRACE = re.compile("[{}]")
+ENCLOSED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 # A number as people write one. 007 is none, so it is compared as text.
 NUMBER = re.compile(
     r"""[-+]? (?=\.?\d)
@@ -58,7 +60,7 @@ PLAIN_FORMS = [
     # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
     # Degrees: the C or F after the sign, or nothing.
-    (re.compile(r" ?(?:\u00b0|\^ *\{? *\\circ *\}?)(?: ?([CF])\b)?"), r"\1"),
+    (re.compile(r" ?(?:\u00b0|\^ *(?:\{ *)?\\circ *\}?)(?: ?([CF])\b)?"), r"\1"),
     (re.compile("\u2212"), "-"),  # a minus sign
     (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]
@@ -128,12 +130,14 @@ def is_right(response: str, answer: str | float | list, prompt: str = "") -> boo
     """
     opener, _ = thoughts.opened_by(prompt)
     stated = plain(final_answer(usual_characters(opener + response)))
+    stated_number = number_in(stated)
+    stated_text = as_text(stated)
     for entry in dataset.answer_text(answer).split(dataset.BETWEEN):
         right = plain(final_answer(usual_characters(entry))).rstrip(".")
         if NUMBER.fullmatch(right):
-            if number_in(stated) == number_in(right):
+            if stated_number == number_in(right):
                 return True
-        elif as_text(stated) == as_text(right):
+        elif stated_text == as_text(right):
             return True
     return False
 
@@ -162,9 +166,11 @@ def final_answer(text: str) -> str:
     answer = thoughts.outside_thoughts(text)
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
-    enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
-    if enclosed and enclosed[-1].end() > max(box_at, hashes_at):
-        return final_answer(enclosed[-1][1])
+    enclosed = None
+    for match in ENCLOSED.finditer(answer):
+        enclosed = match if match[1].strip() else enclosed
+    if enclosed and enclosed.end() > max(box_at, hashes_at):
+        return final_answer(enclosed[1])
     if hashes_at > box_at:
         return line
     if box_at >= 0:
@@ -173,14 +179,20 @@ def final_answer(text: str) -> str:
     return statements[-1] if statements else answer
 
 
+# These read a text once, whatever is in it: a policy that degenerates repeats marks endlessly.
 def last_box(text: str) -> tuple[int, str]:
     """Returns where the last whole `\\boxed{...}` begins, and what it holds; -1 and "" if none."""
-    for box in reversed(list(BOX.finditer(text))):
-        depth = 1
-        for place in range(box.end(), len(text)):
-            depth += (text[place] == "{") - (text[place] == "}")
-            if depth == 0:
-                return box.start(), text[box.end() : place]
+    boxes = {box.end() - 1: box.start() for box in BOX.finditer(text)}  # by the place of the brace
+    unclosed = []
+    closed_at = {}  # by the place of the brace that is closed there
+    for brace in BRACE.finditer(text):
+        if brace[0] == "{":
+            unclosed.append(brace.start())
+        elif unclosed:
+            closed_at[unclosed.pop()] = brace.start()
+    for place, start in reversed(boxes.items()):
+        if place in closed_at:
+            return start, text[place + 1 : closed_at[place]]
     return -1, ""
 
 
@@ -189,13 +201,22 @@ def last_hashes(text: str) -> tuple[int, str]:
 
     If other lines follow the answer, it must be a number: otherwise `####` begins a heading.
     """
-    place = text.rfind(HASHES)
-    while place >= 0:
-        lines = text[place:].lstrip("#").strip().splitlines()
-        answer = lines[0] if lines else ""
-        if len(lines) < 2 or NUMBER.fullmatch(plain(answer)):
-            return place, answer
-        place = text.rfind(HASHES, 0, place)
+    start = len(text)
+    below: list[str] = []  # the lines below that are not blank, the nearest last
+    for line in reversed(text.splitlines(keepends=True)):
+        start -= len(line)
+        # An answer that goes on with another mark is no number, so the last of a line decides.
+        before, mark, answer = line.rpartition(HASHES)
+        if mark:
+            n_following = len(below)
+            if not answer.strip() and below:
+                answer = below[-1]
+                n_following -= 1
+            is_number = DIGIT.search(answer) and NUMBER.fullmatch(plain(answer))
+            if is_number or not n_following:
+                return start + len(before), answer.strip()
+        if line.strip():
+            below.append(line)
     return -1, ""
 
 

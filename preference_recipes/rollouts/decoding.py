@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from common import in_one_line, print_once
+from common import in_one_line, print_once, replaced
+from preference_recipes.rollouts import sharing
 from preference_recipes.rollouts.sampler import Sampler
 
 # What models and `generate` call the cache that they take: transformers 5.24 renamed it.
@@ -50,9 +51,10 @@ def has_fixed_step(sampler: Sampler, cache: DynamicCache) -> bool:
 
 def with_room(tensor: torch.Tensor, step: Step) -> torch.Tensor:
     """Returns keys or values with room for those of all tokens to come."""
-    rows, heads, _, head_size = tensor.shape
-    roomy = tensor.new_empty(rows, heads, step.mask.shape[-1], head_size)
-    roomy[:, :, : step.read] = tensor
+    _, heads, _, head_size = tensor.shape
+    roomy = tensor.new_empty(step.rows, heads, step.mask.shape[-1], head_size)
+    if step.prompts is None:
+        roomy[:, :, : step.read] = tensor
     if step.is_recorded:  # it reads more places; what is masked must be a number, too
         roomy[:, :, step.read :] = 0
     return roomy
@@ -69,6 +71,9 @@ class FixedLayer(DynamicLayer):
         super().__init__()
         self.step = weakref.proxy(step)  # it holds this layer: in a circle, no cache would be freed
         self.is_initialized = True
+        if step.prompts is not None:
+            self.prompt_keys = read.keys.transpose(2, 3).contiguous()  # faster to be multiplied by
+            self.prompt_values = read.values
         self.keys = with_room(read.keys, step)
         self.values = with_room(read.values, step)
 
@@ -78,7 +83,9 @@ class FixedLayer(DynamicLayer):
         self.keys[rows].index_copy_(2, self.step.place, key_states.to(self.keys.dtype))
         self.values[rows].index_copy_(2, self.step.place, value_states.to(self.values.dtype))
         visible = slice(self.step.visible)
-        return self.keys[rows, :, visible], self.values[rows, :, visible]
+        keys = self.keys[rows, :, visible]
+        keys.layer = self  # for `sharing.attend`
+        return keys, self.values[rows, :, visible]
 
     def get_seq_length(self) -> int:
         return self.step.visible - 1
@@ -93,8 +100,10 @@ class Step:
     Args:
         batch: see `generation.Batch`, with one new token. Its cache, of all but each row's last
             token, becomes the step's own.
+        prompts: those of a batch from `sharing.share`, which has no new token.
 
     Attributes:
+        read: tokens of a row in the cache so far; a plain number.
         rows, visible: rows that are computed, the first of each tensor, and places of the cache
             that they read. Plain numbers: for others a step is recorded anew.
         token, position: `[rows, 1]`, the newest token and its position.
@@ -103,27 +112,29 @@ class Step:
         drawn: `[rows, max_new_tokens]`, the tokens. Their log-probs are in `draw`.
     """
 
-    def __init__(self, batch, max_new_tokens: int):
+    def __init__(self, batch, max_new_tokens: int, prompts=None):
         ids = batch.ids
         device = ids.device
         self.model = batch.sampler.unwrapped.model
         self.vocabulary = batch.sampler.unwrapped.vocabulary
         self.draw = batch.draw
+        self.prompts = prompts
         self.rows = len(ids)
-        self.read = ids.shape[1] - 1  # tokens in the cache as yet
+        self.read = ids.shape[1] - 1
         self.visible = self.read
         self.is_recorded = device.type in RECORDED_ON
         padding_of_row = torch.from_numpy(batch.padding).to(device)[:, None]
         self.token = ids[:, -1:].clone()
         self.position = self.read - padding_of_row
         self.place = torch.tensor([self.read], device=device)
-        self.n_drawn = torch.ones(1, dtype=torch.long, device=device)
-        place = torch.arange(self.places(self.read + max_new_tokens - 1), device=device)
+        n_drawn = 1 if prompts is None else 0
+        self.n_drawn = torch.tensor([n_drawn], device=device)
+        place = torch.arange(self.places(self.read + max_new_tokens - n_drawn), device=device)
         self.mask = ((place >= padding_of_row) & (place < self.read))[:, None, None]
-        # Without it torch has a faster attention.
-        self.is_masked = self.is_recorded or bool(batch.padding.any())
+        # Without it torch has a faster attention; `sharing.attend` has masks of its own.
+        self.is_masked = prompts is None and (self.is_recorded or bool(batch.padding.any()))
         self.drawn = ids.new_zeros(self.rows, max_new_tokens)
-        self.drawn[:, :1] = self.token
+        self.drawn[:, :1] = self.token  # the first draw replaces it where none is drawn yet
         self.cache = batch.cache
         for number, layer in enumerate(self.cache.layers):  # one by one: both caches may not fit
             self.cache.layers[number] = FixedLayer(layer, self)
@@ -137,14 +148,17 @@ class Step:
         token = self.token[rows]
         mask = self.mask[rows]
         mask.index_fill_(3, self.place, True)
-        output = self.model(
-            input_ids=token,
-            position_ids=self.position[rows],
-            attention_mask=mask[..., : self.visible] if self.is_masked else None,
-            use_cache=True,
-            logits_to_keep=1,
-            **{CACHE: self.cache},
-        )
+        config = self.model.config.get_text_config()
+        attention = "sdpa" if self.prompts is None else sharing.ATTENTION
+        with replaced((config, "_attn_implementation", attention)):
+            output = self.model(
+                input_ids=token,
+                position_ids=self.position[rows],
+                attention_mask=mask[..., : self.visible] if self.is_masked else None,
+                use_cache=True,
+                logits_to_keep=1,
+                **{CACHE: self.cache},
+            )
         scores = output.logits[:, -1].float()
         scores[:, self.vocabulary :] = -torch.inf  # see `LogProbModel.vocabulary`
         if self.draw is None:
@@ -170,6 +184,8 @@ class Step:
         for tensor in tensors:
             tensor[: len(rows)] = tensor[index]
         self.rows = len(rows)
+        if self.prompts is not None:
+            self.prompts.keep(rows, self.cache.layers)
 
 
 class Decoder:
@@ -184,7 +200,7 @@ class Decoder:
     def __init__(self, step: Step):
         self.step = step
         self.keep = step.keep
-        self.n_tokens = 1  # of each row so far
+        self.n_tokens = int(step.n_drawn)  # of each row so far
         self.tokens_at_once = 4
         if step.is_recorded:
             self.tokens_at_once = 16  # reading them makes the host wait
@@ -192,17 +208,22 @@ class Decoder:
             Decoder.stream = Decoder.stream or torch.cuda.Stream()  # cuBLAS keeps memory for each
             self.pool = torch.cuda.graph_pool_handle()  # recordings never run at the same time
 
-    def advance(self, n_tokens: int) -> list[list[int]]:
+    @property
+    def drawn(self) -> torch.Tensor:
+        """See `generation.Batch.drawn`."""
+        return self.step.drawn[: self.step.rows, : self.n_tokens]
+
+    def advance(self, n_tokens: int) -> None:
         """See `generation.Batch.advance`."""
         step = self.step
         while self.n_tokens < n_tokens:
-            step.visible = step.places(step.read + self.n_tokens)
+            step.visible = step.places(step.read + 1)
             if step.is_recorded:
                 self.replay()
             else:
                 step()
+            step.read += 1
             self.n_tokens += 1
-        return step.drawn[: step.rows, :n_tokens].tolist()
 
     def replay(self) -> None:
         """Takes a step by its recording, which is made the first time."""

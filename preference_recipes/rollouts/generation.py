@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from common import batches, distributed, engine
 from preference_recipes.models import architecture, checks
-from preference_recipes.rollouts import decoding
+from preference_recipes.rollouts import decoding, sharing
 from preference_recipes.rollouts.sampler import Response, Sampler
 
 # The memory for keys and values of the responses that a process generates at once, if
@@ -62,7 +62,7 @@ def generate_some(
 
     They are one batch, on this process only. Rows that are finished are dropped from time to time.
     """
-    stops = sampler.stop_tokens()
+    stops = torch.tensor(sorted(sampler.stop_tokens()), device=sampler.accelerator.device)
     draw = None  # greedy
     if temperature:
         draws = torch.from_numpy(uniforms[numbers]).to(sampler.accelerator.device)
@@ -74,15 +74,19 @@ def generate_some(
     unfinished = list(range(len(numbers)))  # rows
     n_tokens = 0
     while unfinished:
+        n_before = n_tokens
         n_tokens = min(n_tokens + batch.tokens_at_once, *rooms)
-        drawn = batch.advance(n_tokens)
-        logps = draw.logps[: len(drawn), :n_tokens].tolist() if draw else [[]] * len(drawn)
+        batch.advance(n_tokens)
+        drawn = batch.drawn
+        # The host reads which new tokens are stops, and the tokens of a row when it has ended.
+        is_stop = torch.isin(drawn[:, n_before:], stops).cpu().numpy()
+        has_stop = is_stop.any(1)
+        ends = np.where(has_stop, n_before + is_stop.argmax(1) + 1, n_tokens).tolist()
         still_unfinished = []
         for row in unfinished:
-            end = next((n for n, token in enumerate(drawn[row], start=1) if token in stops), 0)
-            if end or n_tokens == rooms[row]:
-                end = end or n_tokens
-                yield number_of[row], Response(drawn[row][:end], logps[row][:end])
+            if has_stop[row] or n_tokens == rooms[row]:
+                logps = draw.logps[row, : ends[row]].tolist() if draw else []
+                yield number_of[row], Response(drawn[row, : ends[row]].tolist(), logps)
             else:
                 still_unfinished.append(row)
         unfinished = still_unfinished
@@ -107,27 +111,41 @@ def begin(
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(sampler, ids, padding, None, draw)
     batch = Batch(sampler, ids, padding, DynamicCache(config=model.config), draw)
-    if ids.shape[1] > 1 and len(set(map(tuple, prompts))) < len(prompts):
-        read_prompts(batch, prompts)
-    if not decoding.has_fixed_step(sampler, batch.cache):
+    takes_steps = decoding.has_fixed_step(sampler, batch.cache)
+    prompt_of_row = numbered(prompts)
+    if ids.shape[1] > 1 and max(prompt_of_row) + 1 < len(prompts):
+        read_prompts(batch, prompt_of_row)
+        shared = sharing.share(batch, prompt_of_row) if takes_steps else None
+        with contextlib.suppress(sharing.NotPlain):  # the first step tells
+            if shared is not None:
+                decoder = decoding.Decoder(decoding.Step(shared[0], max_new_tokens, shared[1]))
+                decoder.advance(1)
+                return decoder
+        batch.cache.reorder_cache(torch.tensor(prompt_of_row))  # this repeats rows, too
+    if not takes_steps:
         return batch
     batch.advance(1)
     return decoding.Decoder(decoding.Step(batch, max_new_tokens))
 
 
-def read_prompts(batch: "Batch", prompts: list[list[int]]) -> None:
-    """Fills the cache with all prompts but their last tokens, each distinct prompt read once.
+def numbered(prompts: list[list[int]]) -> list[int]:
+    """Returns the number of each prompt among the distinct ones: 0 0 1 0 of A A B A.
+
+    Here alone it is decided which prompts are the same, and so have the same keys.
+    """
+    numbers: dict[tuple, int] = {}
+    return [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+
+
+def read_prompts(batch: "Batch", prompt_of_row: list[int]) -> None:
+    """Fills the cache with all distinct prompts but their last tokens.
 
     The last tokens are left to the first round: their logits decide the first new ones.
     """
-    distinct = list(dict.fromkeys(map(tuple, prompts)))  # of A A B A: A B
-    place_of = {prompt: place for place, prompt in enumerate(distinct)}
-    copies = [place_of[tuple(prompt)] for prompt in prompts]  # 0 0 1 0
-    first_rows = [copies.index(place) for place in range(len(distinct))]  # 0 2
+    _, first_rows = np.unique(prompt_of_row, return_index=True)
     firsts = batch.ids[first_rows, :-1]
     # This fills the cache. `generate` also draws a token, which is not used.
     Batch(batch.sampler, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
-    batch.cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
 
 
 @dataclasses.dataclass
@@ -146,11 +164,13 @@ class Batch:
         # After so many tokens finished rows are dropped; a cache of the model's own drops none.
         self.tokens_at_once = 10**9 if self.cache is None else 16
 
-    def advance(self, n_tokens: int) -> list[list[int]]:
-        """Generates until each row has `n_tokens` new tokens, and returns them.
+    @property
+    def drawn(self) -> torch.Tensor:
+        """The new tokens so far, `[rows, tokens]`. What follows a stop token means nothing."""
+        return self.ids[:, self.length :]
 
-        What follows a stop token means nothing. If all rows have one, they may get fewer tokens.
-        """
+    def advance(self, n_tokens: int) -> None:
+        """Generates until each row has `n_tokens` new tokens, or fewer if all have a stop token."""
         sampler = self.sampler
         model = sampler.unwrapped.model
         config = GenerationConfig(
@@ -168,7 +188,6 @@ class Batch:
             synced_gpus=False,
             **{decoding.CACHE: self.cache},
         )
-        return self.ids[:, self.length :].tolist()
 
     def keep(self, rows: list[int]) -> None:
         self.ids = self.ids[rows]

@@ -4,8 +4,11 @@ The logs come out of the checkpoint. What lies beyond it stays under names in `.
 """
 
 import itertools
+import os
 import shutil
 from pathlib import Path
+
+import pytest
 
 from common import folders
 from common.checkpoint import Checkpoint
@@ -161,7 +164,7 @@ def test_killed_at_any_instant_it_resumes_from_the_same_point(tmp_path, monkeypa
         run.load(point)
         try:
             with monkeypatch.context() as short_life:
-                for owner, name in [(Path, "rename"), (shutil, "copyfile"), (folders, "flush")]:
+                for owner, name in [(Path, "rename"), (folders, "blocks"), (folders, "flush")]:
                     short_life.setattr(owner, name, killed_after(getattr(owner, name)))
                 run.restore_folder(point)
         except KeyboardInterrupt:
@@ -173,6 +176,63 @@ def test_killed_at_any_instant_it_resumes_from_the_same_point(tmp_path, monkeypa
         else:
             break
     assert number >= 15  # that many changes were interrupted
+
+
+def test_what_a_log_has_is_written_once(tmp_path, monkeypatch):
+    """Each checkpoint has all of it, in parts that they share. A damaged one is named, and shared no more."""
+    monkeypatch.setattr(folders, "LEAST_PART", 1)
+    run = wrote(tmp_path / "run", updates=10, every=1)
+    saved = folders.by_step(run.folder)
+    for name in LOGS:
+        parts = {path.stat() for checkpoint in saved for path in checkpoint.glob(f"logs/{name}*")}
+        sizes = {part.st_ino: part.st_size for part in parts}
+        assert sum(sizes.values()) == len(text_of(10, name))
+        (tmp_path / "run" / name).write_text("")  # as by a user who needs the space
+    # Copied alone to another disk, the newest is whole, and a run goes on from it.
+    copied = shutil.copytree(saved[-1], tmp_path / "disk" / saved[-1].name)
+    # A part of four of them is damaged.
+    with open(saved[-1] / "logs/samples.jsonl.0006", "r+b") as part:
+        part.write(b"[")
+    for name in LOGS:
+        (tmp_path / "run" / name).write_text(text_of(11, name))
+    update(run)
+    run.save()
+    faults = [folders.fault_of(path) or "" for path in folders.by_step(run.folder)]
+    assert [fault[:23] for fault in faults] == [""] * 6 + ["logs/samples.jsonl.0006"] * 4 + [""]
+    resume(tmp_path / "run")
+    expect_logs(tmp_path / "run", 11)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "new").mkdir()
+    resume(tmp_path / "new", str(copied))
+    expect_logs(tmp_path / "new", 10)
+
+
+@pytest.mark.parametrize("case", ["no links", "cut", "edited", "part cut", "gone", "unread"])
+def test_a_log_that_shares_no_parts_is_copied_whole(tmp_path, monkeypatch, case):
+    """The disk has no links, a user changed the log, or deleted or damaged the earlier checkpoint."""
+    monkeypatch.setattr(folders, "LEAST_PART", 1)
+    run = wrote(tmp_path, updates=3, every=3)
+    earlier = run.folder / "global_step_000003"
+    text = text_of(4, "samples.jsonl")
+    if case == "no links":
+        monkeypatch.setattr(os, "link", lambda *paths: os.stat("not there"))
+    elif case == "cut":
+        text = text_of(1, "samples.jsonl")
+    elif case == "edited":
+        text = "{}\n" + text
+    elif case == "part cut":
+        os.truncate(earlier / "logs/samples.jsonl", 9)
+    elif case == "gone":
+        (earlier / "logs/samples.jsonl").unlink()
+    else:
+        (earlier / "manifest.json").write_text("{")
+    update(run)
+    (tmp_path / "samples.jsonl").write_text(text)
+    run.save()
+    saved = run.folder / "global_step_000004"
+    assert folders.fault_of(saved) is None
+    (only,) = saved.glob("logs/samples.jsonl*")
+    assert only.read_text() == text
 
 
 def test_a_run_that_goes_on_elsewhere_has_the_logs_there(tmp_path):

@@ -172,7 +172,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint(bench, launcher, number):
     assert ended != [0] and 6 <= done < 48 and not (output / "actor").exists()
     assert launcher != "plain" or ended == [128 + number]
     console = output.with_name(f"signal-{launcher}.console").read_text()
-    assert f"stopped by {number.name} after update {done}, saved in {output}" in console
+    assert f"stopped by {number.name} after update {done}, saved: to continue add" in console
+    assert f"--output_dir {output} --resume auto" in console
     resume(bench("sft"), output, launcher, **LONGER)
     expect_same(output, unbroken(bench("sft"), launcher, **LONGER))
 

@@ -67,8 +67,7 @@ def test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint(
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["config.json"]
 
     name = "actor/../../secret"
-    size = [(checkpoint / name).stat().st_size, folders.checksum(checkpoint / name)]
-    manifest.write_text(json.dumps({**entries, name: size}))
+    manifest.write_text(json.dumps({**entries, name: folders.describe(checkpoint / name)}))
     call = lambda: export.export(checkpoint, tmp_path / "other")
     runs.refuses(f"its manifest names {name!r}", call=call)
     manifest.write_text(json.dumps({"state.json": entries["state.json"]}))

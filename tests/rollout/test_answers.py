@@ -1,6 +1,8 @@
 """Whether a response gives the right answer: a table of what people and models write."""
 
+import collections
 import copy
+import sys
 import types
 
 import datasets
@@ -141,15 +143,57 @@ TABLE = [
     (r"3\,x", "3x", True),
     # A tag that is only mentioned.
     ("so <answer> </answer> tags. The answer is 5", "5", True),
+    ("I open <answer> and write <answer>18</answer>", "18", True),
     ("I use <answer>...</answer>.\n#### 5", "5", True),
 ]
 
 
-@pytest.mark.parametrize("repeated", ["*", "**Answer** ", "the answer ", "<think>", "answer"])
-def test_a_degenerate_response_is_judged_in_linear_time(repeated):
-    """Counted in characters that the patterns look at, a thousand times as many took minutes."""
-    text = "The answer" + repeated * (2**17 // len(repeated))
-    assert not answers.is_right(text, "5")
+DEGENERATE = [
+    "*",
+    "**Answer** ",
+    "the answer ",
+    "<think>",
+    "answer",
+    "\\boxed{",
+    "\\boxed{1 <answer>",
+]
+DEGENERATE += [
+    "<answer>",
+    "<answer> </answer>",
+    "#### ",
+    "#### 1 a\n",
+    "####\n",
+    "answer is\n",
+    "{",
+    "^ ",
+    "'200",
+]
+
+
+def lines_run(text: str) -> int:
+    """Lines of `answers.py` that judging a response runs."""
+    counts = collections.Counter()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename == answers.__file__:
+            counts[event] += 1
+            return trace
+
+    sys.settrace(trace)
+    try:
+        assert not answers.is_right(text, "5")
+    finally:
+        sys.settrace(None)
+    return counts["line"]
+
+
+@pytest.mark.parametrize("before", ["The answer", "^", "\\boxed{"])
+@pytest.mark.parametrize("repeated", [*DEGENERATE, " "])
+def test_a_degenerate_response_is_judged_in_linear_time(before, repeated):
+    """Lines of Python are counted. A pattern that starts over at each place shows in the long text, by its minutes."""
+    text = lambda length: before + repeated * (length // len(repeated))
+    assert lines_run(text(2**12)) <= 2.1 * lines_run(text(2**11))
+    assert not answers.is_right(text(2**17), "5")
 
 
 @pytest.mark.parametrize("response, answer, right", TABLE)

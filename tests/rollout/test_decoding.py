@@ -9,12 +9,13 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
 import pretended_device
 from architectures import ARCHITECTURES, build
 from bare_runs import bare_sampler
-from preference_recipes.rollouts import decoding, generation
+from preference_recipes.rollouts import decoding, generation, sharing
 from runs import slow_but
 
 FAST = {"llama", "qwen3", "gpt_neox", "phi3"}
@@ -22,13 +23,37 @@ FAST = {"llama", "qwen3", "gpt_neox", "phi3"}
 NAMES = slow_but(FAST, [name for name in ARCHITECTURES if name != "xlstm"])
 # Padding on the left of some, and each of the first two twice, so that their keys are copied.
 PROMPTS = [[*range(20, 36)], [40, 41, 42, 43]] * 2 + [[60, 61], [*range(70, 79)]]
+# Groups of unlike size, in order; one prompt has no keys but those of its last token.
+GROUPS = [[*range(20, 36)]] * 4 + [[40, 41, 42, 43]] * 3 + [[60]] * 2 + [[*range(70, 79)]]
 
 
-def draw(sampler, temperature: float, new_tokens: int = 20):
-    uniforms = np.random.default_rng(5).random((len(PROMPTS), new_tokens))
-    return generation.generate(
-        sampler, PROMPTS, new_tokens, temperature=temperature, uniforms=uniforms
-    )
+def draw(sampler, temperature: float, new_tokens: int = 20, prompts=PROMPTS, batch_size: int = 0):
+    uniforms = np.random.default_rng(5).random((len(prompts), new_tokens))
+    how = dict(temperature=temperature, uniforms=uniforms, batch_size=batch_size)
+    return generation.generate(sampler, prompts, new_tokens, **how)
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Prompts are shared, however short. Returns a list of the rows and prompts of each batch that shares any."""
+    monkeypatch.setattr(sharing, "LEAST_SAVED", {"cpu": 0, "meta": 0})
+    seen = []
+    arrange = sharing.SharedPrompts.arrange
+
+    def noted(self, prompt_of_row):
+        arrange(self, prompt_of_row)
+        seen.append((len(self.places), len(self.rows)))
+
+    monkeypatch.setattr(sharing.SharedPrompts, "arrange", noted)
+    return seen
+
+
+def expect_drawn_by_generate(monkeypatch, found, *how, atol=2e-5, **more) -> None:
+    """Responses are those of transformers' generation, at the same places and with the same log-probs."""
+    monkeypatch.setattr(decoding, "has_fixed_step", lambda sampler, cache: False)
+    for response, expected in zip(found, draw(*how, **more), strict=True):
+        assert response.ids == expected.ids
+        np.testing.assert_allclose(response.logps, expected.logps, atol=atol)
 
 
 def as_a_gpu_records_them(monkeypatch):
@@ -49,36 +74,84 @@ def test_steps_draw_the_same_tokens(accelerator, tokenizer, name, is_recorded, m
     sampler = bare_sampler(accelerator, tokenizer, model)
     # Of 300 tokens these end a response: rows leave the batch at several places.
     sampler.stop_tokens = lambda: set(range(0, 300, 15))
-    found = [draw(sampler, temperature) for temperature in (0.0, 1.0)]
-    monkeypatch.setattr(decoding, "has_fixed_step", lambda sampler, cache: False)
-    for temperature, responses in zip((0.0, 1.0), found):
-        for response, expected in zip(responses, draw(sampler, temperature)):
-            assert response.ids == expected.ids
-            np.testing.assert_allclose(response.logps, expected.logps, atol=2e-5)
+    found = {temperature: draw(sampler, temperature) for temperature in (0.0, 1.0)}
+    for temperature, responses in found.items():
+        expect_drawn_by_generate(monkeypatch, responses, sampler, temperature)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_share_prompts_draw_the_same_tokens(
+    accelerator, tokenizer, name, is_recorded, monkeypatch, shared
+):
+    """Rows leave, and prompts with their last row; a batch of 5 cuts through groups, one of 10 has all."""
+    if is_recorded:
+        as_a_gpu_records_them(monkeypatch)
+    model = build(name)
+    sampler = bare_sampler(accelerator, tokenizer, model)
+    sampler.stop_tokens = lambda: set(range(0, 300, 15))
+    cases = [dict(temperature=t, prompts=GROUPS, batch_size=n) for t in (0.0, 1.0) for n in (5, 10)]
+    found = [draw(sampler, **case) for case in cases]
+    cache = DynamicCache(config=model.config)
+    takes_steps = model._supports_default_dynamic_cache() and decoding.has_fixed_step(
+        sampler, cache
+    )
+    assert bool(shared) == (takes_steps and model._supports_attention_backend)
+    if name in FAST:
+        assert (10, 4) in shared and any(0 < rows < 10 and prompts < 4 for rows, prompts in shared)
+    for case, responses in zip(cases, found):
+        with monkeypatch.context() as once:
+            expect_drawn_by_generate(once, responses, sampler, **case)
+
+
+@pytest.mark.parametrize("case", ["a mask of its own", "half precision"])
+def test_where_prompts_cannot_be_shared(accelerator, tokenizer, case, monkeypatch, shared):
+    """The attention is more than scores of keys, or products would be rounded too early."""
+    sampler = bare_sampler(accelerator, tokenizer, build("llama"))
+    called = []
+    if case == "half precision":
+        sampler.unwrapped.model.bfloat16()
+    else:
+        attend = lambda *args, **more: (
+            called.append(1) or sharing.attend(*args[:4], "a mask", **more)
+        )
+        monkeypatch.setitem(AttentionInterface._global_mapping, sharing.ATTENTION, attend)
+    found = draw(sampler, 1.0, prompts=GROUPS)
+    assert len(called) == (case != "half precision")
+    monkeypatch.setattr(sharing, "share", lambda *batch: None)
+    assert found == draw(sampler, 1.0, prompts=GROUPS)
 
 
 @pytest.mark.parametrize("name", sorted(FAST))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("prompts", [PROMPTS, GROUPS])
 def test_steps_draw_the_same_tokens_under_autocast(
-    accelerator, tokenizer, name, dtype, monkeypatch
+    request, accelerator, tokenizer, name, dtype, prompts, monkeypatch
 ):
-    """There keys are fp32 and values are not, unless they were read with the prompt."""
+    """There keys are fp32 and values are not, unless they were read with the prompt.
+
+    Attention to shared prompts is in fp32, and so further from that of transformers.
+    """
+    if prompts is GROUPS:
+        request.getfixturevalue("shared")
     monkeypatch.setattr(accelerator, "autocast", lambda: torch.autocast("cpu", dtype))
     sampler = bare_sampler(accelerator, tokenizer, build(name))
     sampler.stop_tokens = lambda: set(range(0, 300, 15))
-    found = draw(sampler, 1.0)
+    found = draw(sampler, 1.0, prompts=prompts)
     monkeypatch.setattr(decoding, "has_fixed_step", lambda sampler, cache: False)
     n_equal = 0
-    for response, expected in zip(found, draw(sampler, 1.0)):
+    for response, expected in zip(found, draw(sampler, 1.0, prompts=prompts)):
         pairs = zip(response.ids, expected.ids)
         equal = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        np.testing.assert_allclose(response.logps[:equal], expected.logps[:equal], atol=2e-2)
+        atol = 0.1 if prompts is GROUPS else 2e-2
+        np.testing.assert_allclose(response.logps[:equal], expected.logps[:equal], atol=atol)
         n_equal += equal / len(expected.ids)
-    assert n_equal > len(PROMPTS) / 2  # rounding moves a draw now and then
+    assert n_equal > len(prompts) / 2  # rounding moves a draw now and then
 
 
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_asks_nothing_of_the_host(accelerator, name, monkeypatch):
+def test_a_step_asks_nothing_of_the_host(accelerator, name, shares, monkeypatch, shared):
     """So a GPU can record it."""
     as_a_gpu_records_them(monkeypatch)
     model = build(name)
@@ -97,7 +170,12 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, monkeypatch):
         uniforms = torch.rand(len(PROMPTS), 8, dtype=torch.float64).to(there)
         draw = generation.SampleByUniform(uniforms, temperature=1.0)
         padding = np.zeros(len(PROMPTS), dtype=int)
-        step = decoding.Step(generation.Batch(sampler, ids, padding, cache, draw), 8)
+        batch = generation.Batch(sampler, ids, padding, cache, draw)
+        prompts = None
+        if shares and model._supports_attention_backend:
+            cache.reorder_cache(torch.arange(2).to(there))
+            batch, prompts = sharing.share(batch, [0, 1, 0, 1, 1, 1])
+        step = decoding.Step(batch, 8, prompts)
         step.visible = 8
         device.waits.clear()
         for _ in range(2):
@@ -109,7 +187,7 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, monkeypatch):
 class CountedStep:
     """Notes whether it ran or was recorded. Three tokens more, and it reads other places."""
 
-    rows, read, is_recorded, keep, recording = 4, 125, True, None, False
+    rows, read, is_recorded, keep, recording, n_drawn = 4, 125, True, None, False, 1
     drawn = torch.zeros(4, 8)
 
     def __init__(self):
@@ -167,23 +245,30 @@ def test_each_shape_is_recorded_once(monkeypatch, capsys, fails):
     assert ("not recorded" in capsys.readouterr().out) == fails
 
 
-def test_keys_are_freed_with_their_batch(accelerator, tokenizer, monkeypatch):
+@pytest.mark.parametrize("prompts", [PROMPTS, GROUPS])
+def test_keys_are_freed_with_their_batch(request, accelerator, tokenizer, prompts, monkeypatch):
     """At once: on a GPU they are gigabytes, and Python looks for circles only now and then.
 
-    Those of the prompts are freed layer by layer, so that both are never there.
+    Those of the prompts are freed layer by layer, so that both are never there, or shared by their rows.
     """
+    shared = request.getfixturevalue("shared") if prompts is GROUPS else []
     made = []
     read = []
     hold = decoding.FixedLayer.__init__
 
     def begin(layer, of_prompts, step):
-        assert all(earlier() is None for earlier in read)
+        assert shared or all(earlier() is None for earlier in read)
         read.append(weakref.ref(of_prompts))
         made.append(weakref.ref(layer))
         hold(layer, of_prompts, step)
+        if (
+            shared
+        ):  # 4 prompts of up to 15 tokens, and 10 rows; without their last tokens, and with them
+            numbers = [each for each in vars(layer).values() if isinstance(each, torch.Tensor)]
+            assert sum(each.numel() for each in numbers) == 2 * 2 * 8 * (4 * 15 + 10 * 20)
 
     monkeypatch.setattr(decoding.FixedLayer, "__init__", begin)
     gc.disable()
-    draw(bare_sampler(accelerator, tokenizer, build("llama")), 1.0)
+    draw(bare_sampler(accelerator, tokenizer, build("llama")), 1.0, prompts=prompts)
     gc.enable()
-    assert made and all(layer() is None for layer in made)
+    assert made and all(layer() is None for layer in [*made, *read])
