@@ -16,7 +16,7 @@ from common import batches, replaced
 from preference_recipes.models import onednn
 
 # Keys and values of a layer that sharing must save: it takes twenty more operations for each layer
-# and token. Measured on a CPU, estimated for a GPU.
+# and token. Measured on a CPU, estimated for a GPU; other devices are taken for one.
 LEAST_SAVED = {"cpu": 2**20, "cuda": 2**26}
 
 
@@ -34,7 +34,11 @@ def share(batch, prompt_of_row: list[int]) -> "tuple | None":
     keys = batch.cache.layers[0].keys  # [prompts, heads, tokens, head size]
     n_saved = 2 * keys[0].numel() * (len(prompt_of_row) - len(keys))
     is_plain = batch.sampler.unwrapped.model._supports_attention_backend
-    if not is_plain or keys.dtype != torch.float32 or n_saved < LEAST_SAVED[keys.device.type]:
+    if (
+        not is_plain
+        or keys.dtype != torch.float32
+        or n_saved < LEAST_SAVED.get(keys.device.type, 2**26)
+    ):
         return None
     cache = copy.copy(batch.cache)
     cache.layers = [*cache.layers]
@@ -105,8 +109,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, position_bia
         prompt_output, prompt_total = step.prompts.attend(queries, layer)
         # oneDNN takes twice as long as MKL for these products, which are small.
         with replaced((torch.backends.mkldnn.matmul, "fp32_precision", onednn.MKL)):
-            scores = (key @ queries.transpose(2, 3)).transpose(2, 3).contiguous()
-        output, total = weighted(scores, value.to(key.dtype), mask)
+            output, total = weighted(queries @ key.transpose(2, 3), value.to(key.dtype), mask)
         output = output.lerp(prompt_output, torch.sigmoid(prompt_total - total))
     return output.flatten(1, 2)[:, None], None
 
