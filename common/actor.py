@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -102,8 +101,7 @@ class Actor:
         if not run.args.keep_best:
             return
         metric = run.args.keep_best.removesuffix(":min").removesuffix(":max")
-        by_name = -1 if re.search(r"(loss|kl)$|/kl/(reverse|forward)(/|$)", metric) else 1
-        sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], by_name)
+        sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], display.direction(metric) or 1)
         if metric not in line:
             refuse(
                 f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "

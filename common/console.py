@@ -12,7 +12,6 @@ from common import counted, display, engine, in_one_line, log, optim, refuse
 from common.actor import BEST_FOLDER, Actor
 from common.checkpoint import Checkpoint
 from common.record import relative
-from common.run import Run
 
 
 def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
@@ -88,10 +87,6 @@ def describe_result(actor: Actor) -> list[str]:
     metrics = [name for name in (run.evaluations or [{}])[-1] if display.direction(name)]
     width = max(map(len, metrics), default=0)
     lines = [f"{name:{width}}  {display.progress_of(name, run.evaluations)}" for name in metrics]
-    # The last update of an epoch has few samples: its loss alone would say little.
-    is_whole_epoch = run.position is None and run.updates_seen % run.updates_per_epoch == 0
-    if is_whole_epoch and run.n_rows % run.train_batch_size:
-        lines.append(f"loss in the last epoch: {loss_of_epoch(run):.4g}")
     is_default = run.args.learning_rate == getattr(type(run.args), "learning_rate", None)
     if run.global_step <= 3 and is_default:
         lines.append(
@@ -109,16 +104,3 @@ def describe_result(actor: Actor) -> list[str]:
     kind = "CausalLM" if model.can_generate() else "SequenceClassification"
     folder = relative(run.output_dir / "actor")
     return [*lines, f'model   AutoModelFor{kind}.from_pretrained("{folder}")']
-
-
-def loss_of_epoch(run: Run) -> float:
-    """Returns the mean of the loss over the samples of the last epoch, from its log lines."""
-    total = samples = before = 0
-    for line in log.lines(run.output_dir):
-        if "loss" not in line:
-            continue
-        if line["epoch"] > run.epoch - 1:
-            total += line["loss"] * (line["samples"] - before)
-            samples += line["samples"] - before
-        before = line["samples"]
-    return total / samples

@@ -110,13 +110,14 @@ def progress_of(metric: str, evaluations: list[dict[str, float]]) -> str:
     if len(seen) == 1:
         return text.rstrip()
     first, step = seen[0]
-    earlier = [f"{first:.4g} at {step or 'the start'}"]
+    earlier = f"{first:.4g} at {step or 'the start'}"
     if sign := direction(metric):
         finite = [(value, step) for value, step in seen if math.isfinite(value)]
         best, step = max(finite or seen, key=lambda each: (sign * each[0], -each[1]))
-        is_now = step == evaluations[-1]["global_step"]
-        earlier.append("the best" if is_now else f"best {best:.4g} at {step or 'the start'}")
-    return f"{text} ({', '.join(earlier)})"
+        if step == evaluations[-1]["global_step"]:
+            return f"{text} the best ({earlier})"
+        earlier += f", best {best:.4g} at {step or 'the start'}"
+    return f"{text} ({earlier})"
 
 
 def describe_evaluation(evaluations: list[dict[str, float]], samples: list[dict]) -> list[str]:

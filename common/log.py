@@ -24,6 +24,11 @@ def lines(output_dir: Path) -> Iterator[dict]:
             yield from map(json.loads, file)
 
 
+def evaluations(output_dir: Path) -> list[dict]:
+    """Returns those of the lines that hold an evaluation."""
+    return [line for line in lines(output_dir) if "epoch" not in line]
+
+
 def open_trackers(
     accelerator: Accelerator, args, global_step: int, charts: dict[str, list[str]]
 ) -> "Board | None":

@@ -63,7 +63,7 @@ def write_card(folder: Path, args) -> None:
     if not (HERE / args.model_name_or_path).exists():  # a name on the hub
         header["base_model"] = model
     text = f"# {model}, trained by {recipe} on {', '.join(data)}\n"
-    evaluations = [line for line in log.lines(Path(args.output_dir)) if "epoch" not in line]
+    evaluations = log.evaluations(Path(args.output_dir))
     if evaluations:
         step = evaluations[-1].pop("global_step")
         rows = [f"| {name} | {value:.4g} |" for name, value in evaluations[-1].items()]

@@ -75,7 +75,7 @@ class Run(Progress):
         accelerator = self.accelerator
         if accelerator.is_main_process:
             self.board = log.open_trackers(accelerator, self.args, self.global_step, self.charts)
-            self.evaluations = [line for line in log.lines(self.output_dir) if "epoch" not in line]
+            self.evaluations = log.evaluations(self.output_dir)
         self.bar = display.Bar(self)
         self.speed.restart()
 
@@ -142,7 +142,8 @@ class Run(Progress):
     ) -> None:
         """Ends the run if a loss of the update is not finite; see `stopping.check_finite`.
 
-        It looks at the last micro-batch. Call it before `backward`, where DeepSpeed steps.
+        All losses are checked in the update's last micro-batch, so that the host waits for a GPU
+        once. Call it before `backward`, where DeepSpeed steps.
         """
         update.losses.append(stopping.Losses(data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
