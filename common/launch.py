@@ -15,7 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, distributed, engine, folders, log, record, refuse
+from common import arguments, distributed, engine, folders, in_one_line, log, record, refuse
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
@@ -139,10 +139,13 @@ def decide_folder(args, recipe: str) -> str:
     path = args.output_dir or own or folders.unused(Path("runs", recipe, now), separator="-")
     path = Path(path).absolute()  # a user's code may change the working directory
     # A folder named after the time must be new: another run may begin in the same instant.
-    path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
-    lock(path)
-    of_a_run = (log.METRICS, "checkpoints", "actors", "actor")
-    if path.resolve() != own and any((path / name).exists() for name in of_a_run):
+    try:
+        path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
+        lock(path)
+    except OSError as error:
+        refuse(f"--output_dir {path} cannot be written: {in_one_line(error)}")
+    written = [path / name for name in (log.METRICS, "checkpoints", "actors", "actor")]
+    if path.resolve() != own and any(each.exists() for each in written):
         refuse(
             f"--output_dir {path} already holds another run. Take another, "
             "or --resume auto to go on from its last checkpoint."

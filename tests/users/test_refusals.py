@@ -83,6 +83,8 @@ TABLE = [
     ("dpo", [*OWN, *TARGETS], ["--lora_target_modules ['q_proj']", "give --lora_r"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], ["'owner/never'", "connect"]),
     ("ppo", OWN, ["nothing scores the responses", "--reward_function"]),
+    # A file, where a folder is to be made.
+    ("dpo", [*OWN, "--output_dir", "mine.py/run"], ["mine.py/run cannot be written: "]),
     ("dpo", [*OWN, "--resume", "auto"], ["--resume auto does not say where", "give --output_dir"]),
 ]
 
