@@ -17,6 +17,7 @@ from common import adapters, arguments, counted, distributed, engine, folders, l
 from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
 from common.metrics import Means
 from common.run import Run
+from common.values import VALUES
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
@@ -118,6 +119,8 @@ class Checkpoint:
         only_trained = adapters.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
         accelerator.save_state(str(temporary / "engine"), exclude_frozen_parameters=only_trained)
 
+        if self.means.recorder is not None:
+            self.means.recorder.write()
         # The main process writes what all have alike; all help to collect it.
         others = {name: part.state() for name, part in self.others.items()}
         state = {
@@ -137,6 +140,9 @@ class Checkpoint:
             for name in LOGS:
                 if (self.run.output_dir / name).exists():
                     shutil.copyfile(self.run.output_dir / name, temporary / "logs" / name)
+            values = self.run.output_dir / VALUES
+            if values.exists():
+                shutil.copytree(values, temporary / "logs" / VALUES)
         self.actor.write_into(temporary)
         accelerator.wait_for_everyone()  # until each has written its files
 
@@ -287,6 +293,9 @@ class Checkpoint:
         copies = (path or self.folder) / "logs"  # without a checkpoint there are none
         same, _, _ = filecmp.cmpfiles(output_dir, copies, LOGS, shallow=False)
         changed = [output_dir / name for name in LOGS if name not in same]
+        # The values of samples are a folder: files that are written once.
+        files = [folders.describe_files(parent / VALUES) for parent in (output_dir, copies)]
+        changed += [output_dir / VALUES] * (files[0] != files[1])
         replaced = [file for file in changed if file.exists() or (copies / file.name).exists()]
         # The final actor has no step in its name. It stays only where the run had ended here and
         # does not go on (`--max_steps` may be higher now): the run then saves the same one again.
@@ -298,9 +307,11 @@ class Checkpoint:
             beyond.append(output_dir / "tensorboard")
         aside = [folders.set_aside(each) for each in [*beyond, *replaced] if each.exists()]
         for file in replaced:
-            if (copies / file.name).exists():
+            if (copies / file.name).is_dir():
+                shutil.copytree(copies / file.name, file)
+            elif (copies / file.name).exists():
                 shutil.copyfile(copies / file.name, file)
-                folders.flush(file)
+            folders.flush(*file.rglob("*"), *[file] * file.exists())
         folders.flush(output_dir)
         if aside:
             self.accelerator.print(f"set aside in {output_dir}: {', '.join(aside)}")

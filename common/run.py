@@ -18,6 +18,7 @@ from tqdm import tqdm
 from common import batches, engine, log, stopping
 from common.metrics import Flop, Speed
 from common.progress import Progress
+from common.values import VALUES, Recorder
 
 
 @dataclasses.dataclass
@@ -82,6 +83,18 @@ class Run(Progress):
             mininterval=0.5 if sys.stderr.isatty() else 10,
         )
         self.speed.restart()
+
+    def recorder(self, source: str) -> Recorder | None:
+        """Returns what records the values of a source's samples; None without `--values_steps`.
+
+        Args:
+            source: `train`, `rollout`, or the prefix of a held-out set's tags.
+        """
+        if not self.args.values_steps:
+            return None
+        every = self.every(self.args.values_steps)
+        place = self.accelerator.process_index
+        return Recorder(self, source.rstrip("/"), every, self.output_dir / VALUES, place)
 
     def timed(self, name: str):
         """Returns a context whose seconds are logged as `perf/<name>_seconds`, see `Speed`."""

@@ -1,0 +1,114 @@
+"""The values of single samples behind the logged means, which `--values_steps` records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+
+from common.progress import Progress
+
+# The folder in which a run records them, in parts that Parquet's readers take for one table.
+VALUES = "values.parquet"
+SAMPLES_OF_A_PART = 4096  # of a process; fewer before a checkpoint and at the end
+SCHEMA = pyarrow.schema(
+    [
+        ("global_step", pyarrow.int32()),
+        ("source", pyarrow.string()),
+        ("row", pyarrow.int32()),
+        ("response", pyarrow.int32()),
+        ("weight", pyarrow.float64()),
+    ]
+)
+
+
+class Recorder:
+    """Records the values of each sample of one source, for `Means`.
+
+    They stay on the device until their update is applied, so that no micro-batch waits for a GPU.
+
+    Args:
+        source: `train`; `rollout` in a recipe that samples; `eval` or `eval/<name>`.
+        every: the number of updates from one that is recorded to the next. An evaluation always is.
+        folder: where the parts are written.
+        process: the index of this process, which writes parts of its own.
+    """
+
+    def __init__(self, progress: Progress, source: str, every: int, folder: Path, process: int):
+        self.progress = progress
+        self.source = source
+        self.every = every
+        self.folder = folder
+        self.process = process
+        self.pending: list[tuple] = []  # micro-batches of an update that is not applied yet
+        self.tables: list[pyarrow.Table] = []  # of applied ones that are in no file yet
+
+    @torch.no_grad()
+    def add(
+        self,
+        values: dict[str, Any],
+        weights: torch.Tensor,
+        rows: Sequence[int],
+        responses: Sequence[int] | None = None,
+    ) -> None:
+        """Keeps each sample's values if the update of this micro-batch is due; see `Means.add`."""
+        if not self.source.startswith("eval") and (self.progress.global_step + 1) % self.every:
+            return
+        fields = []
+        columns = [weights.double()]
+        of_sample = (len(weights), -1)
+        for name, value in values.items():
+            one_each = (value, torch.ones_like(weights))
+            numbers, counts, *other = value if isinstance(value, tuple) else one_each
+            reduce = other[0] if other else "mean"
+            counts = counts.double().reshape(of_sample)
+            nothing = {"mean": 0.0, "min": math.inf, "max": -math.inf}[reduce]
+            kept = torch.where(counts > 0, numbers.double().reshape(of_sample), nothing)
+            mean = (kept * counts).sum(1) / counts.sum(1)
+            columns += [{"mean": mean, "min": kept.amin(1), "max": kept.amax(1)}[reduce]]
+            columns += [counts.sum(1)]
+            fields += [(name, reduce)]
+        self.pending.append((fields, torch.stack(columns), rows, responses or [None] * len(rows)))
+
+    def close_update(self, applied: bool) -> None:
+        """Keeps the values of an update that was applied, and drops those of a skipped one."""
+        pending, self.pending = self.pending, []
+        if not pending or not applied:
+            return
+        fields, numbers, rows, responses = zip(*pending)
+        weights, *values = torch.cat(numbers, 1).cpu().numpy()
+        schema = SCHEMA
+        columns = [[self.progress.global_step] * len(weights), [self.source] * len(weights)]
+        columns += [[number for part in parts for number in part] for parts in (rows, responses)]
+        columns += [weights]
+        for (name, reduce), means, counts in zip(fields[0], values[::2], values[1::2]):
+            described = pyarrow.field(name, pyarrow.float64(), metadata={"reduce": reduce})
+            schema = schema.append(described)
+            schema = schema.append(pyarrow.field(f"{name}:count", pyarrow.float64()))
+            columns += [pyarrow.array(means, mask=counts == 0), counts]
+        table = pyarrow.table(columns, schema=schema)
+        self.tables.append(table.filter(weights > 0))  # without padding rows
+        if sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
+            self.write()
+
+    def end_line(self) -> None:
+        """Writes what an evaluation has added, or what is left at the end of the run."""
+        self.close_update(applied=True)  # in training nothing is pending
+        if self.source.startswith("eval") or self.progress.finished:
+            self.write()
+
+    def write(self) -> None:
+        """Writes what is in no file yet as a part, which is whole or not there."""
+        tables, self.tables = self.tables, []
+        if any(map(len, tables)):
+            self.folder.mkdir(exist_ok=True)
+            source = self.source.replace("/", "-")
+            name = f"{self.progress.global_step:06d}-{source}-{self.process}.parquet"
+            table = pyarrow.concat_tables(tables, promote_options="default")
+            pyarrow.parquet.write_table(table, self.folder / f".{name}")
+            (self.folder / f".{name}").rename(self.folder / name)
