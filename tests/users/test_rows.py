@@ -1,0 +1,135 @@
+"""`preference-recipes rows`: which rows made the numbers of a run."""
+
+import json
+import math
+import re
+import shutil
+import statistics
+
+import pyarrow.parquet
+import pytest
+
+from preference_recipes.tools import rows
+from runs import launch, lines, recipe, refuses, short_run
+
+
+@pytest.fixture(scope="module")
+def run(inputs):
+    """Two epochs of 44 pairs, six updates each, every one of them recorded."""
+    return made(inputs, "beta-0.1", beta=0.1)
+
+
+def made(inputs, name: str, **settings):
+    sizes = dict(max_epochs=2, micro_train_batch_size=2, values_steps=1, learning_rate=0.01)
+    held_out = {"eval_dataset_name": inputs / "dpo.jsonl", "eval_steps": 6}
+    flags = short_run(inputs, "dpo", inputs / name, **sizes | held_out | settings)
+    launch([], recipe("dpo"), *flags)
+    return inputs / name
+
+
+def recorded(run, metric: str, source: str = "train") -> dict[int, list[float]]:
+    """By row, the values of a metric in the order of the updates."""
+    values: dict[int, list[float]] = {}
+    parts = [pyarrow.parquet.read_table(part) for part in run.glob("values.parquet/*")]
+    samples = [sample for part in parts for sample in part.to_pylist()]
+    for sample in sorted(samples, key=lambda sample: sample["global_step"]):
+        if sample["source"] == source:
+            values.setdefault(sample["row"], []).append(sample[metric])
+    return values
+
+
+def found(capsys, run, *words) -> list[int]:
+    """The numbers of the rows that the command prints."""
+    rows.main([str(run), *map(str, words)])
+    return [int(number) for number in re.findall(r"^row +(\d+)", capsys.readouterr().out, re.M)]
+
+
+@pytest.mark.parametrize(
+    "way, of_row",
+    [
+        ("--mean", statistics.fmean),
+        ("--last", lambda values: values[-1]),
+        ("--spread", statistics.pstdev),
+    ],
+)
+def test_rows_are_in_the_order_of_a_metric(capsys, run, way, of_row):
+    values = {row: of_row(each) for row, each in recorded(run, "rewards/margins").items()}
+    assert set(values) == set(range(1, 45))
+    expected = sorted(values, key=values.get)
+    words = ["--sort", "rewards/margins", way]
+    assert found(capsys, run, *words, "--top", 5) == expected[:-6:-1]
+    assert found(capsys, run, *words, "--top", 0.1, "--lowest") == expected[:5]
+
+
+def test_rows_of_an_evaluation(capsys, run):
+    values = recorded(run, "loss", "eval")
+    assert {len(of_row) for of_row in values.values()} == {3}  # before, at update 6, at the end
+    expected = max(values, key=lambda row: values[row][-1])
+    words = ["--sort", "loss", "--last", "--source", "eval"]
+    assert found(capsys, run, *words, "--top", 1) == [expected]
+
+
+def test_what_was_found_and_the_rest_are_the_data_again(capsys, inputs, run, tmp_path):
+    top = ["--sort", "loss", "--top", 7]
+    chosen = found(capsys, run, *top)
+    rows.main([str(run), *map(str, top), "--out", str(tmp_path / "flagged.jsonl")])
+    rows.main([str(run), *map(str, top), "--out", str(tmp_path / "rest.jsonl"), "--rest"])
+    flagged, rest, all_rows = (
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in (tmp_path / "flagged.jsonl", tmp_path / "rest.jsonl", inputs / "dpo.jsonl")
+    )
+    assert flagged == [row for number, row in enumerate(all_rows, 1) if number in chosen]
+    assert rest == [row for number, row in enumerate(all_rows, 1) if number not in chosen]
+
+
+def test_the_rows_of_an_update_are_known_without_a_record(capsys, run, tmp_path):
+    """In the second epoch. With a record those with most of the loss come first."""
+    unrecorded = shutil.copytree(run, tmp_path / "unrecorded")
+    shutil.rmtree(unrecorded / "values.parquet")
+    with_record = found(capsys, run, "--step", 9)
+    assert len(with_record) == 8
+    assert sorted(found(capsys, unrecorded, "--step", 9)) == sorted(with_record)
+    losses = {row: values[1] for row, values in recorded(run, "loss").items()}
+    assert with_record == sorted(with_record, key=losses.get, reverse=True)
+    rows.main([str(run), "--step", "9", "--top", "1"])
+    shown = capsys.readouterr().out
+    (line,) = [line for line in lines(run) if line["global_step"] == 9]
+    share = losses[with_record[0]] / (8 * line["loss"])
+    assert f"share {share:.4g}" in re.sub(" +", " ", shown) and "⟦" in shown
+
+
+def test_where_two_runs_differ_most_comes_first(capsys, inputs, run):
+    other = made(inputs, "beta-1", beta=1.0)
+    one, two = (recorded(each, "loss") for each in (run, other))
+    apart = {row: abs(statistics.fmean(one[row]) - statistics.fmean(two[row])) for row in one}
+    expected = sorted(apart, key=apart.get, reverse=True)[:6]
+    assert found(capsys, run, "--sort", "loss", "--compare", other, "--top", 6) == expected
+
+
+def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
+    unrecorded = shutil.copytree(run, tmp_path / "unrecorded")
+    shutil.rmtree(unrecorded / "values.parquet")
+    given = lambda *words: lambda: rows.main(list(map(str, words)))
+    refuses("--values_steps", call=given(unrecorded, "--sort", "loss"))
+    refuses("12 applied updates", call=given(unrecorded, "--step", 13))
+    refuses("--step 13: not recorded", ": 8, 9, 10, 11, 12", call=given(run, "--step", 13))
+    refuses("--sort los:", "loss, rewards/chosen", call=given(run, "--sort", "los"))
+    refuses("no environment.json", call=given(inputs, "--step", 1))
+    edited = shutil.copytree(run, tmp_path / "edited")
+    data = inputs / "dpo.jsonl"
+    record = json.loads((edited / "environment.json").read_text())
+    assert record[-1]["data_files"][str(data)]
+    record[-1]["data_files"][str(data)] += 1
+    (edited / "environment.json").write_text(json.dumps(record))
+    refuses(data, "has changed", call=given(edited, "--sort", "loss"))
+    refuses("read other data", call=given(edited, "--sort", "loss", "--compare", run))
+
+
+def test_a_part_is_written_when_enough_samples_wait(inputs, run, monkeypatch):
+    """So that a long run does not keep them in memory."""
+    from common import values
+
+    assert math.ceil(88 / values.SAMPLES_OF_A_PART) == 1
+    assert [part.name for part in sorted(run.glob("values.parquet/*train*"))] == [
+        "000012-train-0.parquet"
+    ]
