@@ -4,9 +4,11 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
+from accelerate.utils import gather_object
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -34,3 +36,19 @@ def open_trackers(
             names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
             multiline[title] = ["Multiline", [f"(eval/([^/]+/)?)?({names})$"]]
         board.writer.add_custom_scalars({"key metrics": multiline})
+
+
+def add_histograms(
+    accelerator: Accelerator, source: str, values: dict[str, np.ndarray], global_step: int
+) -> None:
+    """Shows the values of samples in TensorBoard, under tags such as `samples/train/loss`.
+
+    All processes must call it.
+    """
+    of_processes = gather_object([values])
+    boards = [tracker for tracker in accelerator.trackers if tracker.name == "tensorboard"]
+    for name in values if boards else ():
+        of_all = np.concatenate([of_process[name] for of_process in of_processes])
+        if np.isfinite(of_all).any():
+            shown = of_all[np.isfinite(of_all)]
+            boards[0].writer.add_histogram(f"samples/{source}/{name}", shown, global_step)

@@ -116,24 +116,18 @@ class Means:
         self.open = Sums(accelerator)
         self.last_update: dict[str, float] = {}
 
-    def add(
-        self,
-        values: dict[str, Any],
-        weights: torch.Tensor,
-        data_rows: Sequence[int] | None = None,
-        responses: Sequence[int] | None = None,
-    ) -> None:
+    def add(self, values: dict[str, Any], weights: torch.Tensor, *numbers: Sequence[int]) -> None:
         """Adds values of the samples of a micro-batch.
 
         Args:
             values: by tag, `[samples]`. Or a tuple `(values, counts)` of any one shape, such as
                 log-probs and a mask; or `(values, counts, "max")`, or "min", to log no mean.
             weights: `[samples]`, 0 for a padding row.
-            data_rows, responses: for the recorder, the number of each sample's row in the data file
-                and, where responses are sampled, of the response to it; both from 1.
+            numbers: of each sample's row in the data file and, where responses are sampled, of the
+                response to it, both from 1; the recorder needs them.
         """
         if self.recorder is not None:
-            self.recorder.add(values, weights, data_rows, responses)
+            self.recorder.add(values, weights, *numbers)
         for name, value in values.items():
             if isinstance(value, tuple):
                 value, counts, *reduce = value

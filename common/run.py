@@ -85,16 +85,12 @@ class Run(Progress):
         self.speed.restart()
 
     def recorder(self, source: str) -> Recorder | None:
-        """Returns what records the values of a source's samples; None without `--values_steps`.
-
-        Args:
-            source: `train`, `rollout`, or the prefix of a held-out set's tags.
-        """
+        """Returns what records the values of a source, such as `eval/`; None: nothing does."""
         if not self.args.values_steps:
             return None
         every = self.every(self.args.values_steps)
-        place = self.accelerator.process_index
-        return Recorder(self, source.rstrip("/"), every, self.output_dir / VALUES, place)
+        folder = self.output_dir / VALUES
+        return Recorder(self, source.rstrip("/"), every, folder, self.accelerator)
 
     def timed(self, name: str):
         """Returns a context whose seconds are logged as `perf/<name>_seconds`, see `Speed`."""

@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import torch
+from accelerate import Accelerator
 
+from common import log
 from common.progress import Progress
 
 # The folder in which a run records them, in parts that Parquet's readers take for one table.
 VALUES = "values.parquet"
 SAMPLES_OF_A_PART = 4096  # of a process; fewer before a checkpoint and at the end
-SCHEMA = pyarrow.schema(
-    [
-        ("global_step", pyarrow.int32()),
-        ("source", pyarrow.string()),
-        ("row", pyarrow.int32()),
-        ("response", pyarrow.int32()),
-        ("weight", pyarrow.float64()),
-    ]
-)
+INTEGER, TEXT, NUMBER = pyarrow.int32(), pyarrow.string(), pyarrow.float64()
+SCHEMA = {"global_step": INTEGER, "source": TEXT, "row": INTEGER, "response": INTEGER}
 
 
+@dataclasses.dataclass
 class Recorder:
     """Records the values of each sample of one source, for `Means`.
 
     They stay on the device until their update is applied, so that no micro-batch waits for a GPU.
-
-    Args:
-        source: `train`; `rollout` in a recipe that samples; `eval` or `eval/<name>`.
-        every: the number of updates from one that is recorded to the next. An evaluation always is.
-        folder: where the parts are written.
-        process: the index of this process, which writes parts of its own.
     """
 
-    def __init__(self, progress: Progress, source: str, every: int, folder: Path, process: int):
-        self.progress = progress
-        self.source = source
-        self.every = every
-        self.folder = folder
-        self.process = process
-        self.pending: list[tuple] = []  # micro-batches of an update that is not applied yet
-        self.tables: list[pyarrow.Table] = []  # of applied ones that are in no file yet
+    progress: Progress
+    source: str  # `train`; `rollout` in a recipe that samples; `eval` or `eval/<name>`
+    every: int  # updates from one that is recorded to the next; an evaluation always is
+    folder: Path  # of the parts
+    accelerator: Accelerator
+    # Micro-batches of an update that is not applied yet, and tables that are in no part yet.
+    pending: list[tuple] = dataclasses.field(default_factory=list)
+    tables: list[pyarrow.Table] = dataclasses.field(default_factory=list)
 
     @torch.no_grad()
-    def add(
-        self,
-        values: dict[str, Any],
-        weights: torch.Tensor,
-        rows: Sequence[int],
-        responses: Sequence[int] | None = None,
-    ) -> None:
+    def add(self, values: dict, weights: torch.Tensor, rows: list, responses=None) -> None:
         """Keeps each sample's values if the update of this micro-batch is due; see `Means.add`."""
         if not self.source.startswith("eval") and (self.progress.global_step + 1) % self.every:
             return
@@ -82,15 +65,17 @@ class Recorder:
             return
         fields, numbers, rows, responses = zip(*pending)
         weights, *values = torch.cat(numbers, 1).cpu().numpy()
-        schema = SCHEMA
+        counted = {}
+        schema = pyarrow.schema({**SCHEMA, "weight": NUMBER})
         columns = [[self.progress.global_step] * len(weights), [self.source] * len(weights)]
         columns += [[number for part in parts for number in part] for parts in (rows, responses)]
         columns += [weights]
         for (name, reduce), means, counts in zip(fields[0], values[::2], values[1::2]):
-            described = pyarrow.field(name, pyarrow.float64(), metadata={"reduce": reduce})
-            schema = schema.append(described)
-            schema = schema.append(pyarrow.field(f"{name}:count", pyarrow.float64()))
+            schema = schema.append(pyarrow.field(name, NUMBER, metadata={"reduce": reduce}))
+            schema = schema.append(pyarrow.field(f"{name}:count", NUMBER))
             columns += [pyarrow.array(means, mask=counts == 0), counts]
+            counted[name] = means[(counts > 0) & (weights > 0)]
+        log.add_histograms(self.accelerator, self.source, counted, self.progress.global_step)
         table = pyarrow.table(columns, schema=schema)
         self.tables.append(table.filter(weights > 0))  # without padding rows
         if sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
@@ -108,7 +93,8 @@ class Recorder:
         if any(map(len, tables)):
             self.folder.mkdir(exist_ok=True)
             source = self.source.replace("/", "-")
-            name = f"{self.progress.global_step:06d}-{source}-{self.process}.parquet"
+            process = self.accelerator.process_index  # each writes parts of its own
+            name = f"{self.progress.global_step:06d}-{source}-{process}.parquet"
             table = pyarrow.concat_tables(tables, promote_options="default")
             pyarrow.parquet.write_table(table, self.folder / f".{name}")
             (self.folder / f".{name}").rename(self.folder / name)

@@ -37,30 +37,31 @@ COUNT = ":count"  # after the name of a metric, in the name of the column that c
 
 
 # ============================================================ what a run has recorded
-def read(run: Path, source: str | None, metric: str | None = None) -> pyarrow.Table:
+def read(run: Path, source: str | None, metrics: list[str] | None = None) -> pyarrow.Table:
     """Returns the recorded values of a run, in the order of its updates.
 
     Args:
         source: None: that of training.
-        metric: the one that is wanted; None: all.
+        metrics: those that are wanted; None: all.
     """
     parts = sorted((run / VALUES).glob("*.parquet"))
     if not parts:
         sys.exit(f"{run} has no recorded values: its run needs --values_steps")
-    names = ["global_step", "source", "row", "response", "weight", metric, f"{metric}{COUNT}"]
+    names = ["global_step", "source", "row", "response", "weight"]
+    names += [f"{name}{suffix}" for name in metrics or [] for suffix in ("", COUNT)]
     tables = []
     for part in parts:
         # Names that a part lacks are passed over.
-        table = pyarrow.parquet.ParquetFile(part).read(None if metric is None else names)
+        table = pyarrow.parquet.ParquetFile(part).read(names if metrics else None)
         of_training = pc.invert(pc.starts_with(table["source"], "eval"))
         tables.append(table.filter(pc.equal(table["source"], source) if source else of_training))
     table = pyarrow.concat_tables(tables, promote_options="default").sort_by("global_step")
     if not len(table):
         sys.exit(f"{run} has recorded nothing of {source or 'training'}")
-    if metric is not None and metric not in table.column_names:
-        names = [name for name in pyarrow.parquet.read_schema(parts[-1]).names if COUNT in name]
-        there_are = ", ".join(name.removesuffix(COUNT) for name in names)
-        sys.exit(f"--sort {metric}: not recorded in {run}; there are {there_are}")
+    for name in set(metrics or []).difference(table.column_names):
+        found = [name for name in pyarrow.parquet.read_schema(parts[-1]).names if COUNT in name]
+        there_are = ", ".join(name.removesuffix(COUNT) for name in found)
+        sys.exit(f"--sort {name}: not recorded in {run}; there are {there_are}")
     return table
 
 
@@ -68,10 +69,18 @@ def by_row(run: Path, source: str | None, metric: str, way: str) -> tuple[np.nda
     """Returns the numbers of rows, and a metric of each over the run: `mean`, `last` or `spread`.
 
     What a row has in one update, such as several responses, counts as one value: their mean.
+
+    Args:
+        metric: also the difference of two, such as `logps/chosen - logps/rejected`.
     """
-    table = read(run, source, metric)
-    weights = table["weight"].to_numpy() * table[metric + COUNT].fill_null(0.0).to_numpy()
-    values = np.where(weights > 0, table[metric].fill_null(0.0).to_numpy(), 0.0)
+    first, *others = metric.split(" - ")
+    table = read(run, source, [first, *others])
+    weights = table["weight"].to_numpy() * table[first + COUNT].fill_null(0.0).to_numpy()
+    column = table[first]
+    for other in others:
+        column = pc.subtract(column, table[other])  # null where one of them is
+    weights = np.where(column.is_null().to_numpy(), 0.0, weights)
+    values = column.fill_null(0.0).to_numpy()
     rows, steps = table["row"].to_numpy(), table["global_step"].to_numpy()
     order = np.lexsort((steps, rows))
     order = order[weights[order] > 0]
@@ -219,7 +228,9 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     parser.add_argument("run", type=path, help="a run's --output_dir")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--step", type=int, help="the global_step of an update or an evaluation")
-    task.add_argument("--sort", metavar="METRIC", help="as log lines name it, without eval/")
+    task.add_argument(
+        "--sort", metavar="METRIC", help="as log lines name it, without eval/; or A - B"
+    )
     for way in ("mean", "last", "spread"):
         settings = dict(action="store_const", dest="way", const=way, default="mean")
         parser.add_argument(f"--{way}", help="of its values over the run", **settings)

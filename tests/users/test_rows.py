@@ -1,5 +1,6 @@
 """`preference-recipes rows`: which rows made the numbers of a run."""
 
+import itertools
 import json
 import math
 import re
@@ -8,7 +9,11 @@ import statistics
 
 import pyarrow.parquet
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common import values
+from common.progress import Progress
 from preference_recipes.tools import rows
 from runs import launch, lines, recipe, refuses, short_run
 
@@ -16,7 +21,7 @@ from runs import launch, lines, recipe, refuses, short_run
 @pytest.fixture(scope="module")
 def run(inputs):
     """Two epochs of 44 pairs, six updates each, every one of them recorded."""
-    return made(inputs, "beta-0.1", beta=0.1)
+    return made(inputs, "beta-0.1", beta=0.1, report_to="tensorboard")
 
 
 def made(inputs, name: str, **settings):
@@ -29,13 +34,13 @@ def made(inputs, name: str, **settings):
 
 def recorded(run, metric: str, source: str = "train") -> dict[int, list[float]]:
     """By row, the values of a metric in the order of the updates."""
-    values: dict[int, list[float]] = {}
+    by_row: dict[int, list[float]] = {}
     parts = [pyarrow.parquet.read_table(part) for part in run.glob("values.parquet/*")]
     samples = [sample for part in parts for sample in part.to_pylist()]
     for sample in sorted(samples, key=lambda sample: sample["global_step"]):
         if sample["source"] == source:
-            values.setdefault(sample["row"], []).append(sample[metric])
-    return values
+            by_row.setdefault(sample["row"], []).append(sample[metric])
+    return by_row
 
 
 def found(capsys, run, *words) -> list[int]:
@@ -59,6 +64,13 @@ def test_rows_are_in_the_order_of_a_metric(capsys, run, way, of_row):
     words = ["--sort", "rewards/margins", way]
     assert found(capsys, run, *words, "--top", 5) == expected[:-6:-1]
     assert found(capsys, run, *words, "--top", 0.1, "--lowest") == expected[:5]
+
+
+def test_rows_are_in_the_order_of_a_difference(capsys, run):
+    chosen, rejected = recorded(run, "logps/chosen"), recorded(run, "logps/rejected")
+    apart = {row: sum(chosen[row]) - sum(rejected[row]) for row in chosen}
+    words = ["--sort", "logps/chosen - logps/rejected", "--lowest", "--top", 6]
+    assert found(capsys, run, *words) == sorted(apart, key=apart.get)[:6]
 
 
 def test_rows_of_an_evaluation(capsys, run):
@@ -125,11 +137,26 @@ def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
     refuses("read other data", call=given(edited, "--sort", "loss", "--compare", run))
 
 
-def test_a_part_is_written_when_enough_samples_wait(inputs, run, monkeypatch):
-    """So that a long run does not keep them in memory."""
-    from common import values
+def test_tensorboard_has_histograms_of_what_is_recorded(run):
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0})
+    board.Reload()
+    for source, n_samples, steps in [("train", 8, range(1, 13)), ("eval", 44, [0, 6, 12])]:
+        by_row = recorded(run, "logps/chosen", source)
+        shown = board.Histograms(f"samples/{source}/logps/chosen")
+        assert [event.step for event in shown] == list(steps)
+        assert {event.histogram_value.num for event in shown} <= {n_samples, 4}
+        total = math.fsum(event.histogram_value.sum for event in shown)
+        assert total == pytest.approx(math.fsum(itertools.chain(*by_row.values())), rel=1e-9)
 
-    assert math.ceil(88 / values.SAMPLES_OF_A_PART) == 1
-    assert [part.name for part in sorted(run.glob("values.parquet/*train*"))] == [
-        "000012-train-0.parquet"
-    ]
+
+def test_a_part_is_written_when_enough_samples_wait(tmp_path, monkeypatch, accelerator):
+    """So that a long run does not keep them in memory."""
+    monkeypatch.setattr(values, "SAMPLES_OF_A_PART", 10)
+    progress = Progress(100, 4, 1, 0)
+    recorder = values.Recorder(progress, "train", 1, tmp_path / "values", accelerator)
+    for _ in range(7):
+        recorder.add({"loss": torch.ones(4)}, torch.ones(4), [1, 2, 3, 4])
+        progress.update_done(True, 4, 1)
+        recorder.close_update(True)
+    names = sorted(part.name for part in (tmp_path / "values").iterdir())
+    assert names == ["000003-train-0.parquet", "000006-train-0.parquet"]
