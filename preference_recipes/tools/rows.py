@@ -7,8 +7,9 @@
 
 RUN is a run's `--output_dir`. `--step` shows the rows of an update as `--preview` does: those with
 the largest share of its loss first, if the run recorded values (`--values_steps`). `--sort` needs
-recorded values, and orders rows by one of them over the whole run. `--out` writes the rows that it
-found as data again, and with `--rest` all rows but those.
+recorded values, and orders rows by one of them over the whole run: by its `--mean` (the default),
+its `--last` value or their `--spread`. `--out` writes the rows that it found as data again, and
+with `--rest` all rows but those.
 """
 
 from __future__ import annotations
@@ -172,10 +173,11 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
             sys.exit(f"--step {step}: not recorded; the last that were: {last}")
         samples = of_step.drop(["global_step", "source"]).to_pylist()
         for sample in samples:
-            sample["share"] = (sample["loss"] or 0.0) * sample["weight"] * sample["loss" + COUNT]
-        whole = sum(sample["share"] for sample in samples)
-        samples = [{**sample, "share": sample["share"] / whole} for sample in samples]
-        samples.sort(key=lambda sample: -sample["share"])
+            counts = sample["weight"] * (sample.get("loss" + COUNT) or 0.0)
+            sample["share of loss"] = (sample.get("loss") or 0.0) * counts
+        whole = sum(abs(sample["share of loss"]) for sample in samples) or 1.0
+        samples = [{**each, "share of loss": each["share of loss"] / whole} for each in samples]
+        samples.sort(key=lambda sample: -abs(sample["share of loss"]))
     args, data = as_read(run, settings)
     if not samples:
         samples = [{"row": row} for row in rows_of_update(run, step, args, data)]
@@ -231,9 +233,8 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     task.add_argument(
         "--sort", metavar="METRIC", help="as log lines name it, without eval/; or A - B"
     )
-    for way in ("mean", "last", "spread"):
-        settings = dict(action="store_const", dest="way", const=way, default="mean")
-        parser.add_argument(f"--{way}", help="of its values over the run", **settings)
+    for flag in ("--mean", "--last", "--spread"):
+        parser.add_argument(flag, dest="way", action="store_const", const=flag[2:], default="mean")
     parser.add_argument("--lowest", action="store_true", help="the lowest first")
     parser.add_argument("--top", type=float, default=20, help="rows; below 1: a share of all")
     parser.add_argument("--source", help="eval or eval/NAME; default: what was trained on")

@@ -107,7 +107,7 @@ def test_the_rows_of_an_update_are_known_without_a_record(capsys, run, tmp_path)
     shown = capsys.readouterr().out
     (line,) = [line for line in lines(run) if line["global_step"] == 9]
     share = losses[with_record[0]] / (8 * line["loss"])
-    assert f"share {share:.4g}" in re.sub(" +", " ", shown) and "⟦" in shown
+    assert f"share of loss {share:.4g}" in re.sub(" +", " ", shown) and "⟦" in shown
 
 
 def test_where_two_runs_differ_most_comes_first(capsys, inputs, run):
