@@ -117,6 +117,9 @@ class SavingArgs:
     values_steps: float = arg(
         0, "updates between records of each sample's values (docs/rows.md); 0: none", at_least=0
     )
+    values_tokens: bool = arg(
+        False, "record the log-prob of each trained token, too", only_with="values_steps"
+    )
     report_to: list[str] = arg(["tensorboard"], "names of accelerate's trackers; or none")
 
 

@@ -36,6 +36,13 @@ class Recorder:
     # Micro-batches of an update that is not applied yet, and tables that are in no part yet.
     pending: list[tuple] = dataclasses.field(default_factory=list)
     tables: list[pyarrow.Table] = dataclasses.field(default_factory=list)
+    # With `--values_tokens`, of the last forward pass in training: log-probs and their mask.
+    logps: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def keep_logps(self, model, inputs, output) -> None:
+        """Notes the log-probs of a forward pass, `[answers, tokens]`; a hook of the model."""
+        if torch.is_grad_enabled() and isinstance(output, dict):
+            self.logps = (output["logps"].detach(), inputs[0]["mask"])
 
     @torch.no_grad()
     def add(self, values: dict, weights: torch.Tensor, rows: list, responses=None) -> None:
@@ -56,14 +63,15 @@ class Recorder:
             columns += [{"mean": mean, "min": kept.amin(1), "max": kept.amax(1)}[reduce]]
             columns += [counts.sum(1)]
             fields += [(name, reduce)]
-        self.pending.append((fields, torch.stack(columns), rows, responses or [None] * len(rows)))
+        responses = responses or [None] * len(rows)
+        self.pending.append((fields, torch.stack(columns), rows, responses, self.logps))
 
     def close_update(self, applied: bool) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one."""
         pending, self.pending = self.pending, []
         if not pending or not applied:
             return
-        fields, numbers, rows, responses = zip(*pending)
+        fields, numbers, rows, responses, logps = zip(*pending)
         weights, *values = torch.cat(numbers, 1).cpu().numpy()
         counted = {}
         schema = pyarrow.schema({**SCHEMA, "weight": NUMBER})
@@ -75,6 +83,10 @@ class Recorder:
             schema = schema.append(pyarrow.field(f"{name}:count", NUMBER))
             columns += [pyarrow.array(means, mask=counts == 0), counts]
             counted[name] = means[(counts > 0) & (weights > 0)]
+        if self.logps is not None:
+            schema = schema.append(pyarrow.field("logps", pyarrow.list_(pyarrow.float32())))
+            parts = [by_sample(each, len(some)) for each, some in zip(logps, rows)]
+            columns += [[sample for part in parts for sample in part]]
         log.add_histograms(self.accelerator, self.source, counted, self.progress.global_step)
         table = pyarrow.table(columns, schema=schema)
         self.tables.append(table.filter(weights > 0))  # without padding rows
@@ -98,3 +110,13 @@ class Recorder:
             table = pyarrow.concat_tables(tables, promote_options="default")
             pyarrow.parquet.write_table(table, self.folder / f".{name}")
             (self.folder / f".{name}").rename(self.folder / name)
+
+
+def by_sample(of_answers: tuple, n_samples: int) -> list[list[float]]:
+    """Returns the log-probs of each sample's tokens that count: in a pair, chosen then rejected.
+
+    Args:
+        of_answers: log-probs and their mask, `[answers, tokens]`.
+    """
+    kept = [logps[mask.bool()] for logps, mask in zip(*(each.cpu() for each in of_answers))]
+    return [torch.cat(kept[place::n_samples]).tolist() for place in range(n_samples)]

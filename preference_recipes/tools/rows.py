@@ -190,6 +190,16 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
         print(f"\nrow {row}")
         values = data.converter.convert_row(given[row], row - 1)
         print("\n".join(preview.describe_row(given[row], values, data.converter)))
+        logps = np.array(sample.pop("logps", None) or [])
+        trained = [
+            token
+            for part in preview.sequences_of(values)
+            for token, is_trained in zip(part.ids, part.is_trained)
+            if is_trained
+        ]
+        if 0 < len(logps) == len(trained):  # not of responses, nor of a row of several sequences
+            least = preview.Sequence("", [trained[k] for k in np.argsort(logps)[:5]], [True] * 5)
+            print(f"  least probable           {preview.marked(least, data.converter.tokenizer)}")
         for name, value in sample.items():
             if COUNT not in name and value is not None:
                 print(f"  {name:24} {value:.4g}")

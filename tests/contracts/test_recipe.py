@@ -123,8 +123,7 @@ def test_packed(bench):
     """An update is the same with prompts shared, which all other runs have off."""
     if not bench.has("share_prompts"):
         pytest.skip("the recipe has no --share_prompts")
-    changes: Changes = {"share_prompts": True, "micro_train_batch_size": 4, **runs.SAVED_AT_END}
-    same_run(bench, "--share_prompts", bench.run("packed", **changes))
+    same_run(bench, "--share_prompts", runs.packed(bench))
 
 
 def same_run(bench: Bench, what: str, found: Finished) -> None:
@@ -236,6 +235,8 @@ def test_values(bench):
     made = {"one process": runs.one_process(bench), "padding rows": runs.two_processes(bench)}
     engines = ["zero3"] if bench.quick else runs.ENGINES
     made |= {name: runs.on_engine(bench, name) for name in engines}
+    if bench.has("share_prompts"):
+        made["shared prompts"] = runs.packed(bench)
     made["lines of 4 updates"] = runs.uninterrupted(bench)
     made["overflows"] = runs.at_scale(bench, runs.HIGH_SCALE)
     for name, run in made.items():

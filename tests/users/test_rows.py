@@ -21,7 +21,8 @@ from runs import launch, lines, recipe, refuses, short_run
 @pytest.fixture(scope="module")
 def run(inputs):
     """Two epochs of 44 pairs, six updates each, every one of them recorded."""
-    return made(inputs, "beta-0.1", beta=0.1, report_to="tensorboard")
+    settings = dict(beta=0.1, report_to="tensorboard", values_tokens=True)
+    return made(inputs, "beta-0.1", **settings)
 
 
 def made(inputs, name: str, **settings):
@@ -108,6 +109,22 @@ def test_the_rows_of_an_update_are_known_without_a_record(capsys, run, tmp_path)
     (line,) = [line for line in lines(run) if line["global_step"] == 9]
     share = losses[with_record[0]] / (8 * line["loss"])
     assert f"share of loss {share:.4g}" in re.sub(" +", " ", shown) and "⟦" in shown
+
+
+def test_the_log_probs_of_tokens_add_up_to_those_of_answers(capsys, run):
+    """Those of the chosen answer first; the least probable tokens are named."""
+    tokens, chosen, rejected = (
+        recorded(run, name) for name in ("logps", "logps/chosen", "logps/rejected")
+    )
+    for row, lists in tokens.items():
+        for logps, *sums in zip(lists, chosen[row], rejected[row]):
+            assert sum(logps) == pytest.approx(sum(sums), rel=1e-5)
+            first = [math.fsum(logps[:end]) for end in range(len(logps) + 1)]
+            assert min(abs(each - sums[0]) for each in first) < 1e-4
+    rows.main([str(run), "--step", "9", "--top", "1"])
+    shown = capsys.readouterr().out
+    (line,) = re.findall(r"least probable +(.*)", shown)
+    assert line.count("\u27e6") == 5
 
 
 def test_where_two_runs_differ_most_comes_first(capsys, inputs, run):

@@ -65,6 +65,7 @@ TINY_RUN = {
     "save_actor_limit": 0,
     "report_to": "none",
     "values_steps": 1,
+    "values_tokens": True,
     "rollout_batch_size": ROLLOUT,
     "n_samples_per_prompt": RESPONSES,
     "generate_batch_size": 16,
