@@ -113,10 +113,6 @@ class Recorder:
 
 
 def by_sample(of_answers: tuple, n_samples: int) -> list[list[float]]:
-    """Returns the log-probs of each sample's tokens that count: in a pair, chosen then rejected.
-
-    Args:
-        of_answers: log-probs and their mask, `[answers, tokens]`.
-    """
+    """Returns the log-probs of each sample's tokens that count: in a pair, chosen then rejected."""
     kept = [logps[mask.bool()] for logps, mask in zip(*(each.cpu() for each in of_answers))]
     return [torch.cat(kept[place::n_samples]).tolist() for place in range(n_samples)]
