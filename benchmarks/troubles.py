@@ -72,8 +72,8 @@ TROUBLES = {
         flags={**PAIRS, "micro_train_batch_size": 2},
         wrong={},
         fault={
-            "            means.add(values, weights)\n            run": (
-                "            means.add(values, weights * (rows is update.micro_batches[-1].rows))\n"
+            'means.add(values, weights, columns["row"])\n            run': (
+                "means.add(values, weights * (rows is update.micro_batches[-1].rows))\n"
                 "            run"
             )
         },
@@ -86,8 +86,8 @@ TROUBLES = {
         wrong={},
         fault={
             "update.divisor / update.n_samples": "update.divisor * 8 / update.n_samples",
-            "            means.add(values, weights)\n            run": (
-                "            means.add({**values, 'loss': values['loss'] * 8}, weights)\n            run"
+            'means.add(values, weights, columns["row"])\n            run': (
+                "means.add({**values, 'loss': values['loss'] * 8}, weights)\n            run"
             ),
         },
     ),

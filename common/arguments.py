@@ -136,6 +136,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         parser.error(f"--push_to_hub {args.push_to_hub}: expected a name, such as me/my-model")
     if args.stop_after and not (args.keep_best and args.eval_steps):
         parser.error(f"--stop_after {args.stop_after} needs --keep_best and --eval_steps")
+    if args.values_steps and len(args.dataset_name) > 1:
+        parser.error("--values_steps names rows by number: join the files of --dataset_name to one")
     refuse_unused(args)
     return args
 

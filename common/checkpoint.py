@@ -15,6 +15,7 @@ from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
 from common.arguments import MAY_CHANGE
 from common.metrics import Means
 from common.run import Run
+from common.values import VALUES
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
@@ -57,6 +58,8 @@ class Checkpoint:
         self.scheduler = scheduler
         self.means = means
         self.others = others
+        if means.recorder is not None and run.args.values_tokens:
+            actor.unwrapped.register_forward_hook(means.recorder.keep_logps)
         self.is_deepspeed = engine.zero_stage(run.accelerator) > 0
         self.folder = run.output_dir / "checkpoints"
         # `global_step` of the run's own last checkpoint in its folder; None: none yet.
@@ -115,6 +118,8 @@ class Checkpoint:
         only_trained = adapters.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
         accelerator.save_state(str(temporary / "engine"), exclude_frozen_parameters=only_trained)
 
+        if self.means.recorder is not None:
+            self.means.recorder.write()
         # The main process writes what all have alike; all help to collect it.
         others = {name: part.state() for name, part in self.others.items()}
         state = {
@@ -130,6 +135,9 @@ class Checkpoint:
             for name, content in others.items():
                 torch.save(content, temporary / f"{name}.pt")
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+            values = self.run.output_dir / VALUES
+            if values.exists():
+                shutil.copytree(values, temporary / "logs" / VALUES)
         self.actor.write_into(temporary)
         accelerator.wait_for_everyone()  # until each has written its files
 
@@ -142,7 +150,7 @@ class Checkpoint:
         if accelerator.is_main_process:
             manifest = {name: entry for share in shares for name, entry in share.items()}
             earlier = [None, *folders.by_step(self.folder)][-1]
-            (temporary / "logs").mkdir()
+            (temporary / "logs").mkdir(exist_ok=True)
             for name in LOGS:
                 if (self.run.output_dir / name).exists():
                     manifest |= folders.copy_log(self.run.output_dir / name, temporary, earlier)
@@ -286,6 +294,10 @@ class Checkpoint:
         saved = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
         found = {file: folders.describe(file) if file.exists() else [0, 0] for file in saved}
         replaced = [file for file in saved if folders.describe(*saved[file]) != found[file]]
+        # The values of samples are a folder: files that are written once.
+        values = output_dir / VALUES
+        if folders.describe_files(values) != folders.describe_files(copies / VALUES):
+            replaced.append(values)
         # The final actor has no step in its name. It stays only where the run had ended here and
         # does not go on (`--max_steps` may be higher now): the run then saves the same one again.
         if beyond or replaced or not self.run.finished:
@@ -296,7 +308,10 @@ class Checkpoint:
             beyond.append(output_dir / "tensorboard")
         aside = [folders.set_aside(each) for each in [*beyond, *replaced] if each.exists()]
         for file in replaced:
-            if saved[file]:
+            if file == values and (copies / VALUES).exists():
+                shutil.copytree(copies / VALUES, values)
+                folders.flush(*values.iterdir(), values)
+            elif saved.get(file):
                 with open(file, "xb") as log_file:
                     log_file.writelines(folders.blocks(*saved[file]))
                 folders.flush(file)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -99,6 +100,13 @@ class Board:
         """Shows values as indented JSON."""
         text = json.dumps(values, indent=1, ensure_ascii=False)
         self.writer("").add_text(tag, "    " + text.replace("\n", "\n    "), step)
+
+    def add_histograms(self, source: str, values: dict[str, np.ndarray], step: int) -> None:
+        """Shows how the values of samples are distributed, under tags such as `samples/loss`."""
+        for name, numbers in values.items():
+            if (finite := numbers[np.isfinite(numbers)]).size:
+                folder = source if source.startswith("eval") else ""
+                self.writer(folder).add_histogram(f"samples/{name}", finite, step)
 
     def finish(self) -> None:
         """Closes the writers."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
 from common.progress import Progress
+from common.values import Recorder
 
 Reduce = Literal["mean", "min", "max"]
 
@@ -100,24 +102,32 @@ class Means:
 
     `add` fills `pending`. An update that is applied moves it to `open`, of which `reduce` makes a
     line. An evaluation has a `Means` of its own: it adds, and reduces.
+
+    Args:
+        recorder: writes down the values of each sample, see `Run.recorder`; None: nothing does.
     """
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator, recorder: Recorder | None = None):
         self.accelerator = accelerator
+        self.recorder = recorder
         self.pending = Sums(accelerator)  # of the current update; dropped if it is skipped
         # A checkpoint holds these: of the updates applied since the last line, and values of the
         # last applied update alone.
         self.open = Sums(accelerator)
         self.last_update: dict[str, float] = {}
 
-    def add(self, values: dict[str, Any], weights: torch.Tensor) -> None:
+    def add(self, values: dict[str, Any], weights: torch.Tensor, *numbers: Sequence[int]) -> None:
         """Adds values of the samples of a micro-batch.
 
         Args:
             values: by tag, `[samples]`. Or a tuple `(values, counts)` of any one shape, such as
                 log-probs and a mask; or `(values, counts, "max")`, or "min", to log no mean.
             weights: `[samples]`, 0 for a padding row.
+            numbers: of each sample's row in the data file and, where responses are sampled, of the
+                response to it, both from 1; the recorder needs them.
         """
+        if self.recorder is not None:
+            self.recorder.add(values, weights, *numbers)
         for name, value in values.items():
             if isinstance(value, tuple):
                 value, counts, *reduce = value
@@ -153,6 +163,8 @@ class Means:
                 name: float(value) for name, value in of_update.items() if value is not None
             }
         self.pending.sums = {}
+        if self.recorder is not None:
+            self.recorder.close_update(applied)
 
     def reduce(self) -> dict[str, float]:
         """Returns the means over all processes and forgets them. All processes must call it.
@@ -161,6 +173,8 @@ class Means:
         one, such as its `grad_norm`.
         """
         self.open.take(self.pending)  # of an evaluation; in training `close_update` emptied it
+        if self.recorder is not None:
+            self.recorder.end_line()
         means = self.open.reduce()
         if "loss" not in means:
             return means

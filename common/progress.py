@@ -110,11 +110,15 @@ class Progress:
             interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.
             first: whether it is also due after the first update.
         """
-        every = share_of(self.total_steps, interval) if interval < 1 else int(interval)
+        every = self.every(interval)
         at_multiple = every > 0 and self.global_step % every == 0
         if self.consecutive_skips == 0 and not self.is_idle:
             return at_multiple or self.finished or (first and self.global_step == 1)
         return self.finished and not at_multiple and self.global_step > 0
+
+    def every(self, interval: float) -> int:
+        """Returns an interval, which may be a share of all updates, as a number of updates."""
+        return share_of(self.total_steps, interval) if interval < 1 else int(interval)
 
 
 def share_of(updates: int, share: float) -> int:

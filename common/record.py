@@ -40,6 +40,9 @@ def write(accelerator, args) -> None:
     plugin = accelerator.state.deepspeed_plugin
     of_launcher = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
     imported = [name for name in PACKAGES.split() if name in sys.modules]
+    # What recorded values belong to, see preference_recipes/tools/rows.py.
+    names = [*args.dataset_name, *(args.eval_dataset_name or [])] if args.values_steps else []
+    data_files = [name for name in names if Path(HERE, name).is_file()]
     start = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([sys.executable, *sys.argv]),
@@ -48,6 +51,7 @@ def write(accelerator, args) -> None:
         "device": torch.cuda.get_device_name(accelerator.device) if is_cuda else "cpu",
         "launcher": {name: os.environ[name] for name in os.environ if name.startswith(of_launcher)},
         "deepspeed_config": plugin.deepspeed_config if plugin else None,
+        "data_files": {name: folders.describe(Path(HERE, name)) for name in data_files},
         "python": sys.version,
         "versions": {name: sys.modules[name].__version__ for name in imported},
     }

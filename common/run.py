@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from common import batches, display, engine, folders, log, stopping
 from common.metrics import Flop, Speed
 from common.progress import Progress
+from common.values import VALUES, Recorder
 
 
 @dataclasses.dataclass
@@ -78,6 +79,14 @@ class Run(Progress):
             self.evaluations = log.evaluations(self.output_dir)
         self.bar = display.Bar(self)
         self.speed.restart()
+
+    def recorder(self, source: str) -> Recorder | None:
+        """Returns what records the values of a source, such as `eval/`; None: nothing does."""
+        if not self.args.values_steps:
+            return None
+        every = self.every(self.args.values_steps)
+        folder = self.output_dir / VALUES
+        return Recorder(self, source.rstrip("/"), every, folder, self.accelerator)
 
     def timed(self, name: str):
         """Returns a context whose seconds are logged as `perf/<name>_seconds`, see `Speed`."""

@@ -114,6 +114,12 @@ class SavingArgs:
         None, "dtype of saved actors; default: as trained. Checkpoints stay exact"
     )
     resume: str = arg("never", "never, auto (the newest in --output_dir) or a checkpoint's path")
+    values_steps: float = arg(
+        0, "updates between records of each sample's values (docs/rows.md); 0: none", at_least=0
+    )
+    values_tokens: bool = arg(
+        False, "record the log-prob of each trained token, too", only_with="values_steps"
+    )
     report_to: list[str] = arg(["tensorboard"], "names of accelerate's trackers; or none")
 
 

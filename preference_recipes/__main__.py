@@ -5,6 +5,7 @@ preference-recipes copy dpo my_dpo.py               a recipe, or a config, to ch
 preference-recipes copy grpo my_grpo.py --fork sapo     a recipe as a paper changes it
 preference-recipes run --config_file ddp.yaml dpo   `accelerate launch` of a recipe, here or yours
 preference-recipes export CHECKPOINT OUT            the actor of a checkpoint: --help says more
+preference-recipes rows RUN --sort loss             the rows behind a number: --help says more
 """
 
 import argparse
@@ -30,12 +31,17 @@ def main() -> None:
         from preference_recipes.tools import export  # slow to import
 
         return export.main(sys.argv[2:], "preference-recipes export")
+    if sys.argv[1:2] == ["rows"]:
+        from preference_recipes.tools import rows  # slow to import
+
+        return rows.main(sys.argv[2:], "preference-recipes rows")
     parser = argparse.ArgumentParser(
         prog=PROJECT, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("run", help="run a recipe", add_help=False)
     commands.add_parser("export", help="take the actor out of a checkpoint", add_help=False)
+    commands.add_parser("rows", help="show which rows made a run's numbers", add_help=False)
     commands.add_parser("list", help="list recipes and launch configs")
     copier = commands.add_parser("copy", help="copy a recipe or a launch config, to change it")
     copier.add_argument("name", help="as `list` shows it, such as dpo or ddp.yaml")

@@ -292,7 +292,7 @@ def main():
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
-    means = Means(accelerator)
+    means = Means(accelerator, run.recorder("rollout"))
     source = Source(Sampler(accelerator, args, tokenizer, model, data, run, means, packer))
     actor = Actor(run, model, tokenizer)
     same = [data, policy, all_teachers]  # as in the checkpoint that the run resumes from
@@ -349,7 +349,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights)
+            means.add(values, weights, data_rows, samples.numbers(rows))
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
@@ -384,14 +384,15 @@ def evaluate(run: Run, actor: Actor, source: Source, all_teachers: AllTeachers) 
             samples = source.sample_held_out(eval_set)
             made = taught(run, samples, eval_set[:])
             made.words = all_teachers.words(made.questions)
-            means = Means(run.accelerator)
+            means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(samples)), made.as_read(samples.lengths)):
                 batch, stored = samples.collate(rows, made.tokens, packer)
                 lessons = made.lessons(all_teachers, rows, batch, packer)
                 _, values = token_losses(
                     actor.model, batch, lessons, stored, run.args, is_first=True, in_training=False
                 )
-                means.add(values, weights)
+                data_rows = [samples.data_rows[row] for row in rows]
+                means.add(values, weights, data_rows, samples.numbers(rows))
             line |= {prefix + name: value for name, value in means.reduce().items()}
             values, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
             line |= values

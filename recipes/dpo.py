@@ -250,7 +250,7 @@ def main():
     if args.precompute_ref_log_probs:
         precompute(accelerator, args, reference, train, held_out.values(), collate, packer)
 
-    means = Means(accelerator)
+    means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)
     same = [data, policy, reference]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
@@ -282,7 +282,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights)
+            means.add(values, weights, columns["row"])
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
@@ -317,11 +317,12 @@ def evaluate(
     examples = []
     with run.timed("paused"), checks.evaluation_mode(actor.model):
         for prefix, eval_rows in held_out.items():
-            means = Means(run.accelerator)
+            means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
-                batch = collate(eval_rows[rows], packer)
+                columns = eval_rows[rows]
+                batch = collate(columns, packer)
                 _, values = pair_losses(actor.model, reference, batch, run.args)
-                means.add(values, weights)
+                means.add(values, weights, columns["row"])
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:

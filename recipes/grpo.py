@@ -334,7 +334,7 @@ def main():
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
-    means = Means(accelerator)
+    means = Means(accelerator, run.recorder("rollout"))
     sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)
     source = Source(sampler, args.environment)  # transformers or vLLM; turns with an environment
     actor = Actor(run, model, tokenizer)
@@ -385,7 +385,7 @@ def main():
                     # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                     optimizer.step()
                     optimizer.zero_grad()
-                means.add(values, weights)
+                means.add(values, weights, data_rows, samples.numbers(rows))
                 run.count_flop(batch, weights)
 
             applied = run.count(update, grad_norm)  # False: gradients overflowed

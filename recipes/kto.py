@@ -179,7 +179,7 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
 
-    means = Means(accelerator)
+    means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)
     same = [data, policy, reference]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
@@ -213,7 +213,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, answer_weights)
+            means.add(values, answer_weights, batch["rows"])
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
@@ -248,14 +248,14 @@ def evaluate(
     examples = []
     with run.timed("paused"), checks.evaluation_mode(actor.model):
         for prefix, eval_rows in held_out.items():
-            means = Means(run.accelerator)
+            means = Means(run.accelerator, run.recorder(prefix))
             # Shuffled, because in a file the next row may answer the same prompt.
             order = batches.epoch_order(len(eval_rows), run.args.seed, epoch=0)
             kl = estimate_kl(run, actor, reference, packer, eval_rows, order)
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[rows], packer)
                 _, values = answer_losses(actor.model, reference, batch, kl, run.args)
-                means.add(values, weights[batch["places"]])
+                means.add(values, weights[batch["places"]], batch["rows"])
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
             if "answer" in eval_rows.dataset.column_names:

@@ -179,7 +179,7 @@ def main():
         accelerator, [model], max_length=args.max_length, share=args.share_prompts
     )
 
-    means = Means(accelerator)
+    means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
     same = [data, scorer]  # as in the checkpoint that the run resumes from
@@ -212,7 +212,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights)
+            means.add(values, weights, columns["row"])
             run.count_flop(batch, weights)
 
         applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
@@ -244,11 +244,12 @@ def evaluate(
     all_sets = Means(run.accelerator)
     with run.timed("paused"), checks.evaluation_mode(actor.model):
         for prefix, eval_rows in held_out.items():
-            means = Means(run.accelerator)
+            means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
-                batch = collate(eval_rows[rows], packer)
+                columns = eval_rows[rows]
+                batch = collate(columns, packer)
                 _, values = pair_losses(actor.model, batch, run.args)
-                means.add(values, weights)
+                means.add(values, weights, columns["row"])
                 scores, ones = values["mean_reward"]
                 squares = scores.double() ** 2
                 all_sets.add({"mean": (scores, ones), "mean of squares": (squares, ones)}, weights)

@@ -75,6 +75,10 @@ class Samples:
         rows = [torch.tensor(logps, dtype=torch.float32) for logps in self.sampler_logps]
         return pad_sequence(rows, batch_first=True)
 
+    def numbers(self, rows: list[int]) -> list[int]:
+        """Returns the numbers of some samples among those of the same prompt, from 1."""
+        return [row % self.per_prompt + 1 for row in rows]
+
     def make_batch(self, rows: list[int], packer: Packer) -> dict:
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]

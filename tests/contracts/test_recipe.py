@@ -53,7 +53,14 @@ pytestmark = pytest.mark.timeout(1200)
 
 # What depends on a recipe's own loop. SFT and DPO show the other promises, which come from `common`; in CI each recipe
 # is proved whole every week.
-OF_EACH = {"test_split", "test_engines", "test_means", "test_last_update", "test_resume"}
+OF_EACH = {
+    "test_split",
+    "test_engines",
+    "test_means",
+    "test_last_update",
+    "test_resume",
+    "test_values",
+}
 # In `make test` other tests hold these of SFT or of DPO.
 HELD = {"test_packed", "test_last_update", "test_resume", "test_overflow"}
 
@@ -116,8 +123,7 @@ def test_packed(bench):
     """An update is the same with prompts shared, which all other runs have off."""
     if not bench.has("share_prompts"):
         pytest.skip("the recipe has no --share_prompts")
-    changes: Changes = {"share_prompts": True, "micro_train_batch_size": 4, **runs.SAVED_AT_END}
-    same_run(bench, "--share_prompts", bench.run("packed", **changes))
+    same_run(bench, "--share_prompts", runs.packed(bench))
 
 
 def same_run(bench: Bench, what: str, found: Finished) -> None:
@@ -224,6 +230,61 @@ def test_log_lines(bench):
         assert counted == (2 * updates_in(rows), 2 * rows), "updates and samples of 2 epochs"
 
 
+def test_values(bench):
+    """What is recorded of single samples adds up to the logged numbers, and names each sample."""
+    made = {"one process": runs.one_process(bench), "padding rows": runs.two_processes(bench)}
+    engines = ["zero3"] if bench.quick else runs.ENGINES
+    made |= {name: runs.on_engine(bench, name) for name in engines}
+    if bench.has("share_prompts"):
+        made["shared prompts"] = runs.packed(bench)
+    made["lines of 4 updates"] = runs.uninterrupted(bench)
+    made["overflows"] = runs.at_scale(bench, runs.HIGH_SCALE)
+    for name, run in made.items():
+        table = run.values
+        samples_of = {"": [], "eval/": []}
+        for sample in table.to_pylist():
+            samples_of["eval/" if sample["source"].startswith("eval") else ""].append(sample)
+        lines = {"": run.training, "eval/": run.evaluations if samples_of["eval/"] else []}
+        for prefix in lines:
+            before = 0
+            for line in lines[prefix]:
+                step = line["global_step"]
+                first = step if prefix else before + 1
+                of_line = [
+                    each for each in samples_of[prefix] if first <= each["global_step"] <= step
+                ]
+                check_sums(f"{name}, update {step}", prefix, line, of_line, table.schema)
+                before = step
+        assert all(each["weight"] and each["row"] > 0 for each in samples_of[""]), name
+        for line in run.training:
+            trained = {
+                (each["global_step"], each["row"], each["response"])
+                for each in samples_of[""]
+                if each["global_step"] <= line["global_step"]
+            }
+            apart = abs(len(trained) - line["samples"])
+            within(f"{name}: samples, update {line['global_step']}", apart, 0)
+
+
+def check_sums(what: str, prefix: str, line: dict, samples: list[dict], schema) -> None:
+    """Whether the recorded values of samples add up to a line: as exactly as fp64 can say."""
+    names = [name.removesuffix(":count") for name in schema.names if name.endswith(":count")]
+    assert samples and "loss" in names, f"{what}: nothing is recorded"
+    for name in names:
+        counted = [each for each in samples if each[f"{name}:count"]]
+        values = [each[name] for each in counted]
+        reduce = schema.field(name).metadata[b"reduce"].decode()
+        if not counted:
+            assert prefix + name not in line, f"{what}: {name} counts nowhere"
+        elif reduce != "mean":
+            assert line[prefix + name] == {"min": min, "max": max}[reduce](values), what
+        else:
+            weights = [each["weight"] * each[f"{name}:count"] for each in counted]
+            parts = [value * weight / sum(weights) for value, weight in zip(values, weights)]
+            apart = abs(math.fsum(parts) - line[prefix + name])
+            within(f"{what}: {name}", apart, 1e-12 * math.fsum(map(abs, parts)))
+
+
 def due(interval: int, last: int, also: int | None = None) -> list[int]:
     """Returns the steps at which something is due: `due(4, 6, also=0)` is `[0, 4, 6]`."""
     steps = {*range(interval, last + 1, interval), last}
@@ -274,6 +335,7 @@ def test_resume(bench):
         found = runs.killed_twice(bench, launcher)
         same_lines(launcher, expected.lines, found.lines, exact=True)
         assert samples(found.folder) == samples(expected.folder)
+        assert found.values.equals(expected.values)
         same_models(launcher, expected, found, exact=True)
 
 

@@ -21,7 +21,7 @@ import recipes
 import runs
 from common import folders
 from common.checkpoint import LOGS
-from contracts.proof.bench import Bench
+from contracts.proof.bench import Bench, Finished
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD, TIES
 from small_run import small_run
@@ -96,6 +96,7 @@ def saved(step: int):
 def expect_same(output: Path, reference: Path) -> None:
     assert runs.timeless(output) == runs.timeless(reference)
     assert runs.samples(output) == runs.samples(reference)
+    assert Finished(output).values.equals(Finished(reference).values)
     assert torch.equal(runs.weights(output), runs.weights(reference))
 
 

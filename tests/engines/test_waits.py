@@ -40,6 +40,7 @@ def flags_of_run(name: str, folder, micro_batch_size: int) -> list:
     tiny_llama(folder / "model")
     settings = dict(train_batch_size=ROWS, micro_train_batch_size=micro_batch_size, max_steps=2)
     settings |= dict(eval_dataset_name=folder / "held_out.jsonl", max_length=64, logging_steps=1)
+    settings["values_steps"] = 1
     if of_recipe.evaluates_answers:
         settings["max_new_tokens"] = 4
     if of_recipe.scores_responses:

@@ -120,6 +120,9 @@ FAULTS = {
     "the_metric_of_rank_0": Fault(
         "means", "common/metrics.py", {"self.accelerator.gather(mine[None])": "mine[None]"}
     ),
+    "a_skipped_update_is_recorded": Fault(
+        "values", "common/values.py", {"if not pending or not applied:": "if not pending:"}
+    ),
     "the_learning_rate_is_logged_an_update_late": Fault(
         "log-lines",
         "recipes/sft.py",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -63,6 +64,8 @@ TINY_RUN = {
     "save_actor_steps": 0,
     "save_actor_limit": 0,
     "report_to": "none",
+    "values_steps": 1,
+    "values_tokens": True,
     "rollout_batch_size": ROLLOUT,
     "n_samples_per_prompt": RESPONSES,
     "generate_batch_size": 16,
@@ -91,6 +94,14 @@ class Finished(NamedTuple):
     @property
     def evaluations(self) -> list[dict]:
         return [line for line in self.lines if any(tag.startswith("eval/") for tag in line)]
+
+    @property
+    def values(self) -> pyarrow.Table:
+        """What `--values_steps` recorded, by update and, where it was split, by process."""
+        parts = sorted((self.folder / "values.parquet").glob("*.parquet"))
+        tables = [pyarrow.parquet.read_table(part) for part in parts]
+        table = pyarrow.concat_tables(tables, promote_options="default")
+        return table.sort_by("global_step")  # it is stable
 
     @property
     def last_step(self) -> int:

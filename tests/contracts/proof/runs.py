@@ -54,6 +54,11 @@ def on_engine(bench: Bench, name: str) -> Finished:
     return bench.run(name, name, micro_train_batch_size=ENGINES[name], **SAVED_AT_END)
 
 
+def packed(bench: Bench) -> Finished:
+    """One process with prompts shared."""
+    return bench.run("packed", share_prompts=True, micro_train_batch_size=4, **SAVED_AT_END)
+
+
 def uninterrupted(bench: Bench) -> Finished:
     """Two processes with dropout. Runs that are killed must end as this one does."""
     return bench.run("uninterrupted-ddp", "ddp", **INTERRUPTED)

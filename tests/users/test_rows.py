@@ -1,0 +1,179 @@
+"""`preference-recipes rows`: which rows made the numbers of a run."""
+
+import itertools
+import json
+import math
+import re
+import shutil
+import statistics
+
+import pyarrow.parquet
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common import values
+from common.progress import Progress
+from preference_recipes.tools import rows
+from runs import launch, lines, recipe, refuses, short_run
+
+
+@pytest.fixture(scope="module")
+def run(inputs):
+    """Two epochs of 44 pairs, six updates each, every one of them recorded."""
+    settings = dict(beta=0.1, report_to="tensorboard", values_tokens=True)
+    return made(inputs, "beta-0.1", **settings)
+
+
+def made(inputs, name: str, **settings):
+    sizes = dict(max_epochs=2, micro_train_batch_size=2, values_steps=1, learning_rate=0.01)
+    held_out = {"eval_dataset_name": inputs / "dpo.jsonl", "eval_steps": 6}
+    flags = short_run(inputs, "dpo", inputs / name, **sizes | held_out | settings)
+    launch([], recipe("dpo"), *flags)
+    return inputs / name
+
+
+def recorded(run, metric: str, source: str = "train") -> dict[int, list[float]]:
+    """By row, the values of a metric in the order of the updates."""
+    by_row: dict[int, list[float]] = {}
+    parts = [pyarrow.parquet.read_table(part) for part in run.glob("values.parquet/*")]
+    samples = [sample for part in parts for sample in part.to_pylist()]
+    for sample in sorted(samples, key=lambda sample: sample["global_step"]):
+        if sample["source"] == source:
+            by_row.setdefault(sample["row"], []).append(sample[metric])
+    return by_row
+
+
+def found(capsys, run, *words) -> list[int]:
+    """The numbers of the rows that the command prints."""
+    rows.main([str(run), *map(str, words)])
+    return [int(number) for number in re.findall(r"^row +(\d+)", capsys.readouterr().out, re.M)]
+
+
+@pytest.mark.parametrize(
+    "way, of_row",
+    [
+        ("--mean", statistics.fmean),
+        ("--last", lambda values: values[-1]),
+        ("--spread", statistics.pstdev),
+    ],
+)
+def test_rows_are_in_the_order_of_a_metric(capsys, run, way, of_row):
+    values = {row: of_row(each) for row, each in recorded(run, "rewards/margins").items()}
+    assert set(values) == set(range(1, 45))
+    expected = sorted(values, key=values.get)
+    words = ["--sort", "rewards/margins", way]
+    assert found(capsys, run, *words, "--top", 5) == expected[:-6:-1]
+    assert found(capsys, run, *words, "--top", 0.1, "--lowest") == expected[:5]
+
+
+def test_rows_are_in_the_order_of_a_difference(capsys, run):
+    chosen, rejected = recorded(run, "logps/chosen"), recorded(run, "logps/rejected")
+    apart = {row: sum(chosen[row]) - sum(rejected[row]) for row in chosen}
+    words = ["--sort", "logps/chosen - logps/rejected", "--lowest", "--top", 6]
+    assert found(capsys, run, *words) == sorted(apart, key=apart.get)[:6]
+
+
+def test_rows_of_an_evaluation(capsys, run):
+    values = recorded(run, "loss", "eval")
+    assert {len(of_row) for of_row in values.values()} == {3}  # before, at update 6, at the end
+    expected = max(values, key=lambda row: values[row][-1])
+    words = ["--sort", "loss", "--last", "--source", "eval"]
+    assert found(capsys, run, *words, "--top", 1) == [expected]
+
+
+def test_what_was_found_and_the_rest_are_the_data_again(capsys, inputs, run, tmp_path):
+    top = ["--sort", "loss", "--top", 7]
+    chosen = found(capsys, run, *top)
+    rows.main([str(run), *map(str, top), "--out", str(tmp_path / "flagged.jsonl")])
+    rows.main([str(run), *map(str, top), "--out", str(tmp_path / "rest.jsonl"), "--rest"])
+    flagged, rest, all_rows = (
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in (tmp_path / "flagged.jsonl", tmp_path / "rest.jsonl", inputs / "dpo.jsonl")
+    )
+    assert flagged == [row for number, row in enumerate(all_rows, 1) if number in chosen]
+    assert rest == [row for number, row in enumerate(all_rows, 1) if number not in chosen]
+
+
+def test_the_rows_of_an_update_are_known_without_a_record(capsys, run, tmp_path):
+    """In the second epoch. With a record those with most of the loss come first."""
+    unrecorded = shutil.copytree(run, tmp_path / "unrecorded")
+    shutil.rmtree(unrecorded / "values.parquet")
+    with_record = found(capsys, run, "--step", 9)
+    assert len(with_record) == 8
+    assert sorted(found(capsys, unrecorded, "--step", 9)) == sorted(with_record)
+    losses = {row: values[1] for row, values in recorded(run, "loss").items()}
+    assert with_record == sorted(with_record, key=losses.get, reverse=True)
+    rows.main([str(run), "--step", "9", "--top", "1"])
+    shown = capsys.readouterr().out
+    (line,) = [line for line in lines(run) if line["global_step"] == 9]
+    share = losses[with_record[0]] / (8 * line["loss"])
+    assert f"share of loss {share:.4g}" in re.sub(" +", " ", shown) and "⟦" in shown
+
+
+def test_the_log_probs_of_tokens_add_up_to_those_of_answers(capsys, run):
+    """Those of the chosen answer first; the least probable tokens are named."""
+    tokens, chosen, rejected = (
+        recorded(run, name) for name in ("logps", "logps/chosen", "logps/rejected")
+    )
+    for row, lists in tokens.items():
+        for logps, *sums in zip(lists, chosen[row], rejected[row]):
+            assert sum(logps) == pytest.approx(sum(sums), rel=1e-5)
+            first = [math.fsum(logps[:end]) for end in range(len(logps) + 1)]
+            assert min(abs(each - sums[0]) for each in first) < 1e-4
+    rows.main([str(run), "--step", "9", "--top", "1"])
+    shown = capsys.readouterr().out
+    (line,) = re.findall(r"least probable +(.*)", shown)
+    assert line.count("\u27e6") == 5
+
+
+def test_where_two_runs_differ_most_comes_first(capsys, inputs, run):
+    other = made(inputs, "beta-1", beta=1.0)
+    one, two = (recorded(each, "loss") for each in (run, other))
+    apart = {row: abs(statistics.fmean(one[row]) - statistics.fmean(two[row])) for row in one}
+    expected = sorted(apart, key=apart.get, reverse=True)[:6]
+    assert found(capsys, run, "--sort", "loss", "--compare", other, "--top", 6) == expected
+
+
+def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
+    unrecorded = shutil.copytree(run, tmp_path / "unrecorded")
+    shutil.rmtree(unrecorded / "values.parquet")
+    given = lambda *words: lambda: rows.main(list(map(str, words)))
+    refuses("--values_steps", call=given(unrecorded, "--sort", "loss"))
+    refuses("12 applied updates", call=given(unrecorded, "--step", 13))
+    refuses("--step 13: not recorded", ": 8, 9, 10, 11, 12", call=given(run, "--step", 13))
+    refuses("--sort los:", "loss, rewards/chosen", call=given(run, "--sort", "los"))
+    refuses("no environment.json", call=given(inputs, "--step", 1))
+    edited = shutil.copytree(run, tmp_path / "edited")
+    data = inputs / "dpo.jsonl"
+    record = json.loads((edited / "environment.json").read_text())
+    assert record[-1]["data_files"][str(data)]
+    record[-1]["data_files"][str(data)] += 1
+    (edited / "environment.json").write_text(json.dumps(record))
+    refuses(data, "has changed", call=given(edited, "--sort", "loss"))
+    refuses("read other data", call=given(edited, "--sort", "loss", "--compare", run))
+
+
+def test_tensorboard_has_histograms_of_what_is_recorded(run):
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0})
+    board.Reload()
+    for source, n_samples, steps in [("train", 8, range(1, 13)), ("eval", 44, [0, 6, 12])]:
+        by_row = recorded(run, "logps/chosen", source)
+        shown = board.Histograms(f"samples/{source}/logps/chosen")
+        assert [event.step for event in shown] == list(steps)
+        assert {event.histogram_value.num for event in shown} <= {n_samples, 4}
+        total = math.fsum(event.histogram_value.sum for event in shown)
+        assert total == pytest.approx(math.fsum(itertools.chain(*by_row.values())), rel=1e-9)
+
+
+def test_a_part_is_written_when_enough_samples_wait(tmp_path, monkeypatch, accelerator):
+    """So that a long run does not keep them in memory."""
+    monkeypatch.setattr(values, "SAMPLES_OF_A_PART", 10)
+    progress = Progress(100, 4, 1, 0)
+    recorder = values.Recorder(progress, "train", 1, tmp_path / "values", accelerator)
+    for _ in range(7):
+        recorder.add({"loss": torch.ones(4)}, torch.ones(4), [1, 2, 3, 4])
+        progress.update_done(True, 4, 1)
+        recorder.close_update(True)
+    names = sorted(part.name for part in (tmp_path / "values").iterdir())
+    assert names == ["000003-train-0.parquet", "000006-train-0.parquet"]
