@@ -46,7 +46,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, st
 MAY_CHANGE = """attn_implementation dataset_name eval_dataset_name eval_dataset_split eval_steps
 gradient_checkpointing logging_steps max_epochs max_steps micro_train_batch_size micro_train_tokens
 output_dir push_to_hub report_to resume save_actor_limit save_actor_steps save_dtype save_steps
-save_total_limit stop_after"""
+save_total_limit stop_after values_steps values_tokens"""
 
 
 def test_what_a_resumed_run_of_any_recipe_may_change():

@@ -148,18 +148,19 @@ def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
     data = inputs / "dpo.jsonl"
     record = json.loads((edited / "environment.json").read_text())
     assert record[-1]["data_files"][str(data)]
-    record[-1]["data_files"][str(data)] += 1
+    record[-1]["data_files"][str(data)][1] += 1
     (edited / "environment.json").write_text(json.dumps(record))
     refuses(data, "has changed", call=given(edited, "--sort", "loss"))
     refuses("read other data", call=given(edited, "--sort", "loss", "--compare", run))
 
 
 def test_tensorboard_has_histograms_of_what_is_recorded(run):
-    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"histograms": 0})
-    board.Reload()
     for source, n_samples, steps in [("train", 8, range(1, 13)), ("eval", 44, [0, 6, 12])]:
+        folder = run / "tensorboard" / ("eval" if source == "eval" else "")
+        board = EventAccumulator(str(folder), size_guidance={"histograms": 0})
+        board.Reload()
         by_row = recorded(run, "logps/chosen", source)
-        shown = board.Histograms(f"samples/{source}/logps/chosen")
+        shown = board.Histograms("samples/logps/chosen")
         assert [event.step for event in shown] == list(steps)
         assert {event.histogram_value.num for event in shown} <= {n_samples, 4}
         total = math.fsum(event.histogram_value.sum for event in shown)
