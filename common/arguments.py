@@ -96,6 +96,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         demo: the YAML in `assets/` that is read where neither a model nor a data set is given.
         argv: the arguments without the program's name; default `sys.argv[1:]`.
     """
+    gc.freeze()  # modules are never freed: the collector need not look through them
     gc.set_threshold(*COLLECTED_AFTER)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import gc
 import gzip
 import io
 import json
@@ -106,6 +107,9 @@ def test_the_demo_is_run_only_where_neither_model_nor_data_is_given(capsys, monk
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     parsed()
     assert threads == [1]
+    assert (
+        gc.get_freeze_count() > 100_000
+    )  # or a run would look through all modules again and again
 
 
 # Torn, which is not read in part.
