@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Imports make millions of objects that stay. At Python's own threshold the collector looks through
-# them so often that a recipe starts a fifth later. `arguments.parse` goes back to that threshold.
+# them so often that a recipe starts a fifth later. `arguments.parse` freezes them, and goes back.
 COLLECTED_AFTER = gc.get_threshold()
-gc.set_threshold(100_000, 50, 50)
+gc.set_threshold(10_000_000, 50, 50)
 
 # Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
 FILES = Path(__file__).resolve().parent.parent
