@@ -25,7 +25,7 @@ ifeq ($(wildcard /dev/nvidia* /dev/kfd /dev/davinci* /dev/dri/renderD*),)
 export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: help sft reward dpo kto ppo grpo distill card rlhf fork prove test test-slow test-all test-minimum test-vllm findings docs lint lock release install install-test
+.PHONY: help sft reward dpo kto ppo grpo distill card rlhf fork prove test test-slow test-all test-minimum planted test-vllm findings docs lint lock release install install-test
 
 sft reward dpo kto ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -57,6 +57,9 @@ test-all: $(VENV)/installed-test  ## run both
 test-minimum: $(MINIMUM_VENV)/installed-minimum  ## run some tests with the oldest versions that pyproject.toml allows
 	$(MINIMUM_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
 		$(MINIMUM_TESTS:%=tests/*/test_%.py) $(ARGS)
+
+planted: $(VENV)/installed-test  ## plant faults in a copy, one at a time: does a fast test see each? ARGS="recipes/ forks/"
+	$(VENV)/bin/python tests/planted/plant.py $(ARGS)
 
 test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed-vllm  ## run the recipes against real vLLM servers on this CPU
 	VLLM=$(VLLM_VENV)/bin/vllm $(VENV)/bin/python -m pytest --timeout 0 tests/real_vllm/against_real_servers.py $(ARGS)

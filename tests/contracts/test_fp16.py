@@ -24,6 +24,8 @@ OVERFLOWING = [
     ("dpo", 1, 1, {"max_epochs": 2}),
     ("ppo", 2, 1, OF_PPO),
     ("reward", 3, 2, {"max_epochs": 2}),
+    ("sft", 1, 1, {"max_epochs": 2}),
+    ("kto", 1, 1, {"max_epochs": 2}),
 ]
 # A scale that is lowered only after the hundredth overflow.
 KEPT_SCALE = {"initial_scale_power": 8, "hysteresis": 100}
@@ -107,10 +109,12 @@ def test_until_an_update_is_applied_the_policy_has_not_moved(inputs, name, own):
     output = inputs / f"{name}-skipped"
     launcher = runs.fp16_launcher(inputs / "kept.json", 2, 2, **KEPT_SCALE)
     more = dict(own, learning_rate=0.01, max_steps=8, rollout_batch_size=8)
-    more |= dict(n_samples_per_prompt=4, max_new_tokens=6, score_batch_size=3)
+    more |= dict(n_samples_per_prompt=4, max_new_tokens=6, lr_scheduler_type="linear")
     said = run(inputs, launcher, "overflow", "0,1,7", name, output, **more)
     assert "done: 8 updates, 3 skipped" in said
     found = runs.training_lines(output)
+    rates = [line["learning_rate"] for line in found]  # a skipped update is no step of the schedule
+    assert rates == pytest.approx([0.01 * (1 - n / 8) for n in range(8)])
     # Rollouts begin after 0, 4 and 8 updates seen: their first applied ones are the updates 1, 3 and 6.
     firsts = [line["global_step"] for line in found if "completions/mean_length" in line]
     assert firsts == [1, 3, 6]

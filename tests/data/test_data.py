@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
 from common.shared_args import SharedArgs
-from preference_recipes.data import dataset, files, formats, unread
+from preference_recipes.data import chat, dataset, files, formats, unread
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import stop_tokens
@@ -139,6 +139,7 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     row = sft(tokenizer, {"messages": [user(U1), assistant(A1), user(U2), assistant(A2)]})
     learned = [token for token, target in zip(row["input_ids"], row["learned"]) if target]
     assert learned == turn(A1) + turn(A2)
+    assert (chat.APPENDS_EOS in row["notes"]) == (ends is None)
     within = f"{A2} <|im_start|> {A1}"  # a special token that ends nothing
     answers = {"chosen": [assistant(A1)], "rejected": [assistant(within)]}
     both = pair(tokenizer, {"prompt": [user(U1)], **answers})

@@ -257,6 +257,7 @@ BEGUN = [SYSTEM, *BEFORE, QUESTION]
     ((None, HH + " Because.", HH + " Be silent."), (HH, " Because.", " Be silent.")),  # they begin alike
     ((HH, HH + " So.", HH + " No."), (HH, " So.", " No.")),
     (("", HH + " So.", HH + " No."), (HH, " So.", " No.")),
+    ((None, HH + " So." + HH + " Noon.", HH + " So." + HH + " One."), (HH + " So." + HH, " Noon.", " One.")),
     # Nothing says so of other strings: an answer may begin with the question.
     (("2+2", "2+2=4", "2+2=5"), ("2+2", "2+2=4", "2+2=5")),
 ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import types
 
 import pytest
 import torch
@@ -160,6 +161,11 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
     batch = kto.collate(columns, Packer(torch.device("cpu"), share=True))
     logps = Uniform()(batch)["logps"].sum(1) * -1000
     assert logps.round().tolist() == [40, 90, 70]
+    reference = types.SimpleNamespace(logps=lambda batch: torch.zeros(3, 1))
+    _, values = kto.answer_losses(Uniform(), reference, batch, 0.25, kto.Args(beta=0.5))
+    for tag, expected in {"chosen": [-0.02], "rejected": [-0.045, -0.035]}.items():
+        rewards, is_of_tag = values[f"rewards/{tag}"]
+        assert rewards[is_of_tag].tolist() == pytest.approx(expected)
     other = kto.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
     assert other["chosen_learned"] == [[True, False], []]
 

@@ -15,6 +15,7 @@ from plain_rollouts import alone
 from preference_recipes.data import chat, dataset
 from preference_recipes.rollouts import answers, results, rewards
 from preference_recipes.rollouts.answers import decode_answers
+from preference_recipes.rollouts.sampler import Response
 
 # What a response says, the column `answer`, and whether the response is right.
 TABLE = [
@@ -262,18 +263,22 @@ def test_an_answer_that_is_an_object_is_refused(answer):
 
 
 @pytest.mark.parametrize(
-    ("limit", "rows"), [(None, [10, 11, 12]), (2, [10, 11]), (9, [10, 11, 12]), (0, [])]
+    ("limit", "rows", "share"), [(None, [11, 12, 14], 2 / 3), (2, [11, 12], 1), (0, [], None)]
 )
-def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
-    """The last row has no answer."""
-    ids = {"row": [10, 11, 12, 13], "prompt_ids": [[5] * 5, [6] * 6, [7] * 7, [8] * 8]}
-    eval_set = datasets.Dataset.from_dict({**ids, "answer": ["1", "1", "1", ""]})
+def test_exact_match_over_some_rows(accelerator, tokenizer, monkeypatch, limit, rows, share):
+    """Two rows have no answer. Each other one is compared with its own: the response is its number, less 10."""
+    ids = {"row": [10, 11, 12, 13, 14], "prompt_ids": [[5 + n] * (5 + n) for n in range(5)]}
+    eval_set = datasets.Dataset.from_dict({**ids, "answer": ["", "1", "2", "", "5"]})
+    said = lambda ids: Response(tokenizer(str(ids[0] - 5)).input_ids, [])
+    generate = lambda sampler, prompts, *_, **settings: list(map(said, prompts))
+    monkeypatch.setattr(results, "generate", generate)
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), **sizes)
     actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
     shares, examples = results.exact_match(actor, eval_set, "eval/sums/")
     assert [example["row"] for example in examples] == rows
-    assert list(shares) == (["eval/sums/exact_match"] if rows else [])
+    assert [example["right"] for example in examples] == [row != 14 for row in rows]
+    assert shares == ({"eval/sums/exact_match": pytest.approx(share)} if rows else {})
 
 
 def test_a_prompt_that_fills_all_positions_is_left_out(accelerator, tokenizer, capsys):

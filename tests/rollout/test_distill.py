@@ -84,7 +84,8 @@ def inputs(tmp_path_factory):
     plain_rollouts.make_inputs(
         folder,
         lambda row: {
-            "completion": say("assistant", "xyz"[: 1 + row % 3] * (1 + row % 2)),
+            "completion": say("assistant", "xyz"[: 1 + row % 3] * (1 + row % 2))
+            + (say("user", "7") + say("assistant", "y")) * (row % 3 == 0),
             "teacher": "ab"[row % 2],
             "hint": say("system", "h") + say("user", "12" * (1 + row % 4)),
             "long": say("user", "7" * (40 if row % 2 else 1)),
@@ -158,11 +159,10 @@ class Reference(PlainRun):
             if is_own:
                 samples = [self.respond(self.student, prompt, numbers) for numbers in of_prompt]
             else:
-                text = columns["completion"][0]["content"] + "<|end|>"
-                response = self.tokenizer(text).input_ids[: s.max_new_tokens]
-                samples = [types.SimpleNamespace(prompt=prompt, response=response)]
+                samples = [self.completion_of(columns)]
             for sample in samples:
                 sample.teacher = name
+                sample.is_learned = getattr(sample, "is_learned", [True] * len(sample.response))
                 sample.ids = torch.tensor(sample.response)[:, None]
                 sample.taught = self.logps(self.teachers[name], of_teacher, sample.response)
                 sample.old, _ = self.of_tokens(self.student, sample)
@@ -173,11 +173,23 @@ class Reference(PlainRun):
         line["completions/clipped_ratio"] = np.mean([not sample.ended for sample in own])
         return own + given, line
 
+    def completion_of(self, columns: dict) -> types.SimpleNamespace:
+        """That of the data, cut. Of its messages the assistant's are learned."""
+        ids, own = [], []
+        for part in columns["completion"]:
+            text = part["content"] + "<|end|>"
+            is_own = part["role"] == "assistant"
+            ids += self.tokenizer(text if is_own else f"<|user|>{text}<|assistant|>").input_ids
+            own += [is_own] * (len(ids) - len(own))
+        most, prompt = self.set.max_new_tokens, self.encode(columns["prompt"])
+        return types.SimpleNamespace(prompt=prompt, response=ids[:most], is_learned=own[:most])
+
     def losses_of(self, sample, is_first: bool) -> dict:
-        """The loss of each token, and what is logged as means over tokens."""
+        """The loss of each learned token, and what is logged as means over these."""
         s = self.set
         kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
-        student, teacher = self.logps(self.student, sample.prompt, sample.response), sample.taught
+        student = self.logps(self.student, sample.prompt, sample.response)[sample.is_learned]
+        teacher = sample.taught[sample.is_learned]
         found = {
             "entropy": -(student.exp() * student).sum(-1),
             "teacher/agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),

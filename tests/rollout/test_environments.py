@@ -109,7 +109,7 @@ def play(accelerator, tokenizer):
 
 def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
     """Log-probs of one pass over the whole episode are those with which its tokens were drawn."""
-    source, _, _, found = play(MINE.Echo, dtype=torch.float64)
+    source, _, uniforms, found = play(MINE.Echo, dtype=torch.float64)
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
     logps = LogProbModel(source.sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))[
         "logps"
@@ -123,6 +123,13 @@ def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
         # The messages, as the template itself writes them.
         assert text == rendering.render(tokenizer, found.messages[row])[: len(text)]
         assert found.is_sampled[row][-1]
+        # The k-th token that the model draws is the one that the k-th number chooses, in any turn.
+        whole = torch.tensor([found.prompts[row] + ids])
+        logits = source.sampler.unwrapped.model(whole).logits[0, -len(ids) - 1 : -1]
+        cumulative = logits[found.is_sampled[row]].softmax(-1).cumsum(-1)
+        numbers = torch.tensor(uniforms.reshape(4, -1)[row, : len(cumulative), None])
+        chosen = torch.searchsorted(cumulative, numbers)[:, 0]
+        assert chosen.tolist() == whole[0, -len(ids) :][found.is_sampled[row]].tolist()
 
 
 def test_an_environment_of_one_turn_changes_nothing(play):

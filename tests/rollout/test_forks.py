@@ -73,6 +73,15 @@ def test_advantages_of_maxrl():
     assert found == pytest.approx([-1, 3, -1, -1, *[0] * 8, 0, -0.5, -0.5, 1])
 
 
+def test_responses_that_became_unlikely_by_hand():
+    """Bad ones whose mean loss of log-prob is above 0.5, over the tokens that count."""
+    lost = torch.tensor([[0.9, 0.2, 9], [0.9, 0.0, 9], [0.9, 0.2, 9]])
+    mask, signed = torch.tensor([[1.0, 1, 0]] * 3), torch.tensor([[-1.0], [-1], [1]])
+    fork = loaded(forked("off_policy"))
+    found = fork.is_off_policy(-1 - lost, -torch.ones(3, 3), mask, signed, limit=0.5)
+    assert found.tolist() == [[True], [False], [False]]
+
+
 @pytest.mark.slow
 def test_the_mask_of_responses_that_became_unlikely_is_that_of_trl():
     trl = pytest.importorskip("trl")
