@@ -206,18 +206,47 @@ HERE = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_path):
-    """A file of one row and the command, in five lines: the recipe takes both."""
-    beginning = (REPOSITORY / f"docs/{name}.md").read_text().partition("\n## ")[0]
-    block = re.search(r"^```\n(.*?)^```", beginning, re.MULTILINE | re.DOTALL)[1]
-    (first, row, end, *command) = block.splitlines()
-    assert end == "END" and len(command) == 2
-    file = re.fullmatch(r"cat > (\S+) << 'END'", first)[1]
-    (tmp_path / file).write_text(row + "\n")
+# A page, and the recipe of its first command.
+BEGINNINGS = {name: name for name in NAMES} | {"environments": "grpo"}
 
-    words = shlex.split(" ".join(command).replace("\\", ""))
+
+@pytest.mark.parametrize("page", BEGINNINGS)
+def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(page, tmp_path):
+    """Lines that write a file, and the command: the recipe takes both."""
+    text = (REPOSITORY / f"docs/{page}.md").read_text()
+    block = re.search(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    assert len(block.splitlines()) <= 9
+    script, command = re.fullmatch(r"(.*?)^(accelerate launch .*)", block, re.M | re.S).groups()
+    subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True)
+    for line in re.findall("```python\n(.*?)```", text, re.DOTALL):
+        if "class Checker" in line:
+            (tmp_path / "my_environments.py").write_text(line)
+
+    words = shlex.split(command.replace("\\\n", ""))
+    name = BEGINNINGS[page]
     flags = words[words.index(f"recipes/{name}.py") + 1 :]
-    flags = [HERE.get(word, word) for word in flags]
+    flags = [str(HERE.get(word, word)) for word in flags]
+    file = flags[flags.index("--dataset_name") + 1]
     said = launch(LAUNCHERS["plain"], recipe(name), *flags, "--preview", 1, cwd=tmp_path).stdout
     assert f"row 1 of {file}" in said
+    if name != "grpo":
+        return
+    # An update a rollout, of eight questions with eight responses each.
+    assert len((tmp_path / file).read_text().splitlines()) == 8
+    chosen = dict(zip(flags[::2], flags[1::2]))
+    assert int(chosen["--train_batch_size"]) == 8 * int(chosen["--rollout_batch_size"])
+
+
+# What the lines of a library's page print; those of models are in tests/models/test_logprobs.py.
+PRINTED = {
+    "data": ["<|user|>2+2=<|end|><|assistant|> 4<|end|>"],
+    "rollouts": ["46 apples", "True False", "[1.0, 0.0]"],
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_lines_of_a_librarys_page_run(name, capsys):
+    page = (REPOSITORY / f"preference_recipes/{name}/README.md").read_text()
+    code = re.search("```python\n(.*?)```", page, re.DOTALL)[1]
+    exec(code.replace("assets/model", str(ASSETS / "model")), {})
+    assert capsys.readouterr().out.splitlines() == PRINTED[name]

@@ -51,7 +51,8 @@ def documented(name: str) -> set[str]:
     """The tags in a recipe's page, and those of docs/metrics.md that are also its own."""
     page = (REPOSITORY / "docs" / f"{name}.md").read_text()
     section = page.split("## Metrics")[1].split("\n## ")[0]
-    tags = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+    cells = re.findall(r"^\| (`[^|]+`) \|", section, re.MULTILINE)
+    tags = {tag for cell in cells for tag in re.findall("`([^`]+)`", cell)}
     sampling = ("ppo", "grpo", "distill")
     for tag, owners in re.findall(
         r"^\| `([^`]+)` \| ([\w, ]+) \|", (REPOSITORY / "docs/metrics.md").read_text(), re.MULTILINE
