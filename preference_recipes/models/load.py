@@ -11,12 +11,19 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once
-from preference_recipes.data import rendering
+from preference_recipes.data import images, rendering
 from preference_recipes.models import architecture
 
 
@@ -61,6 +68,7 @@ def tokenizer_of(
         rendering.set_defaults(tokenizer, chat_template_kwargs)
     prints_date = "strftime_now" in str(tokenizer.chat_template)
     tokenizer.chat_date = date if prints_date else None
+    tokenizer.processor, tokenizer.no_images = images.processor_of(name, tokenizer)
     return tokenizer
 
 
@@ -78,7 +86,7 @@ def date_of_run(args) -> str:
 
 # ============================================================ models
 def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
-    """Loads a causal language model in fp32; engines round it when it is used.
+    """Loads a causal language model in fp32, maybe one that reads images, too; engines round it.
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
@@ -87,7 +95,11 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
-    model, missing, unused = load(AutoModelForCausalLM, name, args, frozen)
+    auto_class = AutoModelForCausalLM
+    config = from_pretrained(AutoConfig, name) if tokenizer.processor else None
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        auto_class = AutoModelForImageTextToText
+    model, missing, unused = load(auto_class, name, args, frozen)
     for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:

@@ -3,8 +3,10 @@
 import collections
 import contextlib
 import copy
+import sys
 
 import torch
+from accelerate import DistributedDataParallelKwargs
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -57,8 +59,15 @@ def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
 
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which."""
-    architecture.freeze_unreached(accelerator, model)
+    """Freezes what text never reaches, unless `--train_vision` says otherwise, and with `--lora_r`
+    all but new adapters; prints which.
+    """
+    if not getattr(args, "train_vision", False):
+        architecture.freeze_unreached(accelerator, model)
+    elif args.lora_r:
+        sys.exit("--train_vision with --lora_r: adapters are trained in the decoder alone")
+    else:  # a tower may have layers that nothing reads
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     if args.lora_r:
         from preference_recipes.models import lora
 

@@ -160,7 +160,7 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
     batch = kto.collate(columns, Packer(torch.device("cpu"), share=True))
     logps = Uniform()(batch)["logps"].sum(1) * -1000
     assert logps.round().tolist() == [40, 90, 70]
-    other = kto.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
+    other = kto.with_prompts(columns, {"prompt_ids": [[1, 2, 3], [4]]}, max_length=5)
     assert other["chosen_learned"] == [[True, False], []]
 
 

@@ -1,0 +1,265 @@
+"""Images in rows: where one stands, the tokens that stand for it, the pixels that a model reads.
+
+A message's text has `PLACE` where an image is, and under `spellings` what the model's processor
+writes there, such as `<image><image><image>`. It is put into the text, since the tokens around it
+may depend on it. A row keeps the files as they are; pixels are made for each batch. Both is done by
+the call of transformers' own processor, so its config decides about sizes and tiles.
+"""
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers.utils import cached_file
+
+from common import in_one_line
+from preference_recipes.data.messages import (
+    IMAGES,
+    PLACE,
+    BadRow,
+    LeftOut,
+    as_list,
+    as_messages,
+    is_messages,
+)
+
+MARK = "<image>"  # how other programs mark the place of an image in a string
+COLUMNS = ("images", "image")
+ASKING = ("messages", "prompt")  # the columns that a conversation begins with
+UNREAD = "this recipe, or --vllm_url, reads no images: docs/images.md"
+
+
+class Picture(NamedTuple):
+    """An image of a row."""
+
+    file: bytes
+    name: str  # as the data give it
+    spelling: str
+
+
+# ============================================================ the processor of a model
+def processor_of(name: str, tokenizer) -> tuple[Any, str]:
+    """Returns what makes pixels for a model that reads images, else None and why there is none."""
+    names = ("processor_config.json", "preprocessor_config.json")
+    processor = None
+    try:
+        if any(cached_file(name, n, _raise_exceptions_for_missing_entries=False) for n in names):
+            from transformers import AutoProcessor  # only here: texts need none
+
+            processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # such as a missing torchvision
+        return None, f"{in_one_line(error)}: pip install 'preference-recipes[images]'"
+    if not hasattr(processor, "image_processor") or not getattr(processor, "image_token", None):
+        return None, f"{name!r} has no processor of images, or one that names no token for them"
+    processor.tokenizer = tokenizer  # it is saved with it
+    processor.chat_template = tokenizer.chat_template
+    return processor, ""
+
+
+def describe(processor) -> str:
+    """Returns a text that changes with pixels and tokens. The class tells who computes them: those
+    of torchvision and of PIL differ."""
+    return f"{type(processor.image_processor).__name__} {processor.to_json_string()}"
+
+
+def opened(file: bytes):
+    """Returns an image upright and in RGB, as transformers loads it."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    return load_image(Image.open(io.BytesIO(file)))
+
+
+def processed(processor, files: list[bytes], text: str = "", **settings) -> Any:
+    text = text or processor.image_token * len(files)
+    return processor(text=[text], images=[[opened(file) for file in files]], **settings)
+
+
+def spellings(processor, files: list[bytes]) -> list[str]:
+    """Returns what the processor writes for each image: its tokens, and those around them."""
+    made = processed(processor, files, return_text_replacement_offsets=True)
+    if not made.get("text_replacement_offsets"):
+        raise BadRow(f"images: {type(processor).__name__} does not tell which tokens stand for one")
+    return [offset["replacement"] for offset in made["text_replacement_offsets"][0]]
+
+
+def pixels(processor, files: list[bytes]) -> dict:
+    """Returns what a model reads of images besides their tokens, such as `pixel_values`."""
+    made = processed(processor, files, return_tensors="pt")
+    of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+    return {name: value for name, value in made.items() if name not in of_text}
+
+
+def types_name(processor) -> str | None:
+    """Returns under which name a model is told which tokens are of images, if it is."""
+    names = ("mm_token_type_ids", "token_type_ids")
+    return next((name for name in names if name in processor.model_input_names), None)
+
+
+def places_of(processor, ids) -> np.ndarray:
+    """Returns the places of the tokens that stand for images."""
+    return np.flatnonzero(np.isin(ids, processor.image_token_ids))
+
+
+def count_tokens(tokenizer, spelling: str) -> int:
+    """Returns how many tokens stand for an image."""
+    ids = tokenizer(spelling, add_special_tokens=False).input_ids
+    return len(places_of(tokenizer.processor, ids))
+
+
+# ============================================================ the images of a row
+def find(
+    row: dict, names: tuple[str, ...], tokenizer, folder: Path, refusal: str, as_turns: bool
+) -> tuple[dict, list[Picture]]:
+    """Returns a row whose messages hold the spelling of their images, and these in their order.
+
+    A part has its image itself, or it is the next of the column `images` or `image`. If no part is
+    an image, those of the column are where texts have `<image>`, else before the user's first text.
+
+    Args:
+        names: of the columns with messages.
+        folder: that paths are relative to.
+        refusal: why images are not read; "" if they are.
+        as_turns: whether strings are messages, too.
+    """
+    processor = getattr(tokenizer, "processor", None)
+    column = next((name for name in COLUMNS if row.get(name)), "images")
+    given = as_list(row.get(column) or []) if processor else []
+    if not given and not any(has_parts(row.get(name)) for name in names):
+        return row, []
+    if refusal:
+        raise BadRow(f"images: {refusal}")
+    chats = {
+        name: as_messages(row[name], "user" if name in ASKING else "assistant")
+        for name in names
+        if row.get(name) and (as_turns if isinstance(row[name], str) else has_messages(row[name]))
+    }
+    if not any(map(sources_of, chats.values())):
+        beginning = [name for name in ASKING if name in chats] or chats  # or both of a pair
+        chats |= {name: with_places(chats[name], len(given)) for name in beginning}
+    loaded: dict[str, list[tuple[bytes, str]]] = {}
+    for name, messages in chats.items():
+        sources = sources_of(messages)
+        if sources.count(None) not in (0, len(given)):
+            raise BadRow(
+                f"{name!r} has {sources.count(None)} image parts without a source, and column "
+                f"{column!r} {len(given)} images"
+            )
+        following = iter(given)
+        own = [next(following) if source is None else source for source in sources]
+        if own:
+            loaded[name] = [load(source, folder) for source in own]
+    if not loaded:
+        raise BadRow("images next to strings: give messages, or --strings_as_messages")
+    first, *others = loaded.values()
+    if any(images != first for images in others):
+        raise BadRow(f"{' and '.join(map(repr, loaded))} have different images")
+    spelled = spellings(processor, [file for file, _ in first])
+    for name in loaded:
+        left = iter(spelled)
+        for message in chats[name]:
+            if "image_sources" in message:
+                message["spellings"] = [next(left) for _ in message.pop("image_sources")]
+    pictures = [Picture(*image, spelling) for image, spelling in zip(first, spelled)]
+    return row | chats | {column: [picture.name for picture in pictures]}, pictures
+
+
+def has_messages(value: Any) -> bool:
+    return is_messages(as_list(value))
+
+
+def has_parts(value: Any) -> bool:
+    """Whether a column holds messages with parts that are images."""
+    messages = (message for message in as_list(value) if isinstance(message, dict))
+    contents = (m.get("content" if "content" in m else "value") for m in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
+
+
+def sources_of(messages: list[dict]) -> list:
+    return [source for message in messages for source in message.get("image_sources", [])]
+
+
+def with_places(messages: list[dict], n_images: int) -> list[dict]:
+    """Returns messages with so many places of images, where no part is one."""
+    marks = [message["content"].count(MARK) for message in messages]
+    if sum(marks) == n_images:
+        return [
+            {**m, "content": m["content"].replace(MARK, PLACE), "image_sources": [None] * n}
+            for m, n in zip(messages, marks)
+        ]
+    first = next((m for m in messages if m["role"] == "user"), {})
+    added = {**first, "content": PLACE * n_images + first.get("content", "")}
+    added["image_sources"] = [None] * n_images
+    return [added if message is first else message for message in messages]
+
+
+def load(source: Any, folder: Path) -> tuple[bytes, str]:
+    """Returns the file of an image and its name: from any of its sources."""
+    name = ""
+    if isinstance(source, dict):
+        name = source.get("path") or ""
+        source = source.get("bytes") or source.get("url") or name
+    if isinstance(source, str) and source.startswith("data:"):
+        name, _, text = source.partition(",")
+        source = base64.b64decode(text)
+    if isinstance(source, str) and re.match(r"\w+://", source):
+        raise BadRow(f"image {source!r:.80}: nothing is fetched: download it, and give its path")
+    if isinstance(source, str):
+        return Path(folder, source).read_bytes(), source
+    if hasattr(source, "save"):
+        buffer = io.BytesIO()
+        source.save(buffer, "PNG")
+        source = buffer.getvalue()
+    if not isinstance(source, bytes):
+        raise BadRow(f"expected an image: a path, bytes or a data URI, found {source!r:.80}")
+    return source, name or f"{len(source)} bytes"
+
+
+def columns_of(values: dict, pictures: list[Picture], tokenizer) -> dict:
+    """Returns what a row's columns need for images: their files, `images`, in their order.
+
+    In rows of several sequences, these read the first `images_of_sequence` of them. Raises
+    `LeftOut` if an image was cut.
+    """
+    processor = tokenizer.processor
+    ends = np.cumsum([0, *(count_tokens(tokenizer, p.spelling) for p in pictures)]).tolist()
+    files = {"images": [picture.file for picture in pictures]}
+    if "sequence_lengths" not in values:
+        if len(places_of(processor, values["prompt_ids"])) != ends[-1]:
+            raise BadRow("images: all must be in the prompt, before the first answer")
+        return files
+    sequences = np.split(values["input_ids"], np.cumsum(values["sequence_lengths"])[:-1])
+    counts = [len(places_of(processor, ids)) for ids in sequences]
+    if not set(counts) <= set(ends):
+        raise LeftOut("an image does not fit within max_length")
+    return {**files, "images_of_sequence": list(map(ends.index, counts))}
+
+
+# ============================================================ images in texts
+def as_parts(message: dict) -> dict:
+    """Returns a message whose content is a list of parts, as templates read images."""
+    pieces = re.split(f"({PLACE})", message["content"]) if "spellings" in message else []
+    parts = [
+        {"type": "image"} if piece == PLACE else {"type": "text", "text": piece}
+        for piece in (pieces or [message["content"]])
+        if piece or not pieces
+    ]
+    others = {key: value for key, value in message.items() if key != "spellings"}
+    return {**others, "content": parts}
+
+
+def spell_out(processor, text: str, messages: list[dict]) -> str:
+    """Returns a rendered text with the spelling of each image in place of its token."""
+    spelled = [spelling for message in messages for spelling in message.get("spellings", [])]
+    token = processor.image_token
+    if text.count(token) != len(spelled):
+        raise BadRow(
+            f"the chat template writes {text.count(token)} {token!r} for {len(spelled)} images: a "
+            "text spells that token, or the template has no place for these images"
+        )
+    left = iter(spelled)
+    return re.sub(re.escape(token), lambda _: next(left), text)
