@@ -115,7 +115,7 @@ def load_data(
         settings: passed to `function`, besides `max_length` and `strings_as_messages`.
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
-    refusal = tokenizer.no_images if reads_images else images.UNREAD
+    refusal = getattr(tokenizer, "no_images", images.UNREAD) if reads_images else images.UNREAD
     columns = formats.column_names(args.columns)
     converter = Converter(function, tokenizer, columns, settings, refusal)
     held_out = args.eval_dataset_name or []

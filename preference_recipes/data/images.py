@@ -99,6 +99,12 @@ def types_name(processor) -> str | None:
     return next((name for name in names if name in processor.model_input_names), None)
 
 
+def tokens_of(processor) -> list[int]:
+    """Returns the ids of all that stand for images, videos and sound."""
+    ids = processor.image_token_ids + processor.video_token_ids + processor.audio_token_ids
+    return [token for token in ids if token is not None]
+
+
 def places_of(processor, ids) -> np.ndarray:
     """Returns the places of the tokens that stand for images."""
     return np.flatnonzero(np.isin(ids, processor.image_token_ids))
@@ -256,10 +262,11 @@ def spell_out(processor, text: str, messages: list[dict]) -> str:
     """Returns a rendered text with the spelling of each image in place of its token."""
     spelled = [spelling for message in messages for spelling in message.get("spellings", [])]
     token = processor.image_token
-    if text.count(token) != len(spelled):
+    others = {*processor.all_special_multimodal_tokens} - {token}  # such as those of videos
+    if text.count(token) != len(spelled) or any(other in text for other in others):
         raise BadRow(
             f"the chat template writes {text.count(token)} {token!r} for {len(spelled)} images: a "
-            "text spells that token, or the template has no place for these images"
+            "text spells that token or one of videos, or the template has no place for the images"
         )
     left = iter(spelled)
     return re.sub(re.escape(token), lambda _: next(left), text)

@@ -96,7 +96,8 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
     auto_class = AutoModelForCausalLM
-    config = from_pretrained(AutoConfig, name) if tokenizer.processor else None
+    reads_images = getattr(tokenizer, "processor", None) is not None
+    config = from_pretrained(AutoConfig, name) if reads_images else None
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         auto_class = AutoModelForImageTextToText
     model, missing, unused = load(auto_class, name, args, frozen)

@@ -9,7 +9,7 @@ from torch import nn
 from common import engine
 from common.metrics import Means
 from common.progress import Progress
-from preference_recipes.data import rendering
+from preference_recipes.data import images, rendering
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
 
@@ -52,6 +52,11 @@ class Sampler:
         return min(self.tokenizer.pad_token_id, most)
 
     def tokens_without_probability(self) -> list[int]:
-        """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`."""
+        """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`.
+
+        Nor is what stands for an image: there would be none to read.
+        """
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
-        return list(range(self.unwrapped.vocabulary, n_logits))
+        processor = getattr(self.tokenizer, "processor", None)
+        of_images = images.tokens_of(processor) if processor else []
+        return [*range(self.unwrapped.vocabulary, n_logits), *of_images]

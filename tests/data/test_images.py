@@ -210,7 +210,7 @@ def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
             "messages": [turn("user", IMAGE, IMAGE), *ANSWER],
             "images": [ONE],
         },
-        ("for 1 images", "spells that token"): {
+        ("for 1 images", "spells that token or one of videos"): {
             "messages": [turn("user", IMAGE, "<image>"), *ANSWER],
             "images": [ONE],
         },
