@@ -119,12 +119,8 @@ def sft_row(
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns each row as an answer to an empty prompt, only its learned tokens targets."""
     no_prompts = [[]] * len(columns["input_ids"])
-    return packer.make_batch(
-        no_prompts,
-        columns["input_ids"],
-        learned=columns["learned"],
-        images=columns.get("images"),
-    )
+    images = columns.get("images")
+    return packer.make_batch(no_prompts, columns["input_ids"], columns["learned"], images)
 
 
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:

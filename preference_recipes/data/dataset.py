@@ -102,9 +102,7 @@ class Data(NamedTuple):
                     )
 
 
-def load_data(
-    accelerator, args, tokenizer, *, function, reads_images: bool = False, **settings
-) -> Data:
+def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **settings) -> Data:
     """Loads and tokenises the training sets and the held-out sets that the arguments name.
 
     All processes must call it.
@@ -157,15 +155,11 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
     accelerator.print("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
     if not any(rows["answer"][:]):
         rows = rows.remove_columns("answer")
-    if "images" in rows.column_names and not count_images(rows):
-        rows = rows.remove_columns("images")
+    if "images" in rows.column_names:
+        counts = pyarrow.compute.list_value_length(rows.with_format("arrow")["images"][:])
+        if not pyarrow.compute.sum(counts).as_py():
+            rows = rows.remove_columns("images")
     return rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
-
-
-def count_images(rows: datasets.Dataset) -> int:
-    """Returns how many images are in some rows; their files are not read."""
-    lists = rows.with_format("arrow")["images"][:]
-    return pyarrow.compute.sum(pyarrow.compute.list_value_length(lists)).as_py()
 
 
 # ============================================================ a row
@@ -200,12 +194,12 @@ class Converter:
         try:
             row = formats.standard(row, self.columns)
             as_turns = self.settings.get("strings_as_messages", False)
-            row, pictures = images.find(
+            row, pictures, spelled = images.find(
                 row, formats.TEXTS, self.tokenizer, self.folder, self.image_refusal, as_turns
             )
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
             if not self.image_refusal:
-                values |= images.columns_of(values, pictures, self.tokenizer)
+                values |= images.columns_of(values, pictures, spelled, self.tokenizer)
         except LeftOut as why:
             return {"reason": str(why), "notes": []}
         except Exception as error:

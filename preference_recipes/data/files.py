@@ -197,10 +197,11 @@ class TypedRows:
 
 def keep_files(feature) -> None:
     """Lets images be read as the files that they are: `datasets` would decode them to pixels."""
+    if feature is None:
+        return
     if isinstance(feature, datasets.Image):
         feature.decode = False
-    below = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
-    for part in filter(None, below):
+    for part in feature.values() if isinstance(feature, dict) else [vars(feature).get("feature")]:
         keep_files(part)
 
 

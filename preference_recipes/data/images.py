@@ -10,7 +10,7 @@ import base64
 import io
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers.utils import cached_file
@@ -23,21 +23,12 @@ from preference_recipes.data.messages import (
     LeftOut,
     as_list,
     as_messages,
-    is_messages,
 )
 
 MARK = "<image>"  # how other programs mark the place of an image in a string
 COLUMNS = ("images", "image")
 ASKING = ("messages", "prompt")  # the columns that a conversation begins with
 UNREAD = "this recipe, or --vllm_url, reads no images: docs/images.md"
-
-
-class Picture(NamedTuple):
-    """An image of a row."""
-
-    file: bytes
-    name: str  # as the data give it
-    spelling: str
 
 
 # ============================================================ the processor of a model
@@ -119,8 +110,8 @@ def count_tokens(tokenizer, spelling: str) -> int:
 # ============================================================ the images of a row
 def find(
     row: dict, names: tuple[str, ...], tokenizer, folder: Path, refusal: str, as_turns: bool
-) -> tuple[dict, list[Picture]]:
-    """Returns a row whose messages hold the spelling of their images, and these in their order.
+) -> tuple[dict, list[bytes], list[str]]:
+    """Returns a row whose messages hold the spellings of their images; their files, and spellings.
 
     A part has its image itself, or it is the next of the column `images` or `image`. If no part is
     an image, those of the column are where texts have `<image>`, else before the user's first text.
@@ -132,55 +123,48 @@ def find(
         as_turns: whether strings are messages, too.
     """
     processor = getattr(tokenizer, "processor", None)
-    column = next((name for name in COLUMNS if row.get(name)), "images")
+    column = next(filter(row.get, COLUMNS), "images")
     given = as_list(row.get(column) or []) if processor else []
     if not given and not any(has_parts(row.get(name)) for name in names):
-        return row, []
+        return row, [], []
     if refusal:
         raise BadRow(f"images: {refusal}")
     chats = {
         name: as_messages(row[name], "user" if name in ASKING else "assistant")
         for name in names
-        if row.get(name) and (as_turns if isinstance(row[name], str) else has_messages(row[name]))
+        if row.get(name) and (as_turns or not isinstance(row[name], str))
     }
     if not any(map(sources_of, chats.values())):
-        beginning = [name for name in ASKING if name in chats] or chats  # or both of a pair
-        chats |= {name: with_places(chats[name], len(given)) for name in beginning}
+        for name in [name for name in ASKING if name in chats] or chats:  # or both of a pair
+            mark_places(chats[name], len(given))
     loaded: dict[str, list[tuple[bytes, str]]] = {}
     for name, messages in chats.items():
         sources = sources_of(messages)
-        if sources.count(None) not in (0, len(given)):
-            raise BadRow(
-                f"{name!r} has {sources.count(None)} image parts without a source, and column "
-                f"{column!r} {len(given)} images"
-            )
+        if (n := sources.count(None)) not in (0, len(given)):
+            raise BadRow(f"{name!r}: {n} parts want an image of {column!r}, which has {len(given)}")
         following = iter(given)
-        own = [next(following) if source is None else source for source in sources]
-        if own:
-            loaded[name] = [load(source, folder) for source in own]
+        of_parts = [next(following) if source is None else source for source in sources]
+        if sources:
+            loaded[name] = [load(source, folder) for source in of_parts]
     if not loaded:
         raise BadRow("images next to strings: give messages, or --strings_as_messages")
     first, *others = loaded.values()
     if any(images != first for images in others):
         raise BadRow(f"{' and '.join(map(repr, loaded))} have different images")
-    spelled = spellings(processor, [file for file, _ in first])
+    files, shown = map(list, zip(*first))
+    spelled = spellings(processor, files)
     for name in loaded:
         left = iter(spelled)
         for message in chats[name]:
             if "image_sources" in message:
                 message["spellings"] = [next(left) for _ in message.pop("image_sources")]
-    pictures = [Picture(*image, spelling) for image, spelling in zip(first, spelled)]
-    return row | chats | {column: [picture.name for picture in pictures]}, pictures
-
-
-def has_messages(value: Any) -> bool:
-    return is_messages(as_list(value))
+    return {**row, **chats, column: shown}, files, spelled
 
 
 def has_parts(value: Any) -> bool:
     """Whether a column holds messages with parts that are images."""
     messages = (message for message in as_list(value) if isinstance(message, dict))
-    contents = (m.get("content" if "content" in m else "value") for m in messages)
+    contents = (message.get("content", message.get("value")) for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
 
@@ -189,18 +173,18 @@ def sources_of(messages: list[dict]) -> list:
     return [source for message in messages for source in message.get("image_sources", [])]
 
 
-def with_places(messages: list[dict], n_images: int) -> list[dict]:
-    """Returns messages with so many places of images, where no part is one."""
-    marks = [message["content"].count(MARK) for message in messages]
-    if sum(marks) == n_images:
-        return [
-            {**m, "content": m["content"].replace(MARK, PLACE), "image_sources": [None] * n}
-            for m, n in zip(messages, marks)
-        ]
-    first = next((m for m in messages if m["role"] == "user"), {})
-    added = {**first, "content": PLACE * n_images + first.get("content", "")}
-    added["image_sources"] = [None] * n_images
-    return [added if message is first else message for message in messages]
+def mark_places(messages: list[dict], n_images: int) -> None:
+    """Gives messages so many places of images, where no part is one."""
+    n_marks = sum(message["content"].count(MARK) for message in messages)
+    if n_marks not in (0, n_images):
+        raise BadRow(f"images: {n_images}, and the texts have {n_marks} times {MARK!r}")
+    if not n_marks:
+        first = next((m for m in messages if m["role"] == "user"), messages[0])
+        first["content"] = MARK * n_images + first["content"]
+    for message in messages:
+        if n := message["content"].count(MARK):
+            message["content"] = message["content"].replace(MARK, PLACE)
+            message["image_sources"] = [None] * n
 
 
 def load(source: Any, folder: Path) -> tuple[bytes, str]:
@@ -225,37 +209,32 @@ def load(source: Any, folder: Path) -> tuple[bytes, str]:
     return source, name or f"{len(source)} bytes"
 
 
-def columns_of(values: dict, pictures: list[Picture], tokenizer) -> dict:
+def columns_of(values: dict, files: list[bytes], spelled: list[str], tokenizer) -> dict:
     """Returns what a row's columns need for images: their files, `images`, in their order.
 
     In rows of several sequences, these read the first `images_of_sequence` of them. Raises
     `LeftOut` if an image was cut.
     """
-    processor = tokenizer.processor
-    ends = np.cumsum([0, *(count_tokens(tokenizer, p.spelling) for p in pictures)]).tolist()
-    files = {"images": [picture.file for picture in pictures]}
+    ends = np.cumsum([0, *(count_tokens(tokenizer, text) for text in spelled)]).tolist()
     if "sequence_lengths" not in values:
-        if len(places_of(processor, values["prompt_ids"])) != ends[-1]:
+        if len(places_of(tokenizer.processor, values["prompt_ids"])) != ends[-1]:
             raise BadRow("images: all must be in the prompt, before the first answer")
-        return files
+        return {"images": files}
     sequences = np.split(values["input_ids"], np.cumsum(values["sequence_lengths"])[:-1])
-    counts = [len(places_of(processor, ids)) for ids in sequences]
+    counts = [len(places_of(tokenizer.processor, ids)) for ids in sequences]
     if not set(counts) <= set(ends):
         raise LeftOut("an image does not fit within max_length")
-    return {**files, "images_of_sequence": list(map(ends.index, counts))}
+    return {"images": files, "images_of_sequence": list(map(ends.index, counts))}
 
 
 # ============================================================ images in texts
 def as_parts(message: dict) -> dict:
     """Returns a message whose content is a list of parts, as templates read images."""
-    pieces = re.split(f"({PLACE})", message["content"]) if "spellings" in message else []
-    parts = [
-        {"type": "image"} if piece == PLACE else {"type": "text", "text": piece}
-        for piece in (pieces or [message["content"]])
-        if piece or not pieces
-    ]
-    others = {key: value for key, value in message.items() if key != "spellings"}
-    return {**others, "content": parts}
+    pieces = [message["content"]]
+    if "spellings" in message:
+        pieces = [piece for piece in re.split(f"({PLACE})", message["content"]) if piece]
+    parts = [{"type": "image"} if p == PLACE else {"type": "text", "text": p} for p in pieces]
+    return {key: value for key, value in message.items() if key != "spellings"} | {"content": parts}
 
 
 def spell_out(processor, text: str, messages: list[dict]) -> str:

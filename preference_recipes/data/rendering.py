@@ -109,8 +109,8 @@ def fingerprint(tokenizer) -> str:
     content = backend_of(tokenizer).to_str()
     date = getattr(tokenizer, "chat_date", None)
     processor = getattr(tokenizer, "processor", None)
-    parts = [content, tokenizer.chat_template, tokenizer.special_tokens_map, date]
-    return "\0".join(map(str, parts + ([images.describe(processor)] if processor else [])))
+    sizes = f"\0{images.describe(processor)}" if processor else ""
+    return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}{sizes}"
 
 
 def stop_tokens(tokenizer, model) -> set[int]:

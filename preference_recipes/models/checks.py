@@ -51,12 +51,7 @@ def refuse_difference(accelerator: Accelerator, name: str, logps, own_logps) -> 
 
 
 def make_packer(
-    accelerator: Accelerator,
-    models: list[nn.Module | None],
-    processor: Any = None,
-    *,
-    max_length: int = 0,
-    share: bool = False,
+    accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
 ) -> Packer:
     """Returns how answers are laid out as rows, so that these models read each as if alone.
 
@@ -100,31 +95,31 @@ def random_image(width: int, height: int) -> bytes:
 def check_images(accelerator: Accelerator, model: nn.Module, processor: Any) -> None:
     """Compares our log-probs after images with the model's own, of inputs that the processor makes.
 
-    All processes must call it. The model is a `LogProbModel`, prepared. The rows are of different
-    lengths, and have two images and one.
+    All processes must call it. The rows are of different lengths, and have two images and one.
     """
     name = name_of(model)
     packer = Packer(accelerator.device, processor=processor)
     files = [random_image(50, 30), random_image(32, 64)]
     images = [files, files[1:]]
-    settings = dict(add_special_tokens=False, return_tensors="pt")
     ids, own_logps = [], []
     try:
         with evaluation_mode(model):
             for some in images:
                 text = "?".join([processor.image_token] * len(some)) + " What is it?"
+                settings = dict(add_special_tokens=False, return_tensors="pt")
                 made = pictures.processed(processor, some, text, **settings)
                 ids.append(made["input_ids"][0].tolist())
-                message = {"spellings": pictures.spellings(processor, some)}
-                spelled = pictures.spell_out(processor, text, [message])
+                spellings = pictures.spellings(processor, some)
+                spelled = pictures.spell_out(processor, text, [{"spellings": spellings}])
                 if rendering.encode(processor.tokenizer, spelled) != ids[-1]:
                     raise ValueError("its processor writes other tokens")
                 batch = packer.make_batch([ids[-1][:-3]], [ids[-1][-3:]], images=[some])
                 del made["attention_mask"]  # nothing is padded
                 batch["inputs"] = made.to(accelerator.device)
                 own_logps.append(model(batch, check=True)["own_logps"])
-            prompts, answers = [row[:-3] for row in ids], [row[-3:] for row in ids]
-            logps = model(packer.make_batch(prompts, answers, images=images))["logps"]
+            ends = [row[-3:] for row in ids]
+            batch = packer.make_batch([row[:-3] for row in ids], ends, images=images)
+            logps = model(batch)["logps"]
     except Exception as error:  # whatever a processor or a model raises
         sys.exit(f"{name}: its way to read images is not supported: {in_one_line(error)}")
     refuse_difference(accelerator, f"{name}, with images", logps, torch.cat(own_logps))

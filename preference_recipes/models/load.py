@@ -11,14 +11,8 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto import AutoConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.models.auto import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.peft_utils import find_adapter_config_file
 

@@ -132,10 +132,7 @@ class Packer:
         }
 
     def lay_out(
-        self,
-        prompts: Sequence[list[int]],
-        answers: Sequence[list[int]],
-        files: Sequence[tuple[bytes, ...]],
+        self, prompts: Sequence[list[int]], answers: Sequence[list[int]], files: Sequence[tuple]
     ) -> tuple[list[Row], int]:
         """Returns rows, and the length of all: shared prompts where they are wanted and pay.
 
@@ -215,9 +212,7 @@ def attention_mask(pieces: torch.Tensor, prompt_pieces: torch.Tensor) -> torch.T
 
 
 def shared_rows(
-    prompts: Sequence[list[int]],
-    answers: Sequence[list[int]],
-    files: Sequence[tuple[bytes, ...]],
+    prompts: Sequence[list[int]], answers: Sequence[list[int]], files: Sequence[tuple]
 ) -> tuple[list[Row], int]:
     """Lays out each prompt once, before all its answers; returns rows and their length.
 

@@ -102,11 +102,7 @@ def generate_some(
 
 
 def begin(
-    sampler: Sampler,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    draw: "SampleByUniform | None",
-    files: list[bytes],
+    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw, files: list[bytes]
 ) -> "Batch | decoding.Decoder":
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
     model = sampler.unwrapped.model

@@ -84,13 +84,9 @@ def exact_match(actor, eval_set, prefix: str) -> tuple[dict[str, float], list[di
         return {}, []
     names = {"row", "prompt_ids", "answer", "images"} & {*eval_set.column_names}
     rows = eval_set.select_columns(sorted(names))[answered]
-    responses = generate(
-        sampler,
-        rows["prompt_ids"],
-        args.max_new_tokens,
-        batch_size=8 * args.micro_train_batch_size,
-        images=[files or [] for files in rows.get("images", [])],
-    )
+    settings = dict(batch_size=8 * args.micro_train_batch_size)
+    settings["images"] = [files or [] for files in rows.get("images", [])]
+    responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, **settings)
     response_ids = [response.ids for response in responses]
     texts = decode_answers(tokenizer, response_ids)
     prompts = tokenizer.batch_decode(rows["prompt_ids"])

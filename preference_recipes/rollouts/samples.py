@@ -83,10 +83,9 @@ class Samples:
     def make_batch(self, rows: list[int], packer: Packer) -> dict:
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]
+        is_sampled = [self.is_sampled[row] for row in rows]
         images = [self.images[row] for row in rows] if self.images else None
-        return packer.make_batch(
-            prompts, responses, [self.is_sampled[row] for row in rows], images=images
-        )
+        return packer.make_batch(prompts, responses, is_sampled, images)
 
     def collate(
         self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer

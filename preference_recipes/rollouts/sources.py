@@ -1,7 +1,7 @@
 """What draws the samples of a run: transformers or vLLM servers, maybe with an environment."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class Source:
             ended=torch.tensor([response.ids[-1] in stops for response in responses]),
             per_prompt=per_prompt,
             sampler_logps=[response.logps for response in responses],
-            images=repeat_each(list(images), per_prompt),
+            images=repeat_each(images, per_prompt),
         )
 
     def sample_round(self, position: Position, prompts: dict, round_number: int = 0) -> Samples:
@@ -95,11 +95,7 @@ class Transformers:
         self.sampler = sampler
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        uniforms: np.ndarray,
-        temperature: float,
-        images: Sequence[list[bytes]] = (),
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
     ) -> list[Response]:
         """Returns the responses to each prompt in turn, see `Source.sample`."""
         _, per_prompt, max_new_tokens = uniforms.shape  # a number for each token of each response
@@ -109,7 +105,7 @@ class Transformers:
             max_new_tokens,
             temperature=temperature,
             uniforms=uniforms.reshape(-1, max_new_tokens),
-            images=repeat_each(list(images), per_prompt),
+            images=repeat_each(images, per_prompt),
         )
 
     def ready(self):
@@ -117,11 +113,7 @@ class Transformers:
         return generation.ready_to_generate(self.sampler)
 
     def generate_own(
-        self,
-        prompts: list[list[int]],
-        uniforms: np.ndarray,
-        temperature: float,
-        images: Sequence[list[bytes]] = (),
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
     ) -> Iterator[tuple[int, Response]]:
         """Yields the number of each prompt with its response, once that has ended.
 

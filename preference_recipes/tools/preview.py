@@ -50,6 +50,7 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
         values: what `converter` made of it.
     """
     tokenizer = converter.tokenizer
+    short = lambda value: f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
     shown = json.dumps(row, ensure_ascii=False, default=short)
     lines = [f"  as given   {shown}"]
     for part in sequences_of(values):
@@ -88,22 +89,19 @@ def sequences_of(values: dict) -> list[Sequence]:
     return parts
 
 
-def short(value) -> str:
-    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
-
-
 def images_in(part: Sequence, files: list[bytes], tokenizer) -> list[str]:
     """Returns a line about each image of a part."""
-    places = images.places_of(tokenizer.processor, part.ids).tolist() if files else []
     lines = []
+    place = 0
     for number, file in enumerate(files, 1):
-        [spelling] = images.spellings(tokenizer.processor, [file])
-        n_tokens = images.count_tokens(tokenizer, spelling)
-        if places:
+        places = images.places_of(tokenizer.processor, part.ids)[place:]
+        if len(places):
+            [spelling] = images.spellings(tokenizer.processor, [file])
+            tokens = images.count_tokens(tokenizer, spelling)
             width, height = images.opened(file).size
-            size = f"{width} x {height} pixels, {counted(n_tokens, 'token')}"
+            size = f"{width} x {height} pixels, {counted(tokens, 'token')}"
             lines.append(f"    image {number}  {size}, from token {places[0] + 1} on")
-        places = places[n_tokens:]
+            place += tokens
     return lines
 
 

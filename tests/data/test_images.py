@@ -206,7 +206,7 @@ def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
         ("OSError",): broken,
         ("UnidentifiedImageError",): in_part(image=b"no image"),
         ("found 7",): in_part(image=7),
-        ("2 image parts without a source", "'images' 1 images"): {
+        ("2 parts want an image of 'images', which has 1",): {
             "messages": [turn("user", IMAGE, IMAGE), *ANSWER],
             "images": [ONE],
         },
@@ -217,6 +217,10 @@ def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
         ("for 0 images", "spells that token"): {"messages": say("user", "<image>") + ANSWER},
         ("found {'type': 'image'",): {
             "messages": [*ASKED, turn("assistant", IMAGE)],
+            "images": [ONE],
+        },
+        ("images: 1, and the texts have 2 times '<image>'",): {
+            "messages": say("user", "<image><image>") + ANSWER,
             "images": [ONE],
         },
         ("next to strings",): {"prompt": "How many?", "completion": "Three.", "images": [ONE]},

@@ -128,4 +128,5 @@ def test_two_processes_of_which_one_has_images(inputs, tmp_path, launcher, train
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     both = [weights(tmp_path / name / "actor") for name in ("one", "two")]
     for name, tensor in both[0].items():
-        torch.testing.assert_close(both[1][name], tensor, rtol=0, atol=1e-4), name
+        if "k_proj.bias" not in name:  # their true gradients are zero
+            torch.testing.assert_close(both[1][name], tensor, rtol=0, atol=1e-4)
