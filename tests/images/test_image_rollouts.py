@@ -10,7 +10,6 @@ import torch
 import transformers
 from PIL import Image
 
-from bare_runs import bare_source
 from preference_recipes.data import images
 from preference_recipes.data.dataset import Converter
 from preference_recipes.data.prompts import prompt_row
@@ -18,6 +17,7 @@ from preference_recipes.models import load
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.rewards import given_to_functions
 from preference_recipes.rollouts.samples import Samples
+from rollout.bare_runs import bare_source
 from runs import slow_but
 from vlms import FAMILIES, save_vlm, some_rows
 
