@@ -6,7 +6,7 @@ Each image shows two digits; the row asks for one of them.
     make sft ARGS="examples/digits.yaml"
 
 The folder gets `model`, a LLaVA of 160 thousand random weights with its processor, and rows whose
-images lie next to them: `train.jsonl`, `held_out.jsonl`, and `prompts.jsonl` for GRPO. Needs pillow.
+images lie next to them: `train.jsonl`, `held_out.jsonl`, `prompts.jsonl` for GRPO. Needs pillow.
 docs/images.md shows the runs.
 """
 
