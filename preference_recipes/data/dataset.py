@@ -174,7 +174,7 @@ class Converter:
             `LeftOut` and `BadRow`.
         columns: the user's columns by the format's, see `formats.column_names`.
         settings: passed to the function; `max_length` among them.
-        image_refusal: why no images are read; "" if they are, see `images.find`.
+        image_refusal: why images are not read; "" if they are.
         folder: that paths of images are relative to, that of the set's first file.
     """
 
@@ -193,10 +193,7 @@ class Converter:
         """
         try:
             row = formats.standard(row, self.columns)
-            as_turns = self.settings.get("strings_as_messages", False)
-            row, pictures, spelled = images.find(
-                row, formats.TEXTS, self.tokenizer, self.folder, self.image_refusal, as_turns
-            )
+            row, pictures, spelled = images.find(row, formats.TEXTS, self)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
             if not self.image_refusal:
                 values |= images.columns_of(values, pictures, spelled, self.tokenizer)

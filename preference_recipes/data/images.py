@@ -51,8 +51,7 @@ def processor_of(name: str, tokenizer) -> tuple[Any, str]:
 
 
 def describe(processor) -> str:
-    """Returns a text that changes with pixels and tokens. The class tells who computes them: those
-    of torchvision and of PIL differ."""
+    """Returns what pixels and tokens depend on, also whether torchvision or PIL computes them."""
     return f"{type(processor.image_processor).__name__} {processor.to_json_string()}"
 
 
@@ -108,9 +107,7 @@ def count_tokens(tokenizer, spelling: str) -> int:
 
 
 # ============================================================ the images of a row
-def find(
-    row: dict, names: tuple[str, ...], tokenizer, folder: Path, refusal: str, as_turns: bool
-) -> tuple[dict, list[bytes], list[str]]:
+def find(row: dict, names: tuple[str, ...], converter) -> tuple[dict, list[bytes], list[str]]:
     """Returns a row whose messages hold the spellings of their images; their files, and spellings.
 
     A part has its image itself, or it is the next of the column `images` or `image`. If no part is
@@ -118,17 +115,16 @@ def find(
 
     Args:
         names: of the columns with messages.
-        folder: that paths are relative to.
-        refusal: why images are not read; "" if they are.
-        as_turns: whether strings are messages, too.
+        converter: the `dataset.Converter` of the row's set.
     """
-    processor = getattr(tokenizer, "processor", None)
+    processor = getattr(converter.tokenizer, "processor", None)
     column = next(filter(row.get, COLUMNS), "images")
     given = as_list(row.get(column) or []) if processor else []
     if not given and not any(has_parts(row.get(name)) for name in names):
         return row, [], []
-    if refusal:
-        raise BadRow(f"images: {refusal}")
+    if converter.image_refusal:
+        raise BadRow(f"images: {converter.image_refusal}")
+    as_turns = converter.settings.get("strings_as_messages", False)
     chats = {
         name: as_messages(row[name], "user" if name in ASKING else "assistant")
         for name in names
@@ -145,7 +141,7 @@ def find(
         following = iter(given)
         of_parts = [next(following) if source is None else source for source in sources]
         if sources:
-            loaded[name] = [load(source, folder) for source in of_parts]
+            loaded[name] = [load(source, converter.folder) for source in of_parts]
     if not loaded:
         raise BadRow("images next to strings: give messages, or --strings_as_messages")
     first, *others = loaded.values()

@@ -59,9 +59,7 @@ def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
 
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Freezes what text never reaches, unless `--train_vision` says otherwise, and with `--lora_r`
-    all but new adapters; prints which.
-    """
+    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which."""
     if not getattr(args, "train_vision", False):
         architecture.freeze_unreached(accelerator, model)
     elif args.lora_r:

@@ -52,10 +52,7 @@ class Sampler:
         return min(self.tokenizer.pad_token_id, most)
 
     def tokens_without_probability(self) -> list[int]:
-        """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`.
-
-        Nor is what stands for an image: there would be none to read.
-        """
+        """Returns what is never drawn: beyond `LogProbModel.vocabulary`; what stands for images."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
         processor = getattr(self.tokenizer, "processor", None)
         of_images = images.tokens_of(processor) if processor else []

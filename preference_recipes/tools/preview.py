@@ -92,16 +92,14 @@ def sequences_of(values: dict) -> list[Sequence]:
 def images_in(part: Sequence, files: list[bytes], tokenizer) -> list[str]:
     """Returns a line about each image of a part."""
     lines = []
-    place = 0
+    places = images.places_of(tokenizer.processor, part.ids) if files else []
     for number, file in enumerate(files, 1):
-        places = images.places_of(tokenizer.processor, part.ids)[place:]
-        if len(places):
-            [spelling] = images.spellings(tokenizer.processor, [file])
-            tokens = images.count_tokens(tokenizer, spelling)
-            width, height = images.opened(file).size
-            size = f"{width} x {height} pixels, {counted(tokens, 'token')}"
-            lines.append(f"    image {number}  {size}, from token {places[0] + 1} on")
-            place += tokens
+        [spelling] = images.spellings(tokenizer.processor, [file])
+        n_tokens = images.count_tokens(tokenizer, spelling)
+        width, height = images.opened(file).size
+        size = f"{width} x {height} pixels, {counted(n_tokens, 'token')}"
+        lines += [f"    image {number}  {size}, from token {n + 1} on" for n in places[:1]]
+        places = places[n_tokens:]
     return lines
 
 
