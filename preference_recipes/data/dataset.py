@@ -114,8 +114,9 @@ def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **s
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
     refusal = getattr(tokenizer, "no_images", images.UNREAD) if reads_images else images.UNREAD
-    columns = formats.column_names(args.columns)
-    converter = Converter(function, tokenizer, columns, settings, refusal)
+    converter = Converter(
+        function, tokenizer, formats.column_names(args.columns), settings, refusal
+    )
     held_out = args.eval_dataset_name or []
     for name in [*args.dataset_name, *held_out]:
         files.refuse_missing(name)

@@ -27,15 +27,10 @@ def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -
     batch = Packer(accelerator.device).make_batch([row[:1]], [row[1:]])
     with evaluation_mode(model):
         output = model(batch, check=True)
-    refuse_difference(accelerator, name_of(model), output["logps"], output["own_logps"])
+    refuse_difference(accelerator, model, output["logps"], output["own_logps"])
 
 
-def name_of(model: nn.Module) -> str:
-    [inside, *_] = architecture.whole_models(model).values()
-    return inside.config.name_or_path
-
-
-def refuse_difference(accelerator: Accelerator, name: str, logps, own_logps) -> None:
+def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: str = "") -> None:
     """Ends the run if our log-probs are not those of a model's own logits."""
     differences = (logps - own_logps).abs()
     # The median, because half precision may round a single logit the other way, by any amount, and
@@ -44,9 +39,11 @@ def refuse_difference(accelerator: Accelerator, name: str, logps, own_logps) -> 
     largest = own_logps.abs().max().item()
     tolerance = 1e-2 if engine.half_precision(accelerator) else 1e-5
     if not typical <= tolerance * (1 + largest):  # also where weights are not finite
+        [inside, *_] = architecture.whole_models(model).values()
         sys.exit(
-            f"{name}: its head's log-probs differ from its own logits' by "
-            f"{typical:.3g}: this architecture is not supported yet, or its weights are not finite"
+            f"{inside.config.name_or_path}{where}: its head's log-probs differ from its own "
+            f"logits' by {typical:.3g}: this architecture is not supported yet, or its weights are "
+            "not finite"
         )
 
 
@@ -97,7 +94,6 @@ def check_images(accelerator: Accelerator, model: nn.Module, processor: Any) -> 
 
     All processes must call it. The rows are of different lengths, and have two images and one.
     """
-    name = name_of(model)
     packer = Packer(accelerator.device, processor=processor)
     files = [random_image(50, 30), random_image(32, 64)]
     images = [files, files[1:]]
@@ -121,8 +117,9 @@ def check_images(accelerator: Accelerator, model: nn.Module, processor: Any) -> 
             batch = packer.make_batch([row[:-3] for row in ids], ends, images=images)
             logps = model(batch)["logps"]
     except Exception as error:  # whatever a processor or a model raises
-        sys.exit(f"{name}: its way to read images is not supported: {in_one_line(error)}")
-    refuse_difference(accelerator, f"{name}, with images", logps, torch.cat(own_logps))
+        which = f"{processor.tokenizer.name_or_path}: its way to read images is not supported"
+        sys.exit(f"{which}: {in_one_line(error)}")
+    refuse_difference(accelerator, model, logps, torch.cat(own_logps), ", with images")
 
 
 @torch.no_grad()

@@ -31,16 +31,15 @@ PEAK_FLOPS = {
 def flop(wrapper: nn.Module, processor=None) -> Flop:
     """Returns the operations of training for each token of the layers, and for each target.
 
-    These are the products with weights alone; both are 0 where they are not known, as with images.
-    For each trained parameter they take 2 in the forward and 4 in the backward pass; for each
-    frozen one below an adapter 2 and 2. Embeddings are looked up, and a score head, a single row,
-    is not counted.
+    These are the products with weights alone; both are 0 where they are not known. For each trained
+    parameter they take 2 in the forward and 4 in the backward pass; for each frozen one below an
+    adapter 2 and 2. Embeddings are looked up, and a score head, a single row, is not counted.
     """
     of_token = 0.0
     of_target = 0.0
     for model in architecture.whole_models(wrapper).values():
         of_expert = share_of_experts(model.config.get_text_config())
-        if of_expert is None or processor is not None:
+        if of_expert is None or processor is not None:  # a tower's are not counted
             return Flop(0.0, 0.0, None)
         of_frozen = 4 if has_adapter(model) else 0
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

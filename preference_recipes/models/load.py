@@ -89,12 +89,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
-    auto_class = AutoModelForCausalLM
-    reads_images = getattr(tokenizer, "processor", None) is not None
-    config = from_pretrained(AutoConfig, name) if reads_images else None
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        auto_class = AutoModelForImageTextToText
-    model, missing, unused = load(auto_class, name, args, frozen)
+    model, missing, unused = load(class_for(name, tokenizer), name, args, frozen)
     for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:
@@ -117,6 +112,14 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     published = model.generation_config.to_dict()
     model.generation_config = PublishedGenerationConfig.from_dict(published)
     return model
+
+
+def class_for(name: str, tokenizer):
+    """Returns what loads a language model, where it reads images with all that does."""
+    has_processor = getattr(tokenizer, "processor", None) is not None
+    config = from_pretrained(AutoConfig, name) if has_processor else None
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:

@@ -55,5 +55,5 @@ class Sampler:
         """Returns what is never drawn: beyond `LogProbModel.vocabulary`; what stands for images."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
         processor = getattr(self.tokenizer, "processor", None)
-        of_images = images.tokens_of(processor) if processor else []
-        return [*range(self.unwrapped.vocabulary, n_logits), *of_images]
+        never = images.tokens_of(processor) if processor else []
+        return never + list(range(self.unwrapped.vocabulary, n_logits))
