@@ -197,11 +197,10 @@ class TypedRows:
 
 def keep_files(feature) -> None:
     """Lets images be read as the files that they are: `datasets` would decode them to pixels."""
-    if feature is None:
-        return
     if isinstance(feature, datasets.Image):
         feature.decode = False
-    for part in feature.values() if isinstance(feature, dict) else [vars(feature).get("feature")]:
+    below = feature.values() if isinstance(feature, dict) else [vars(feature).get("feature")]
+    for part in filter(None, below):
         keep_files(part)
 
 

@@ -75,12 +75,11 @@ class Packer:
             answers: token ids.
             learned: of each token of each answer, whether its log-prob is wanted; by default of
                 all. If the prompt is empty the first must be false: nothing predicts it.
-            images: the files of each prompt's, or of the answer's if the prompt is empty.
+            images: the files of each prompt's, or the answer's, whose pixels then are inputs, too.
 
         Returns:
             inputs: what a `transformers` model takes: `input_ids` and, if prompts are shared,
-                `position_ids` and the bool `attention_mask` `[rows, 1, row length, row length]`;
-                with images `pixel_values` and the like.
+                `position_ids` and the bool `attention_mask` `[rows, 1, row length, row length]`.
             targets, predictors, cells: `[targets]`; last: `[answers]`; mask: bool.
             n_tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
         """
