@@ -43,7 +43,7 @@ def save(
                     model.save_pretrained(temporary, state_dict=state_dict)
                     largest = max(state_dict.values(), key=torch.Tensor.numel)
                     write_config(temporary, str(largest.dtype).removeprefix("torch."))
-                tokenizer.save_pretrained(temporary)
+                (getattr(tokenizer, "processor", None) or tokenizer).save_pretrained(temporary)
                 record.write_card(temporary, args)
                 folders.replace(temporary, folder)
     accelerator.wait_for_everyone()

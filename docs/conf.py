@@ -32,7 +32,8 @@ PARTS = {
     ],
     "Recipes": [
         *(f"docs/{name}" for name in ("sft", "reward", "dpo", "kto", "ppo", "grpo", "distill")),
-        *("docs/lora", "docs/environments", "docs/vllm", "docs/evaluation", "docs/checkpoints"),
+        *("docs/lora", "docs/images", "docs/environments", "docs/vllm", "docs/evaluation"),
+        "docs/checkpoints",
         "forks/README",
     ],
     "How it works": [

@@ -65,6 +65,7 @@ class Args(SharedArgs):
         0.0, "how likely a label is wrong", only_with=WITH_SMOOTHING, at_least=0, below=0.5
     )
     share_prompts: bool = arg(True, "compute a prompt once for both answers")
+    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
     precompute_ref_log_probs: bool = arg(
         False, "compute the reference's log-probs before training", only_with=WITH_REFERENCE
     )
@@ -151,7 +152,8 @@ def collate(columns: dict, packer: Packer) -> dict:
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
     ids = columns["chosen_ids"] + columns["rejected_ids"]
     learned = columns["chosen_learned"] + columns["rejected_learned"]
-    batch = packer.make_batch(prompts, ids, learned=learned)
+    images = columns["images"] * 2 if "images" in columns else None
+    batch = packer.make_batch(prompts, ids, learned=learned, images=images)
     if "ref_logps" in columns:  # with --precompute_ref_log_probs, `[pairs, 2]`
         batch["ref_logps"] = batches.send(columns["ref_logps"].T.reshape(-1), packer.device)
     return batch
@@ -224,7 +226,9 @@ def main():
     args = arguments.parse(Args, demo="dpo.yaml")
     accelerator = launch.make_accelerator(args, "dpo")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(accelerator, args, tokenizer, function=formats.preference_row)
+    data = dataset.load_data(
+        accelerator, args, tokenizer, function=formats.preference_row, reads_images=True
+    )
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     load.check_embeddings(data, args.model_name_or_path, args.ref_model_name_or_path)
     train = Rows(data.train)
@@ -232,7 +236,7 @@ def main():
 
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
-    flop = cost.flop(policy)
+    flop = cost.flop(policy, data.processor)
     run = Run(
         accelerator, args, len(train), flop=flop, bar_metric="rewards/accuracies", charts=CHARTS
     )
@@ -245,7 +249,7 @@ def main():
         reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model if reference else None]
     packer = checks.make_packer(
-        accelerator, models, max_length=args.max_length, share=args.share_prompts
+        accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
         precompute(accelerator, args, reference, train, held_out.values(), collate, packer)

@@ -79,6 +79,7 @@ class Args(RewardArgs):
     advantage_std: Literal["batch", "group", "none"] = arg(
         "batch", "the standard deviation that advantages are divided by: of the rollout, the group"
     )
+    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
     drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
     mask_truncated: bool = arg(False, "do not train on responses truncated at --max_new_tokens")
     train_batch_size: int = arg(256, "samples of one update", at_least=1)
@@ -306,7 +307,7 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "grpo")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = rewards.load_prompts(accelerator, args, tokenizer)
+    data = rewards.load_prompts(accelerator, args, tokenizer, reads_images=True)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     # Without dropout, because responses are sampled without it.
@@ -317,7 +318,7 @@ def main():
         accelerator,
         args,
         len(data.train),
-        flop=cost.flop(policy),
+        flop=cost.flop(policy, data.processor),
         bar_metric="reward",
         charts=CHARTS,
         updates_per_epoch=rollout.n_updates(args, len(data.train)),  # if no group is left out
@@ -332,7 +333,7 @@ def main():
     judge = Judge(accelerator, args, tokenizer, data)
     models = [model, judge.model, reference.model if reference else None]
     packer = checks.make_packer(
-        accelerator, models, max_length=args.max_length, share=args.share_prompts
+        accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout"))
     sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)

@@ -54,6 +54,7 @@ class Args(SharedArgs):
     beta: float = arg(0.1, "strength of the pull towards the reference", above=0)
     desirable_weight: float = arg(1.0, "weight of the losses of good answers", at_least=0)
     undesirable_weight: float = arg(1.0, "weight of the losses of bad answers", at_least=0)
+    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
     share_prompts: bool = arg(True, "compute a prompt once for both answers")
     learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
     warmup_steps: float = arg(0.1, "updates of warm-up; below 1: a share of all", at_least=0)
@@ -88,20 +89,22 @@ def collate(columns: dict, packer: Packer) -> dict:
     prompts = [columns["prompt_ids"][place] for place in places]
     ids = [ids for ids in columns["chosen_ids"] + columns["rejected_ids"] if ids]
     learned = [flags for flags in columns["chosen_learned"] + columns["rejected_learned"] if flags]
-    batch = packer.make_batch(prompts, ids, learned=learned)
+    images = [columns["images"][place] for place in places] if "images" in columns else None
+    batch = packer.make_batch(prompts, ids, learned=learned, images=images)
     batch["is_good"] = batches.send([True] * len(good) + [False] * len(bad), packer.device)
     batch["places"] = batches.send(places, packer.device)
     batch["rows"] = [columns["row"][place] for place in places]
     return batch
 
 
-def with_prompts(columns: dict, prompts: list[list[int]], max_length: int) -> dict:
-    """Returns the columns of rows with other prompts, and their answers cut to `max_length`."""
+def with_prompts(columns: dict, others: dict, max_length: int) -> dict:
+    """Returns the columns of rows with others' prompts, and their answers cut to `max_length`."""
+    prompts = {name: others[name] for name in ("prompt_ids", "images") if name in others}
     cut = {
-        name: [ids[: max_length - len(prompt)] for prompt, ids in zip(prompts, columns[name])]
+        name: [ids[: max_length - len(p)] for p, ids in zip(prompts["prompt_ids"], columns[name])]
         for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
     }
-    return {**columns, **cut, "prompt_ids": prompts}
+    return {**columns, **cut, **prompts}
 
 
 @torch.no_grad()
@@ -117,9 +120,8 @@ def estimate_kl(
     lengths = data.lengths[rows] + data.lengths[next_rows]  # prompt and answers are of two rows
     with checks.evaluation_mode(actor.model):
         for places, weights in run.split(range(len(rows)), lengths):
-            columns = data[next_rows[places]]
-            prompts = data[rows[places]]["prompt_ids"]
-            batch = collate(with_prompts(columns, prompts, run.args.max_length), packer)
+            columns = with_prompts(data[next_rows[places]], data[rows[places]], run.args.max_length)
+            batch = collate(columns, packer)
             log_ratios = actor.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
             means.add({"kl": log_ratios}, weights[batch["places"]])
     return max(means.reduce()["kl"], 0.0)
@@ -159,7 +161,9 @@ def main():
     args = arguments.parse(Args, demo="kto.yaml")
     accelerator = launch.make_accelerator(args, "kto")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(accelerator, args, tokenizer, function=formats.labelled_row)
+    data = dataset.load_data(
+        accelerator, args, tokenizer, function=formats.labelled_row, reads_images=True
+    )
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     load.check_embeddings(data, args.model_name_or_path, args.ref_model_name_or_path)
     train = Rows(data.train)
@@ -168,7 +172,8 @@ def main():
 
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
-    run = Run(accelerator, args, len(train), flop=cost.flop(policy), bar_metric="kl", charts=CHARTS)
+    flop = cost.flop(policy, data.processor)
+    run = Run(accelerator, args, len(train), flop=flop, bar_metric="kl", charts=CHARTS)
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
@@ -176,7 +181,7 @@ def main():
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]
     packer = checks.make_packer(
-        accelerator, models, max_length=args.max_length, share=args.share_prompts
+        accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
 
     means = Means(accelerator, run.recorder("train"))

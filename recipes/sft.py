@@ -56,6 +56,7 @@ class Args(SharedArgs):
         "assistant", "every assistant turn; the last turn; every token"
     )
     loss_type: Literal["nll", "dft", "eaft"] = arg("nll", "dft, eaft: see docs/sft.md")
+    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
     max_length: int = arg(1024, "tokens of a row; the rest is cut off", at_least=2)
     learning_rate: float = arg(2e-5, "peak learning rate", with_lora=2e-4, at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
@@ -118,7 +119,8 @@ def sft_row(
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns each row as an answer to an empty prompt, only its learned tokens targets."""
     no_prompts = [[]] * len(columns["input_ids"])
-    return packer.make_batch(no_prompts, columns["input_ids"], learned=columns["learned"])
+    images = columns.get("images")
+    return packer.make_batch(no_prompts, columns["input_ids"], columns["learned"], images)
 
 
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:
@@ -158,7 +160,9 @@ def main():
     args = arguments.parse(Args, demo="sft.yaml")
     accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
+    data = dataset.load_data(
+        accelerator, args, tokenizer, function=sft_row, reads_images=True, loss_on=args.loss_on
+    )
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
     load.check_embeddings(data, args.model_name_or_path)
     train = Sequences(data.train)
@@ -170,7 +174,7 @@ def main():
         accelerator,
         args,
         len(data.train),
-        flop=cost.flop(policy),
+        flop=cost.flop(policy, data.processor),
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
     )
@@ -178,7 +182,7 @@ def main():
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     checks.check_logprobs(accelerator, model, train[[0]]["input_ids"][0])
-    packer = Packer(accelerator.device)
+    packer = checks.make_packer(accelerator, [model], data.processor)
 
     means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)

@@ -19,7 +19,7 @@ import sys
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ import transformers
 from accelerate.utils import gather_object
 
 from common import display, distributed, folders, in_one_line, refuse
-from preference_recipes.data import files, formats, rendering
+from preference_recipes.data import files, formats, images, rendering
 from preference_recipes.data.messages import BadRow, LeftOut
 
 ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
@@ -69,7 +69,14 @@ class Data(NamedTuple):
     def fingerprints(self) -> dict[str, Any]:
         """Stand for the content of the sets: their rows, the tokenizer, what was cut."""
         held_out = {prefix: rows._fingerprint for prefix, rows in self.eval_sets.items()}
-        return {"data": self.train._fingerprint, "held-out data": held_out}
+        found = {"data": self.train._fingerprint, "held-out data": held_out}
+        return found | ({"images": images.describe(self.processor)} if self.processor else {})
+
+    @property
+    def processor(self) -> Any:
+        """What makes pixels of the images of these sets; None if they have none."""
+        has_images = any("images" in rows.column_names for _, rows in self.sets)
+        return self.converter.tokenizer.processor if has_images else None
 
     def refuse_ids_beyond(
         self, n_rows: int, model_name: str, columns: Collection[str] | None = None
@@ -95,17 +102,21 @@ class Data(NamedTuple):
                     )
 
 
-def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
+def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **settings) -> Data:
     """Loads and tokenises the training sets and the held-out sets that the arguments name.
 
     All processes must call it.
 
     Args:
         function: makes token ids of a row, see `Converter`.
+        reads_images: whether the recipe does; else a row with one ends the run.
         settings: passed to `function`, besides `max_length` and `strings_as_messages`.
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
-    converter = Converter(function, tokenizer, formats.column_names(args.columns), settings)
+    refusal = getattr(tokenizer, "no_images", images.UNREAD) if reads_images else images.UNREAD
+    converter = Converter(
+        function, tokenizer, formats.column_names(args.columns), settings, refusal
+    )
     held_out = args.eval_dataset_name or []
     for name in [*args.dataset_name, *held_out]:
         files.refuse_missing(name)
@@ -122,7 +133,10 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
         refuse(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
     named = [*zip(args.dataset_name, sets), *zip(held_out, eval_sets)]
-    return Data(train, starts, dict(zip(prefixes, eval_sets)), converter, named)
+    data = Data(train, starts, dict(zip(prefixes, eval_sets)), converter, named)
+    if getattr(args, "train_vision", False) and data.processor is None:
+        refuse("--train_vision: no row of these sets has an image")
+    return data
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
@@ -143,6 +157,10 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
         display.write("; ".join([f"data {name}: {len(rows)} usable rows", *about["notes"]]))
     if not any(rows["answer"][:]):
         rows = rows.remove_columns("answer")
+    if "images" in rows.column_names:
+        counts = pyarrow.compute.list_value_length(rows.with_format("arrow")["images"][:])
+        if not pyarrow.compute.sum(counts).as_py():
+            rows = rows.remove_columns("images")
     return rows.select(range(len(rows)), new_fingerprint=about["fingerprint"])
 
 
@@ -158,12 +176,16 @@ class Converter:
             `LeftOut` and `BadRow`.
         columns: the user's columns by the format's, see `formats.column_names`.
         settings: passed to the function; `max_length` among them.
+        image_refusal: why images are not read; "" if they are.
+        folder: that paths of images are relative to, that of the set's first file.
     """
 
     function: Callable[..., dict]
     tokenizer: transformers.PreTrainedTokenizerBase
     columns: dict[str, str]
     settings: dict
+    image_refusal: str = images.UNREAD
+    folder: Path = Path()
 
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
@@ -173,7 +195,10 @@ class Converter:
         """
         try:
             row = formats.standard(row, self.columns)
+            row, pictures, spelled = images.find(row, formats.TEXTS, self)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
+            if not self.image_refusal:
+                values |= images.columns_of(values, pictures, spelled, self.tokenizer)
         except LeftOut as why:
             return {"reason": str(why), "notes": []}
         except Exception as error:
@@ -205,6 +230,7 @@ def answer_text(answer: Any) -> str:
 def tokenise(name: str, split: str, converter: Converter) -> Path:
     """Converts all rows of a data set, unless an earlier run did; returns the result's folder."""
     rows = files.find(name, split)
+    converter = replace(converter, folder=rows.folder)
     code = [*Path(__file__).parent.glob("*.py"), Path(inspect.getfile(converter.function))]
     key = [  # all that the result depends on
         rows._fingerprint,
@@ -213,6 +239,7 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
         rendering.fingerprint(converter.tokenizer),
         converter.columns,
         converter.settings,
+        converter.image_refusal,
     ]
     # Not next to the data, which may be read-only.
     cache = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "tokenised"
@@ -306,6 +333,8 @@ def write_rows(
 
 def type_of(name: str, value) -> pyarrow.DataType:
     """Returns the type of a column, which the row function's value of any row tells."""
+    if name == "images":
+        return pyarrow.list_(pyarrow.large_binary())
     if isinstance(value, list):
         return pyarrow.list_(pyarrow.bool_() if name.endswith("learned") else pyarrow.int32())
     return pyarrow.scalar(value).type

@@ -64,7 +64,8 @@ def find_local(path: Path, split: str) -> TypedRows | TextFiles:
     if any(file.suffix != ".parquet" for file in files):
         return TextFiles(files)
     names = [glob.escape(str(file)) for file in files]
-    return TypedRows(datasets.load_dataset("parquet", data_files=names, split="train"))
+    rows = datasets.load_dataset("parquet", data_files=names, split="train")
+    return TypedRows(rows, files[0].parent)
 
 
 def refuse_missing(name: str) -> None:
@@ -96,6 +97,7 @@ class TextFiles:
 
     def __init__(self, files: list[Path]):
         self.files = files
+        self.folder = files[0].parent  # that the paths of images are relative to
         stats = [(str(file), file.stat()) for file in files]
         # Changes with every change of the rows.
         self._fingerprint = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
@@ -176,9 +178,11 @@ class TypedRows:
     there. So `select` takes these keys out again.
     """
 
-    def __init__(self, dataset: datasets.Dataset):
+    def __init__(self, dataset: datasets.Dataset, folder: Path = Path()):
         self.dataset = dataset
+        self.folder = folder
         self._fingerprint = dataset._fingerprint
+        keep_files(dataset.features)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -188,6 +192,15 @@ class TypedRows:
         types = self.dataset.features
         for row in self.dataset.select(numbers):
             yield {name: unpadded(row[name], types[name], name == "tools") for name in types}
+
+
+def keep_files(feature) -> None:
+    """Lets images be read as the files that they are: `datasets` would decode them to pixels."""
+    if isinstance(feature, datasets.Image):
+        feature.decode = False
+    below = feature.values() if isinstance(feature, dict) else [vars(feature).get("feature")]
+    for part in filter(None, below):
+        keep_files(part)
 
 
 def unpadded(value: Any, feature, in_chat: bool = False) -> Any:

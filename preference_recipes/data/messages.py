@@ -15,6 +15,11 @@ PRINTED = re.compile(
 )
 # Where the parts of a content go, by their type.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
+# Parts that are images, the keys under which one may have it, and what stands for it in a text:
+# Unicode's "object replacement character". See `data/images.py`.
+IMAGES = ("image", "image_url", "input_image")
+SOURCES = ("image", "image_url", "url", "path", "base64")
+PLACE = "\ufffc"
 # Where a call has its arguments.
 ARGUMENTS = ("arguments", "parameters")
 # Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
@@ -144,9 +149,9 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
     """Returns a message whose content is a list of parts as one with a text, and its calls.
 
     A part's value is under its own type, as in `{"type": "thinking", "thinking": ...}`, or under
-    `value` or `text`.
+    `value` or `text`. `image_sources` are those of the parts that are images, or None.
     """
-    texts = {"content": ""}
+    texts: dict[str, Any] = {"content": ""}
     calls = []
     for part in message["content"]:
         fields = part if isinstance(part, dict) else {}
@@ -154,6 +159,12 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
         value = next((fields[key] for key in (kind, "value", "text") if key in fields), None)
         if kind == "tool_call":
             calls += as_list(from_json(value))
+        elif kind in IMAGES and message["role"] != "assistant":  # a model writes text alone
+            texts["content"] += PLACE
+            source = next((fields[key] for key in SOURCES if fields.get(key)), None)
+            if source is fields.get("base64"):
+                source = source and f"data:,{source}"
+            texts["image_sources"] = [*texts.get("image_sources", []), source]
         elif kind in PARTS and isinstance(value, str):
             if value:
                 texts[PARTS[kind]] = texts.get(PARTS[kind], "") + value
@@ -233,5 +244,6 @@ def as_json(value: Any, without_nulls: bool = False) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [as_json(part, without_nulls) for part in value]
-    is_json = value is None or isinstance(value, (str, int, float))
-    return value if is_json else str(value)  # such as a date
+    is_kept = value is None or isinstance(value, (str, int, float, bytes))
+    is_image = hasattr(value, "getexif")  # PIL's
+    return value if is_kept or is_image else str(value)  # such as a date

@@ -16,7 +16,7 @@ import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
 from common import refuse
-from preference_recipes.data import thoughts
+from preference_recipes.data import images, thoughts
 from preference_recipes.data.messages import BadRow
 
 # For trials: a question, and an answer. No template and no data write these words by themselves.
@@ -108,7 +108,9 @@ def fingerprint(tokenizer) -> str:
     """Returns a text that changes whenever the tokenizer would produce different ids."""
     content = backend_of(tokenizer).to_str()
     date = getattr(tokenizer, "chat_date", None)
-    return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}"
+    processor = getattr(tokenizer, "processor", None)
+    sizes = f"\0{images.describe(processor)}" if processor else ""
+    return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}{sizes}"
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
@@ -129,11 +131,40 @@ def render(
     if not messages:
         return ""
     tools = tools or None  # Llama 3 would announce an empty list of them
-    return template_of(tokenizer, has_tools=tools is not None)(
-        messages=[to_write(tokenizer, message) for message in messages],
+    text = write(
+        tokenizer,
+        [to_write(tokenizer, message) for message in messages],
         tools=tools,
         add_generation_prompt=add_generation_prompt,
     )
+    processor = getattr(tokenizer, "processor", None)
+    return images.spell_out(processor, text, messages) if processor else text
+
+
+def write(tokenizer, messages: list[dict], tools: list[dict] | None = None, **settings) -> str:
+    """Returns what the template makes of messages, contents as lists of parts where it needs them.
+
+    That is where images are, or where it writes no strings at all (Idefics3, LLaVA-NeXT).
+    """
+    if any("image_sources" in message for message in messages):
+        raise BadRow("a message has an image: only `dataset.Converter` reads images")
+    all_parts = needs_parts(tokenizer)
+    given = [images.as_parts(m) if all_parts or m.get("spellings") else m for m in messages]
+    template = template_of(tokenizer, has_tools=tools is not None)
+    return template(messages=given, tools=tools, **settings)
+
+
+@functools.lru_cache(maxsize=16)
+def needs_parts(tokenizer) -> bool:
+    """Whether a template writes contents that are lists of parts alone."""
+    template = template_of(tokenizer, has_tools=False)
+    is_written = []
+    for question in (QUESTION, images.as_parts(QUESTION)):
+        try:
+            is_written.append(QUESTION["content"] in template(messages=[question]))
+        except Exception:  # a template raises what it likes
+            is_written.append(False)
+    return is_written == [False, True]
 
 
 @functools.lru_cache(maxsize=32)
@@ -195,7 +226,7 @@ def trial(tokenizer, answer: str, *following: dict, **fields: str) -> str:
     """Returns what a template writes after a question; "" if it refuses, as it likes."""
     messages = [QUESTION, {"role": "assistant", "content": answer, **fields}, *following]
     try:
-        text = template_of(tokenizer, has_tools=False)(messages=messages)
+        text = write(tokenizer, messages)
     except Exception:
         return ""
     return text.partition(QUESTION["content"])[2] or text

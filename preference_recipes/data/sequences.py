@@ -31,7 +31,7 @@ class Sequences:
         )
 
     def __getitem__(self, numbers: Sequence[int]) -> dict[str, list]:
-        """Returns `input_ids learned row` of some sequences."""
+        """Returns `input_ids learned row`, and maybe `images`, of some sequences."""
         rows = np.searchsorted(self._starts, numbers, side="right") - 1
         columns = self.dataset[rows]
         cut = {"input_ids": [], "learned": [], "row": columns["row"]}
@@ -40,4 +40,11 @@ class Sequences:
             span = slice(before, before + self.lengths[number])
             cut["input_ids"].append(columns["input_ids"][place][span])
             cut["learned"].append(columns["learned"][place][span])
+        if "images" in columns:  # each reads the first ones of its row
+            counts = columns["images_of_sequence"]
+            numbers_in_row = np.asarray(numbers) - self._starts[rows]
+            cut["images"] = [
+                (files or [])[: count[number] if count else 0]
+                for files, count, number in zip(columns["images"], counts, numbers_in_row)
+            ]
         return cut

@@ -64,7 +64,7 @@ def learned(row: dict, converter) -> dict:
 def paths_of(value: Any, above: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields the keys of a row that hold a value, down to `DEPTH`, each with a yes or no."""
     for item in as_list(value):
-        if not isinstance(item, dict):
+        if not isinstance(item, dict) or "bytes" in item:  # an image of `datasets`
             continue
         for name, below in item.items():
             if below is not None and below not in ("", [], {}):

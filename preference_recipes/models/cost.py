@@ -28,7 +28,7 @@ PEAK_FLOPS = {
 }
 
 
-def flop(wrapper: nn.Module) -> Flop:
+def flop(wrapper: nn.Module, processor=None) -> Flop:
     """Returns the operations of training for each token of the layers, and for each target.
 
     These are the products with weights alone; both are 0 where they are not known. For each trained
@@ -38,8 +38,8 @@ def flop(wrapper: nn.Module) -> Flop:
     per_token = 0.0
     per_target = 0.0
     for model in architecture.whole_models(wrapper).values():
-        visited_share = share_visited_shares(model.config.get_text_config())
-        if visited_share is None:
+        visited_share = share_of_experts(model.config.get_text_config())
+        if visited_share is None or processor is not None:  # a tower's are not counted
             return Flop(0.0, 0.0, None)
         if_frozen = 4 if has_adapter(model) else 0
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -57,7 +57,7 @@ def flop(wrapper: nn.Module) -> Flop:
     return Flop(per_token, per_target, PEAK_FLOPS.get(gpu))
 
 
-def share_visited_shares(config: PreTrainedConfig) -> float | None:
+def share_of_experts(config: PreTrainedConfig) -> float | None:
     """Returns what share of a mixture's stacked experts a token visits; None: not known."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = max(getattr(config, name, None) or 1 for name in names)

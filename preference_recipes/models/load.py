@@ -11,11 +11,12 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.models.auto import AutoConfig
+from transformers.models.auto import AutoConfig, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once, refuse
-from preference_recipes.data import rendering
+from preference_recipes.data import images, rendering
 from preference_recipes.models import architecture
 
 
@@ -60,6 +61,7 @@ def tokenizer_of(
         rendering.set_defaults(tokenizer, chat_template_kwargs)
     prints_date = "strftime_now" in str(tokenizer.chat_template)
     tokenizer.chat_date = date if prints_date else None
+    tokenizer.processor, tokenizer.no_images = images.processor_of(name, tokenizer)
     return tokenizer
 
 
@@ -77,7 +79,7 @@ def date_of_run(args) -> str:
 
 # ============================================================ models
 def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
-    """Loads a causal language model in fp32; engines round it when it is used.
+    """Loads a causal language model in fp32, maybe one that reads images, too; engines round it.
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
@@ -86,7 +88,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
-    model, missing, unused = load(AutoModelForCausalLM, name, args, frozen)
+    model, missing, unused = load(class_for(name, tokenizer), name, args, frozen)
     for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:
@@ -107,6 +109,14 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     published = model.generation_config.to_dict()
     model.generation_config = PublishedGenerationConfig.from_dict(published)
     return model
+
+
+def class_for(name: str, tokenizer):
+    """Returns what loads a language model, where it reads images with all that does."""
+    has_processor = getattr(tokenizer, "processor", None) is not None
+    config = from_pretrained(AutoConfig, name) if has_processor else None
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:

@@ -27,11 +27,13 @@ on the right, then needs no mask: under causal attention no token sees it.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from common import batches
+from preference_recipes.data import images as pictures
 
 # The most bytes that the mask of shared rows may take: those of one row of 16,384 tokens.
 MOST_MASK = 2**28
@@ -48,17 +50,23 @@ class Packer:
         device: where the batches go.
         share: whether prompts are shared where that pays.
         width: the hidden size of the models.
+        processor: makes pixels of the images of prompts; None: there are none.
+        example: the tokens and the file of an image. A batch without images gets a row of it, where
+            other processes would wait for this one's vision tower.
     """
 
     device: torch.device
     share: bool = False
     width: int = 512
+    processor: Any = None
+    example: tuple[list[int], bytes] | None = None
 
     def make_batch(
         self,
         prompts: Sequence[list[int]],
         answers: Sequence[list[int]],
         learned: Sequence[list] | None = None,
+        images: Sequence[list[bytes] | None] | None = None,
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads; the module shows them.
 
@@ -67,6 +75,7 @@ class Packer:
             answers: token ids.
             learned: of each token of each answer, whether its log-prob is wanted; by default of
                 all. If the prompt is empty the first must be false: nothing predicts it.
+            images: the files of each prompt's, or the answer's, whose pixels then are inputs, too.
 
         Returns:
             inputs: what a `transformers` model takes: `input_ids` and, if prompts are shared,
@@ -76,10 +85,19 @@ class Packer:
         """
         if learned is None:
             learned = [[True] * len(answer) for answer in answers]
-        rows, length = self.lay_out(prompts, answers)
+        files = [tuple(some or ()) for some in images or [None] * len(answers)]
+        rows, length = self.lay_out(prompts, answers, files)
+        in_order = [file for row in rows for group in row for file in files[group[0]]]
+        if self.example is not None and not in_order:
+            ids, file = self.example
+            rows = [*rows, [[len(answers)]]]
+            length = max(length, len(ids))
+            prompts, answers, in_order = [*prompts, ids], [*answers, []], [file]
         tokens, prompt_ends, starts = place_tokens(rows, length, prompts, answers)
         ids, positions, pieces, prompt_pieces = tokens
         inputs = {"input_ids": batches.send(ids, self.device)}
+        if in_order:
+            inputs |= image_inputs(self.processor, ids, in_order, self.device)
         if len(rows) < len(answers):
             inputs["position_ids"] = batches.send(positions, self.device)
             numbers = [batches.send(array, self.device) for array in (pieces, prompt_pieces)]
@@ -113,7 +131,7 @@ class Packer:
         }
 
     def lay_out(
-        self, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+        self, prompts: Sequence[list[int]], answers: Sequence[list[int]], files: Sequence[tuple]
     ) -> tuple[list[Row], int]:
         """Returns rows, and the length of all: shared prompts where they are wanted and pay.
 
@@ -126,7 +144,7 @@ class Packer:
         padded = [[[number]] for number in by_length]
         if not self.share:
             return padded, longest
-        shared, length = shared_rows(prompts, answers)
+        shared, length = shared_rows(prompts, answers, files)
         cost = len(shared) * length * (12 * self.width + 2 * length)
         cost_of_padded = len(padded) * longest * (12 * self.width + longest)
         if cost <= cost_of_padded and len(shared) * length**2 <= MOST_MASK:
@@ -136,6 +154,14 @@ class Packer:
     def describe(self) -> str:
         """Says whether prompts are shared."""
         return "prompts are computed once" if self.share else "prompts are computed for each answer"
+
+
+def image_inputs(processor, ids: np.ndarray, files: list[bytes], device) -> dict:
+    """Returns the pixels of images, in the order of the rows, and which tokens stand for them."""
+    inputs = pictures.pixels(processor, files)
+    if name := pictures.types_name(processor):
+        inputs[name] = torch.tensor(processor.create_mm_token_type_ids(ids))
+    return {name: batches.send(tensor, device) for name, tensor in inputs.items()}
 
 
 def place_tokens(rows: list[Row], length: int, prompts: Sequence, answers: Sequence) -> tuple:
@@ -185,19 +211,19 @@ def attention_mask(pieces: torch.Tensor, prompt_pieces: torch.Tensor) -> torch.T
 
 
 def shared_rows(
-    prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    prompts: Sequence[list[int]], answers: Sequence[list[int]], files: Sequence[tuple]
 ) -> tuple[list[Row], int]:
     """Lays out each prompt once, before all its answers; returns rows and their length.
 
     The longest group gives the length of all rows. Each goes, the longest first, into the first row
     that has room for it, else into a new one.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}  # by prompt
+    groups: dict[tuple, list[int]] = {}  # by prompt and images: those of one size have the same ids
     for number, prompt in enumerate(prompts):
-        groups.setdefault(tuple(prompt), []).append(number)
+        groups.setdefault((tuple(prompt), files[number]), []).append(number)
     lengths = [
         len(prompt) + sum(len(answers[number]) for number in group)
-        for prompt, group in groups.items()
+        for (prompt, _), group in groups.items()
     ]
     longest = max(lengths)
     rows: list[Row] = []

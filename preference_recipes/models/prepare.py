@@ -5,10 +5,11 @@ import contextlib
 import copy
 
 import torch
+from accelerate import DistributedDataParallelKwargs
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from common import engine
+from common import engine, refuse
 from common.adapters import has_adapter
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbHead, LogProbModel
@@ -58,7 +59,12 @@ def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
     """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints which."""
-    architecture.freeze_unreached(accelerator, model)
+    if not getattr(args, "train_vision", False):
+        architecture.freeze_unreached(accelerator, model)
+    elif args.lora_r:
+        refuse("--train_vision with --lora_r: adapters are trained in the decoder alone")
+    else:  # a tower may have layers that nothing reads
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     if args.lora_r:
         from preference_recipes.models import lora
 

@@ -116,7 +116,8 @@ class Step:
         ids = batch.ids
         device = ids.device
         self.model = batch.sampler.unwrapped.model
-        self.vocabulary = batch.sampler.unwrapped.vocabulary
+        never = batch.sampler.tokens_without_probability()
+        self.never_drawn = torch.tensor(never, dtype=torch.long, device=device)
         self.draw = batch.draw
         self.prompts = prompts
         self.rows = len(ids)
@@ -160,7 +161,7 @@ class Step:
                 **{CACHE: self.cache},
             )
         scores = output.logits[:, -1].float()
-        scores[:, self.vocabulary :] = -torch.inf  # see `LogProbModel.vocabulary`
+        scores.index_fill_(1, self.never_drawn, -torch.inf)
         if self.draw is None:
             new = scores.argmax(-1, keepdim=True)
         else:

@@ -38,6 +38,7 @@ class Episode:
 
     prompt: list[int]  # token ids of what the model reads first
     messages: list[dict]  # so far
+    images: list[bytes] = dataclasses.field(default_factory=list)  # of the prompt
     ids: list[int] = dataclasses.field(default_factory=list)
     is_sampled: list[bool] = dataclasses.field(default_factory=list)  # whether the model drew it
     logps: list[float] = dataclasses.field(default_factory=list)  # the sampler's, else 0
@@ -113,6 +114,7 @@ class Stage:
             # A checkpoint takes plain values, and no other class of string.
             messages=json.loads(json.dumps([e.messages for e in episodes], default=str)),
             statistics=statistics(episodes),
+            images=[episode.images for episode in episodes],
         )
 
     def begin(self, prompts: dict, per_prompt: int) -> dict[int, Episode]:
@@ -143,6 +145,8 @@ class Stage:
             prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
+        if "images" in prompts:
+            episode.images = prompts["images"][place] or []
         if added is None:
             return episode
         if isinstance(added, str):
@@ -168,7 +172,8 @@ class Stage:
         uniforms = np.stack([draws[n, e.n_sampled :][:longest] for n, e in live.items()])
         ids = [episode.prompt + episode.ids for episode in live.values()]
         calls = environments.Calls(args.environment_timeout)
-        for row, response in self.generator.generate_own(ids, uniforms, temperature):
+        images = [episode.images for episode in live.values()]
+        for row, response in self.generator.generate_own(ids, uniforms, temperature, images):
             number = numbers[row]
             episode = live[number]
             self.add_answer(episode, response)

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from common import batches, distributed, engine
 from preference_recipes.models import architecture, checks
+from preference_recipes.models.packing import image_inputs
 from preference_recipes.rollouts import decoding, sharing
 from preference_recipes.rollouts.sampler import Response, Sampler
 
@@ -31,11 +32,13 @@ def generate(
     batch_size: int = 0,
     temperature: float = 0.0,
     uniforms: np.ndarray | None = None,
+    images: Sequence[list[bytes]] = (),
 ) -> list[Response]:
     """Generates one response to each prompt, up to and including its first stop token.
 
     The processes share the prompts, and get all responses. All processes must call it. Temperature
     0 is greedy; above it, `uniforms` `[prompts, max_new_tokens]` decide, see `SampleByUniform`.
+    `images` are the files of each prompt's, if any has some.
     """
     batch_size = responses_at_once(sampler, prompts, max_new_tokens, batch_size)
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -45,7 +48,7 @@ def generate(
         for rows, weights in micro_batches:
             if weights.any():  # else only a padding row: there are fewer prompts than processes
                 responses |= generate_some(
-                    sampler, prompts, rows, max_new_tokens, temperature, uniforms
+                    sampler, prompts, rows, max_new_tokens, temperature, uniforms, images
                 )
     return distributed.gather_rows(responses)
 
@@ -57,6 +60,7 @@ def generate_some(
     max_new_tokens: int,
     temperature: float,
     uniforms: np.ndarray | None,
+    images: Sequence[list[bytes]] = (),
 ) -> Iterator[tuple[int, Response]]:
     """Yields the number of each of these prompts with its response, as soon as that has ended.
 
@@ -67,7 +71,8 @@ def generate_some(
     if temperature:
         draws = torch.from_numpy(uniforms[numbers]).to(sampler.accelerator.device)
         draw = SampleByUniform(draws, temperature)
-    batch = begin(sampler, [prompts[number] for number in numbers], max_new_tokens, draw)
+    files = [file for number in numbers for file in images[number]] if images else []
+    batch = begin(sampler, [prompts[number] for number in numbers], max_new_tokens, draw, files)
     most = architecture.longest_row(sampler.unwrapped.model)
     rooms = [int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers]
     number_of = list(numbers)  # of each row, as `rooms`
@@ -101,13 +106,16 @@ def generate_some(
 
 
 def begin(
-    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw: "SampleByUniform | None"
+    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw, files: list[bytes]
 ) -> "Batch | decoding.Decoder":
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
     model = sampler.unwrapped.model
     device = sampler.accelerator.device
     ids = batches.pad(prompts, sampler.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
+    if files:  # what a model keeps of them is not all in a cache of ours, such as Qwen's positions
+        seen = image_inputs(sampler.tokenizer.processor, ids.cpu().numpy(), files, device)
+        return Batch(sampler, ids, padding, None, draw, seen)
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(sampler, ids, padding, None, draw)
     batch = Batch(sampler, ids, padding, DynamicCache(config=model.config), draw)
@@ -157,6 +165,7 @@ class Batch:
     padding: np.ndarray  # `[rows]`, how many places of each row are padding
     cache: DynamicCache | None  # of all but each row's last token; None: one of the model's own
     draw: "SampleByUniform | None"  # None: greedy
+    images: dict = dataclasses.field(default_factory=dict)  # see `packing.image_inputs`
     drops_at = 0.0  # the share of finished rows at which they are dropped
 
     def __post_init__(self):
@@ -186,6 +195,7 @@ class Batch:
             generation_config=config,
             logits_processor=[] if self.draw is None else [self.draw],
             synced_gpus=False,
+            **self.images,
             **{decoding.CACHE: self.cache},
         )
 

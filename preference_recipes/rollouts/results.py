@@ -83,9 +83,11 @@ def exact_match(actor, eval_set, prefix: str) -> tuple[dict[str, float], list[di
         print_once(f"{prefix}exact_match: left out ({most} positions are too few): {left_out} rows")
     if not answered:
         return {}, []
-    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
-    batch_size = 8 * args.micro_train_batch_size
-    responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, batch_size=batch_size)
+    names = {"row", "prompt_ids", "answer", "images"} & {*eval_set.column_names}
+    rows = eval_set.select_columns(sorted(names))[answered]
+    settings = dict(batch_size=8 * args.micro_train_batch_size)
+    settings["images"] = [files or [] for files in rows.get("images", [])]
+    responses = generate(sampler, rows["prompt_ids"], args.max_new_tokens, **settings)
     response_ids = [response.ids for response in responses]
     texts = decode_answers(tokenizer, response_ids)
     prompts = tokenizer.batch_decode(rows["prompt_ids"])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common import distributed, refuse
-from preference_recipes.data import dataset, prompts
+from preference_recipes.data import dataset, images, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.logprobs import LogProbModel
@@ -55,13 +55,14 @@ def check_settings(args) -> None:
         refuse("--environment with --rollouts_ahead 1: not supported together")
 
 
-def load_prompts(accelerator, args, tokenizer) -> Data:
+def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Data:
     tools = environments.load(args.environment).tools if args.environment else []
     data = dataset.load_data(
         accelerator,
         args,
         tokenizer,
         function=prompts.prompt_row,
+        reads_images=reads_images and not args.vllm_url,
         max_new_tokens=args.max_new_tokens,
         tools=tools or None,
     )
@@ -212,6 +213,8 @@ def given_to_functions(
     texts = sampler.tokenizer.batch_decode([samples.prompts[row] for row in rows])
     given["rendered_prompts"] = texts
     given["step"] = sampler.progress.global_step
+    if any(samples.images):
+        given["images"] = [list(map(images.opened, samples.images[row])) for row in rows]
     if samples.messages:
         given["messages"] = [samples.messages[row] for row in rows]
         given["environments"] = [source.stage.instances[row] for row in rows]

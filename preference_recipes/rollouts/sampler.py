@@ -9,7 +9,7 @@ from torch import nn
 from common import engine
 from common.metrics import Means
 from common.progress import Progress
-from preference_recipes.data import rendering
+from preference_recipes.data import images, rendering
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
 
@@ -52,6 +52,8 @@ class Sampler:
         return min(self.tokenizer.pad_token_id, most)
 
     def tokens_without_probability(self) -> list[int]:
-        """Returns the rows of the output layer that are never drawn: `LogProbModel.vocabulary`."""
+        """Returns what is never drawn: beyond `LogProbModel.vocabulary`; what stands for images."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
-        return list(range(self.unwrapped.vocabulary, n_logits))
+        processor = getattr(self.tokenizer, "processor", None)
+        never = images.tokens_of(processor) if processor else []
+        return never + list(range(self.unwrapped.vocabulary, n_logits))

@@ -1,5 +1,6 @@
 """The samples of a rollout, as models read them, and the values of their tokens."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress, takewhile
@@ -10,6 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common import batches, carried, stopping
+from preference_recipes.data.images import COLUMNS
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.answers import decode_answers
 from preference_recipes.rollouts.sampler import Sampler
@@ -36,6 +38,9 @@ class Samples:
     sampler_logps: list[list[float]] = field(default_factory=list)  # see `sampler.Response`
     is_sampled: list[list[bool]] = field(default_factory=list)
     messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
+    images: list[list[bytes]] = field(
+        default_factory=list
+    )  # files of the prompt's, if any has some
     # `[samples]` by tag, for the log; not kept by `select` and `joined`.
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)  # of episodes
 
@@ -82,7 +87,9 @@ class Samples:
     def make_batch(self, rows: list[int], packer: Packer) -> dict:
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]
-        return packer.make_batch(prompts, responses, [self.is_sampled[row] for row in rows])
+        is_sampled = [self.is_sampled[row] for row in rows]
+        images = [self.images[row] for row in rows] if self.images else None
+        return packer.make_batch(prompts, responses, is_sampled, images)
 
     def collate(
         self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
@@ -163,6 +170,10 @@ class Samples:
         for row, (prompt, response) in enumerate(texts):
             example = {"source": source, "row": self.data_rows[row]}
             example |= {"prompt": prompt, "response": response}
+            if self.images and self.images[row]:
+                example["images"] = next(
+                    filter(None, map(json.loads(self.row_texts[row]).get, COLUMNS))
+                )
             if self.messages:
                 example["messages"] = self.messages[row]
             if scores is not None:

@@ -41,15 +41,16 @@ class Source:
         """Draws responses to prompts.
 
         Args:
-            prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
-                (its number), each prompt once.
+            prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text), `row`
+                (its number) and maybe `images`, each prompt once.
             uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see
                 `SampleByUniform`; a server draws with seeds that are made from them.
         """
         if self.stage is not None:
             return self.stage.play(prompts, uniforms, temperature)
         per_prompt = uniforms.shape[1]
-        responses = self.generator.generate(prompts["prompt_ids"], uniforms, temperature)
+        images = [files or [] for files in prompts.get("images", [])]
+        responses = self.generator.generate(prompts["prompt_ids"], uniforms, temperature, images)
         stops = self.sampler.stop_tokens()
         return Samples(
             prompts=repeat_each(prompts["prompt_ids"], per_prompt),
@@ -59,6 +60,7 @@ class Source:
             ended=torch.tensor([response.ids[-1] in stops for response in responses]),
             per_prompt=per_prompt,
             sampler_logps=[response.logps for response in responses],
+            images=repeat_each(images, per_prompt),
         )
 
     def sample_round(self, position: Position, prompts: dict, round_number: int = 0) -> Samples:
@@ -93,7 +95,7 @@ class Transformers:
         self.sampler = sampler
 
     def generate(
-        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
     ) -> list[Response]:
         """Returns the responses to each prompt in turn, see `Source.sample`."""
         _, per_prompt, max_new_tokens = uniforms.shape  # a number for each token of each response
@@ -103,6 +105,7 @@ class Transformers:
             max_new_tokens,
             temperature=temperature,
             uniforms=uniforms.reshape(-1, max_new_tokens),
+            images=repeat_each(images, per_prompt),
         )
 
     def ready(self):
@@ -110,7 +113,7 @@ class Transformers:
         return generation.ready_to_generate(self.sampler)
 
     def generate_own(
-        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
     ) -> Iterator[tuple[int, Response]]:
         """Yields the number of each prompt with its response, once that has ended.
 
@@ -122,7 +125,7 @@ class Transformers:
         longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
         for numbers in np.array_split(longest_first, math.ceil(len(prompts) / at_once)):
             yield from generation.generate_some(
-                self.sampler, prompts, numbers.tolist(), longest, temperature, uniforms
+                self.sampler, prompts, numbers.tolist(), longest, temperature, uniforms, images
             )
 
     def sample_ahead(self, position: Position) -> None:

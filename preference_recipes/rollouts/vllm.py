@@ -88,9 +88,9 @@ class Servers:
     # ======================================================== sampling
 
     def generate(
-        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images=()
     ) -> list[Response]:
-        """Returns the responses to each prompt in turn, see `Source.sample`."""
+        """Returns the responses to each prompt in turn, see `Source.sample`. None has images."""
         sampler = self.sampler
         requests = make_requests(sampler, prompts, uniforms, temperature)
         if self.ahead is not None:
@@ -111,7 +111,7 @@ class Servers:
         yield
 
     def generate_own(
-        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images=()
     ) -> Iterator[tuple[int, Response]]:
         """Yields the number of each prompt with its response; for this process alone.
 

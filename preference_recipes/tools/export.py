@@ -101,6 +101,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     from huggingface_hub import snapshot_download
 
     from common import saving
+    from preference_recipes.data import images
     from preference_recipes.models import load
 
     try:
@@ -113,8 +114,14 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     base = base or config.base_model_name_or_path
     if Path(base).is_absolute() and not Path(base).is_dir():
         refuse(f"{base}, the adapter's base, is not there: if it moved, give --base FOLDER")
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    name = str(folder if has_tokenizer else base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        name, trust_remote_code=False, mistral_format=False
+    )
+    tokenizer.processor, _ = images.processor_of(name, tokenizer)
     settings = {"dtype": torch.float32}
-    auto_class = transformers.AutoModelForCausalLM
+    auto_class = load.class_for(base, tokenizer)
     if config.task_type == "SEQ_CLS":
         auto_class = transformers.AutoModelForSequenceClassification
         settings["num_labels"] = 1
@@ -127,10 +134,6 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     elif before != now:
         refuse(f"{base} is not the adapter's base any more: that had {before}, this has {now}")
     model = peft.PeftModel.from_pretrained(model, folder).eval()
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        folder if has_tokenizer else base, trust_remote_code=False, mistral_format=False
-    )
     ids = torch.linspace(0, model.get_input_embeddings().num_embeddings - 1, 32).long()[None]
     with torch.no_grad():
         expected = model(ids).logits
@@ -157,7 +160,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
         merged.generation_config = load.PublishedGenerationConfig.from_dict(published.to_dict())
     merged.save_pretrained(out)
     saving.write_config(out, "float32")
-    tokenizer.save_pretrained(out)
+    (tokenizer.processor or tokenizer).save_pretrained(out)
 
 
 def convert(folder: Path, dtype: str) -> None:

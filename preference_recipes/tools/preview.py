@@ -6,13 +6,14 @@ The rows go through the run's own `Converter`, so what is shown is what would be
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common import counted
-from preference_recipes.data import files, rendering
+from preference_recipes.data import files, images, rendering
 from preference_recipes.data.dataset import Converter, Data
 
 SEPARATOR = "\u2502"  # a line that texts hardly hold
@@ -32,7 +33,7 @@ def print_preview(args, data: Data) -> None:
         rows = files.find(name, args.dataset_split)
         some = rows.select(range(min(args.preview, len(rows))))
         for index, row in enumerate(some):
-            values = data.converter.convert_row(row, index)
+            values = replace(data.converter, folder=rows.folder).convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
             print("\n".join(describe_row(row, values, data.converter)))
     if getattr(args, "environment", None):
@@ -49,7 +50,9 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
         values: what `converter` made of it.
     """
     tokenizer = converter.tokenizer
-    lines = [f"  as given   {json.dumps(row, ensure_ascii=False, default=str)}"]
+    short = lambda value: f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
+    shown = json.dumps(row, ensure_ascii=False, default=short)
+    lines = [f"  as given   {shown}"]
     for part in sequences_of(values):
         lines += [
             f"  {part.name}: {counted(len(part.ids), 'token')}, {sum(part.is_trained)} trained on",
@@ -57,6 +60,7 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
             f"    tokens   {marked(part, tokenizer)}",
             f"    ids      {' '.join(map(str, part.ids))}",
         ]
+        lines += images_in(part, values.get("images", []), tokenizer)
     if values["reason"]:
         lines.append(f"  LEFT OUT: {values['reason']}")
     elif values["truncated"]:
@@ -83,6 +87,20 @@ def sequences_of(values: dict) -> list[Sequence]:
         if ids:
             parts.append(Sequence(name, ids, is_trained))
     return parts
+
+
+def images_in(part: Sequence, files: list[bytes], tokenizer) -> list[str]:
+    """Returns a line about each image of a part."""
+    lines = []
+    places = images.places_of(tokenizer.processor, part.ids) if files else []
+    for number, file in enumerate(files, 1):
+        [spelling] = images.spellings(tokenizer.processor, [file])
+        n_tokens = images.count_tokens(tokenizer, spelling)
+        width, height = images.opened(file).size
+        size = f"{width} x {height} pixels, {counted(n_tokens, 'token')}"
+        lines += [f"    image {number}  {size}, from token {n + 1} on" for n in places[:1]]
+        places = places[n_tokens:]
+    return lines
 
 
 def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -497,7 +497,7 @@ ASKED_TWICE = {"prompt": "Why?", "completion": [SYSTEM, QUESTION, YES]}
 
 # One row a case: a row of data, and what is said against it.
 @pytest.mark.parametrize("row, words", [
-    ({"messages": [WITH_IMAGE, YES]}, ["message 1", "expected text", "'image_url'"]),
+    ({"messages": [WITH_IMAGE, YES]}, ["images: this recipe, or --vllm_url, reads no images"]),
     ({"messages": [QUESTION, {**YES, "content": ["Be", "cause."]}]}, ["message 2", "expected text", "found 'Be'"]),
     ({"instruction": "a", "output": ["b", "c"]}, ["column 'output'", "a string, found ['b', 'c']"]),
     ({"instruction": "a", "output": "b", "input": float("nan")}, ["column 'input'", "a string, found nan"]),

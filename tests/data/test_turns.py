@@ -166,7 +166,7 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
     for tag, expected in {"chosen": [-0.02], "rejected": [-0.045, -0.035]}.items():
         rewards, is_of_tag = values[f"rewards/{tag}"]
         assert rewards[is_of_tag].tolist() == pytest.approx(expected)
-    other = kto.with_prompts(columns, [[1, 2, 3], [4]], max_length=5)
+    other = kto.with_prompts(columns, {"prompt_ids": [[1, 2, 3], [4]]}, max_length=5)
     assert other["chosen_learned"] == [[True, False], []]
 
 

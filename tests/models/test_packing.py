@@ -118,7 +118,7 @@ def test_prompts_are_shared_where_that_pays(monkeypatch):
 
     def shape(prompt: int, *answers: int) -> tuple[int, int]:
         prompts = [[5] * prompt] * len(answers)
-        rows, length = SHARED.lay_out(prompts, [[6] * answer for answer in answers])
+        rows, length = SHARED.lay_out(prompts, [[6] * n for n in answers], [()] * len(answers))
         return len(rows), length
 
     assert shape(10, *[300] * 16) == (16, 310) and shape(300, *[10] * 16) == (1, 460)

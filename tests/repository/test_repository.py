@@ -25,12 +25,13 @@ EXTRAS = {
 }
 LIBRARIES = ("data", "models", "rollouts", "tools")
 # Packages that are imported by another name than they are installed by.
-INSTALLED_AS = {"yaml": "pyyaml"}
+INSTALLED_AS = {"yaml": "pyyaml", "PIL": "pillow"}
 OURS = {
     "common",
     "contracts",
     "preference_recipes",
     "peers",
+    "rollout",
     "users",
     *(path.stem for path in REPOSITORY.glob("*/*.py")),
     *(path.stem for path in REPOSITORY.glob("tests/*/*.py")),
@@ -62,13 +63,13 @@ def names_of(requirements: list[Requirement]) -> set[str]:
 
 
 def test_every_import_is_a_declared_dependency():
-    """What a run imports is installed with it; peft with the extras that need it.
+    """What a run imports is installed with it; peft and pillow with the extras that need them.
 
     `vllm` is imported in a server's own processes, see `preference_recipes/rollouts/vllm_worker.py`.
     """
     always = names_of(DEPENDENCIES)
     needed = imported("common", "preference_recipes", "recipes")
-    assert needed.keys() - always == {"peft", "vllm"}
+    assert needed.keys() - always == {"peft", "pillow", "vllm"}
     assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
     everything = always.union(*map(names_of, EXTRAS.values()))
     around = imported("tests", "benchmarks", "assets", "docs")

@@ -1,0 +1,103 @@
+"""Responses to prompts with images: those of plain transformers, scored and trained on with their images."""
+
+import functools
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from preference_recipes.data import images
+from preference_recipes.data.dataset import Converter
+from preference_recipes.data.prompts import prompt_row
+from preference_recipes.models import load
+from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.rewards import given_to_functions
+from preference_recipes.rollouts.samples import Samples
+from rollout.bare_runs import bare_source
+from runs import slow_but
+from vlms import FAMILIES, save_vlm, some_rows
+
+NEW, TEMPERATURE = 12, 0.8
+
+
+@pytest.fixture(scope="module")
+def prompts_of(tmp_path_factory):
+    """A family's folder, tokenizer, and the columns of its prompts: the last answer of each row is asked for."""
+
+    @functools.cache
+    def made(family: str):
+        folder = str(save_vlm(family, tmp_path_factory.mktemp(family)))
+        tokenizer = load.tokenizer_of(folder)
+        settings = dict(max_length=900, max_new_tokens=NEW)
+        converter = Converter(prompt_row, tokenizer, {}, settings, "")
+        rows = [{"prompt": row["messages"][:-1], "images": row["images"]} for row in some_rows()]
+        values = [converter.convert_row(row, number) for number, row in enumerate(rows)]
+        names = ("prompt_ids", "columns", "row", "images")
+        columns = {name: [value[name] for value in values] for name in names}
+        columns["images"][2] = None  # as where another set has none at all
+        return folder, tokenizer, columns
+
+    return made
+
+
+@pytest.mark.parametrize("family", slow_but(["llava", "qwen2_5_vl"], FAMILIES))
+def test_responses_are_those_of_plain_transformers(prompts_of, accelerator, family):
+    """A batch of all prompts, two of the same ids with other images; drawn tokens have training's log-probs."""
+    folder, tokenizer, columns = prompts_of(family)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    source = bare_source(accelerator, tokenizer, model, max_new_tokens=NEW, max_length=900)
+    never = images.tokens_of(tokenizer.processor)
+    greedy = source.sample(columns, np.zeros((5, 1, NEW)), 0.0)
+    how = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+    for number, row in enumerate(some_rows()):
+        messages, files = row["messages"][:-1], row["images"]
+        text = tokenizer.processor.apply_chat_template(messages, add_generation_prompt=True)
+        opened = [[Image.open(io.BytesIO(file)) for file in files]] if files else None
+        inputs = tokenizer.processor(
+            text=[text], images=opened, add_special_tokens=False, return_tensors="pt"
+        )
+        made = model.generate(**inputs, **how, suppress_tokens=never)
+        assert greedy.responses[number] == made[0, inputs["input_ids"].shape[1] :].tolist()
+
+    uniforms = np.random.default_rng(0).random((5, 2, NEW))
+    samples = source.sample(columns, uniforms, TEMPERATURE)
+    assert samples.images[0] == samples.images[1] == some_rows()[0]["images"]
+    batch = samples.make_batch(
+        [*range(10)], Packer(torch.device("cpu"), processor=tokenizer.processor)
+    )
+    with torch.no_grad():
+        logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1) / TEMPERATURE
+    # Without what stands for an image, which is never drawn.
+    logits = logits[batch["predictors"]].index_fill(1, torch.tensor(never), -torch.inf)
+    expected = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]
+    drawn = samples.padded_sampler_logps[batch["mask"]]
+    torch.testing.assert_close(drawn, expected, rtol=0, atol=2e-5)
+
+
+def test_reward_functions_see_images_and_samples_name_their_files(prompts_of, accelerator):
+    _, tokenizer, columns = prompts_of("llava")
+    files = [some or [] for some in columns["images"]]
+    samples = Samples(
+        prompts=columns["prompt_ids"],
+        responses=[[5]] * 5,
+        row_texts=columns["columns"],
+        data_rows=columns["row"],
+        ended=torch.ones(5, dtype=torch.bool),
+        images=files,
+    )
+    source = bare_source(accelerator, tokenizer)
+    given = given_to_functions(source, samples, [1, 2], ["prompt", "images"])
+    assert [image.size for image in given["images"][0]] == [(32, 64), (48, 48)]
+    assert given["images"][1] == []
+    assert given["prompts"][0][0]["content"] == "Compare \ufffc with \ufffc."
+    named = samples.examples(tokenizer, None, "rollout")
+    assert named[1]["images"] == json.loads(columns["columns"][1])["images"] != []
+    assert "images" not in named[2]
+    kept = samples.select_groups(torch.tensor([False, True, False, False, True]))
+    assert kept.images == [files[1], files[4]]

@@ -1,0 +1,315 @@
+"""Images in rows: where they are found, which tokens stand for them, what is refused by the row's number."""
+
+import base64
+import json
+import runpy
+import types
+
+import datasets
+import pytest
+
+from preference_recipes.data import images, unread
+from preference_recipes.data.dataset import Converter, load_data
+from preference_recipes.data.formats import labelled_row, preference_row
+from preference_recipes.data.messages import BadRow
+from preference_recipes.data.prompts import prompt_row
+from preference_recipes.models import load
+from preference_recipes.tools import preview
+from runs import recipe, refuses, say, write_jsonl
+from vlms import IMAGE, picture, save_vlm, some_rows, turn
+
+sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
+ONE, TWO = picture(0), picture(1)
+ASKED = [turn("user", IMAGE, "How many?")]
+ANSWER = [turn("assistant", "Three.")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = save_vlm("llava", tmp_path_factory.mktemp("llava"))
+    (folder / "one.png").write_bytes(ONE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vlm(folder):
+    """A tokenizer with a processor; a square image of 32 pixels is 16 tokens of it."""
+    return load.tokenizer_of(str(folder))
+
+
+def converter(tokenizer, function=sft_row, refusal="", folder=".", **settings) -> Converter:
+    settings = dict(max_length=500, **settings)
+    settings |= dict(loss_on="assistant") if function is sft_row else {}
+    return Converter(function, tokenizer, {}, settings, refusal, folder)
+
+
+def convert(row: dict, *of_converter, **settings) -> dict:
+    return converter(*of_converter, **settings).convert_row(row, 6)
+
+
+def refused(*parts: str, row: dict, tokenizer, **settings) -> None:
+    with pytest.raises(BadRow) as error:
+        convert(row, tokenizer, **settings)
+    assert all(part in str(error.value) for part in ("row 7", *parts)), error.value
+
+
+# ============================================================ where an image is
+DATA_URI = "data:image/png;base64," + base64.b64encode(ONE).decode()
+WITH_COLUMN = {"messages": ASKED + ANSWER}
+
+
+def in_part(**image) -> dict:
+    return {"messages": [turn("user", {"type": "image", **image}, "How many?"), *ANSWER]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**WITH_COLUMN, "images": [ONE]},
+        {**WITH_COLUMN, "image": ONE},
+        {**WITH_COLUMN, "image": "one.png"},
+        {**WITH_COLUMN, "images": [{"bytes": ONE, "path": None}]},
+        in_part(image=images.opened(ONE)),
+        in_part(path="one.png"),
+        in_part(image={"bytes": None, "path": "one.png"}),
+        in_part(image=DATA_URI, text=None),
+        in_part(type="image_url", image_url={"url": DATA_URI}),
+        in_part(type="input_image", image_url=DATA_URI),
+        in_part(base64=DATA_URI.partition(",")[2]),
+        {"messages": say("user", "How many?") + say("assistant", "Three."), "images": [ONE]},
+        {"messages": say("user", "<image>How many?") + say("assistant", "Three."), "images": [ONE]},
+        {"prompt": say("user", "How many?"), "completion": "Three.", "images": [ONE]},
+        {"prompt": "How many?", "completion": "Three.", "image": ONE},
+        {"instruction": "How many?", "output": "Three.", "image": ONE},
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>How many?"},
+                {"from": "gpt", "value": "Three."},
+            ],
+            "image": "one.png",
+        },
+    ],
+)
+def test_an_image_is_in_its_part_or_in_a_column(vlm, folder, row):
+    values = convert(row, vlm, folder=folder, strings_as_messages=True)
+    spelled = "<image>" * 16
+    text = (
+        f"<|im_start|>user\n{spelled}How many?<|im_end|>\n<|im_start|>assistant\nThree.<|im_end|>"
+    )
+    assert vlm.decode(values["input_ids"]) == text
+    assert images.opened(values["images"][0]).tobytes() == images.opened(ONE).tobytes()
+    assert values["images_of_sequence"] == [1]
+
+
+def test_images_stand_where_their_parts_are_in_any_turn_and_role(vlm):
+    """Also in a tool's result. The ids are those of the processor, which expands its own text."""
+    rows = [row["messages"] for row in some_rows()]
+    rows.append([*ASKED, turn("assistant", "I look."), turn("tool", IMAGE, "seen"), *ANSWER])
+    for messages in rows:
+        n = sum(part == IMAGE for each in messages for part in each["content"])
+        files = [picture(number) for number in range(n)]
+        values = convert({"messages": messages, "images": files}, vlm)
+        text = vlm.processor.apply_chat_template(messages)
+        opened = [[images.opened(file) for file in files]] if files else None
+        expected = vlm.processor(text=[text], images=opened, add_special_tokens=False)
+        # What follows the last answer's end is not learned, and not there.
+        assert values["input_ids"] == expected["input_ids"][0][: len(values["input_ids"])]
+        assert values["images"] == files
+
+
+def test_what_is_next_to_an_image_is_tokenised_with_it(tmp_path):
+    """Gemma 3 writes newlines before an image, which merge with those of the text before it."""
+    tokenizer = load.tokenizer_of(str(save_vlm("gemma3", tmp_path)))
+    row = {"messages": [turn("user", "Look:\n", IMAGE), *ANSWER], "images": [ONE]}
+    ids = convert(row, tokenizer)["input_ids"]
+    text = tokenizer.processor.apply_chat_template(row["messages"])
+    made = tokenizer.processor(text=[text], images=[[images.opened(ONE)]], add_special_tokens=False)
+    assert ids == made["input_ids"][0][: len(ids)]
+    apart = [tokenizer(text, add_special_tokens=False).input_ids for text in ("Look:\n", "\n\n")]
+    assert str(apart[0] + apart[1])[1:-1] not in str(ids)
+
+
+def test_a_template_that_writes_no_strings_gets_parts(tmp_path):
+    tokenizer = load.tokenizer_of(str(save_vlm("idefics3", tmp_path)))
+    values = convert({"messages": say("user", "Why?") + say("assistant", "So.")}, tokenizer)
+    assert tokenizer.decode(values["input_ids"]) == "User:Why?<|im_end|>\nAssistant:So.<|im_end|>"
+
+
+def test_a_photo_is_turned_upright(tmp_path):
+    """As transformers and `datasets` do by its EXIF orientation."""
+    photo = images.opened(picture(0, 40, 20))
+    exif = photo.getexif()
+    exif[0x0112] = 6  # a camera that was held upright
+    photo.save(tmp_path / "photo.png", exif=exif)
+    assert images.opened((tmp_path / "photo.png").read_bytes()).size == (20, 40)
+
+
+# ============================================================ rows of pairs, labels and prompts
+def test_both_answers_of_a_pair_have_the_images_of_their_prompt(vlm):
+    other = [turn("assistant", "Four.")]
+    pair = {"prompt": ASKED, "chosen": ANSWER, "rejected": other, "images": [ONE]}
+    inside = {"chosen": ASKED + ANSWER, "rejected": ASKED + other, "images": [ONE]}
+    before = {
+        "chosen": say("user", "How many?") + ANSWER,
+        "rejected": say("user", "How many?") + other,
+    }
+    expected = convert(pair, vlm, function=preference_row)
+    assert len(images.places_of(vlm.processor, expected["prompt_ids"])) == 16
+    assert convert(inside, vlm, function=preference_row) == expected
+    assert convert({**before, "image": ONE}, vlm, function=preference_row) == expected
+    labelled = convert({**WITH_COLUMN, "label": True, "images": [ONE]}, vlm, function=labelled_row)
+    assert labelled["prompt_ids"] == expected["prompt_ids"] and labelled["images"] == [ONE]
+    theirs = {"chosen": in_part(image=ONE)["messages"], "rejected": in_part(image=TWO)["messages"]}
+    refused(
+        "'chosen' and 'rejected' have different images",
+        row=theirs,
+        tokenizer=vlm,
+        function=preference_row,
+    )
+    late = {**pair, "chosen": [*ANSWER, *ASKED, *ANSWER], "prompt": say("user", "Look.")}
+    refused("in the prompt", row=late, tokenizer=vlm, function=preference_row)
+
+
+def test_a_prompt_names_its_images(vlm, folder):
+    row = {"prompt": ASKED, "images": ["one.png", TWO], "answer": "3"}
+    row["prompt"] = [turn("user", IMAGE, "or", IMAGE)]
+    values = convert(row, vlm, function=prompt_row, folder=folder, max_new_tokens=4)
+    columns = json.loads(values["columns"])
+    assert columns["images"] == ["one.png", f"{len(TWO)} bytes"]
+    assert columns["prompt"][0]["content"] == "\ufffcor\ufffc"
+    assert values["images"] == [ONE, TWO]
+
+
+# ============================================================ what is cut, refused, and said
+@pytest.mark.parametrize(
+    ("max_length", "outcome"),
+    [
+        (30, "nothing to learn within max_length"),
+        (50, [1]),
+        (60, "an image does not fit within max_length"),
+        (80, [2]),
+    ],
+)
+def test_no_image_is_cut(vlm, max_length, outcome):
+    """A row whose second image is cut is left out; one that ends before it keeps its first answer."""
+    row = {"messages": some_rows()[3]["messages"], "images": [ONE, TWO]}
+    settings = dict(max_length=max_length, loss_on="assistant")
+    values = Converter(sft_row, vlm, {}, settings, "").convert_row(row, 0)
+    assert (values["reason"] or values["images_of_sequence"]) == outcome
+
+
+def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
+    broken = in_part(image=ONE[:60])
+    cases = {
+        ("nothing is fetched", "https://a.b/c.png"): in_part(url="https://a.b/c.png"),
+        ("No such file", "two.png"): in_part(path="two.png"),
+        ("OSError",): broken,
+        ("UnidentifiedImageError",): in_part(image=b"no image"),
+        ("found 7",): in_part(image=7),
+        ("2 parts want an image of 'images', which has 1",): {
+            "messages": [turn("user", IMAGE, IMAGE), *ANSWER],
+            "images": [ONE],
+        },
+        ("for 1 images", "spells that token or one of videos"): {
+            "messages": [turn("user", IMAGE, "<image>"), *ANSWER],
+            "images": [ONE],
+        },
+        ("for 0 images", "spells that token"): {"messages": say("user", "<image>") + ANSWER},
+        ("found {'type': 'image'",): {
+            "messages": [*ASKED, turn("assistant", IMAGE)],
+            "images": [ONE],
+        },
+        ("images: 1, and the texts have 2 times '<image>'",): {
+            "messages": say("user", "<image><image>") + ANSWER,
+            "images": [ONE],
+        },
+        ("next to strings",): {"prompt": "How many?", "completion": "Three.", "images": [ONE]},
+    }
+    for parts, row in cases.items():
+        refused(*parts, row=row, tokenizer=vlm, folder=folder)
+
+
+def test_images_are_refused_where_nothing_reads_them(vlm, tokenizer):
+    row = {**WITH_COLUMN, "images": [ONE]}
+    refused(
+        "this recipe, or --vllm_url, reads no images", row=row, tokenizer=vlm, refusal=images.UNREAD
+    )
+    processor, refusal = images.processor_of(tokenizer.name_or_path, tokenizer)
+    assert processor is None
+    refused("has no processor of images", row=row, tokenizer=tokenizer, refusal=refusal)
+
+
+def test_nothing_of_an_image_counts_as_unread(vlm):
+    rows = [
+        {"messages": ASKED + ANSWER, "images": [{"bytes": ONE, "path": "a.png"}], "id": 3},
+        {
+            "messages": in_part(image={"bytes": TWO, "path": "b.png"})["messages"],
+            "images": None,
+            "id": 4,
+        },
+    ]
+    assert unread.describe(iter(rows), converter(vlm)) == 'not read: "id"'
+
+
+# ============================================================ sets
+def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeypatch, capsys):
+    """Of parquet and of JSON, whose paths are relative to it; rows without images are among them."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.png").write_bytes(ONE)
+    jsonl = write_jsonl(
+        tmp_path / "data" / "rows.jsonl",
+        [
+            {**WITH_COLUMN, "image": "one.png"},
+            {"messages": say("user", "Hm?") + say("assistant", "Hm.")},
+        ],
+    )
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string")}
+    features = datasets.Features(
+        messages=datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)}),
+        images=datasets.List(datasets.Image()),
+    )
+    rows = [
+        {"messages": row["messages"], "images": [{"bytes": f} for f in row["images"]]}
+        for row in some_rows()
+    ]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    text = write_jsonl(
+        tmp_path / "text.jsonl", [{"messages": say("user", "Hm?") + say("assistant", "Hm.")}]
+    )
+    args = types.SimpleNamespace(
+        dataset_name=[str(jsonl), str(tmp_path / "rows.parquet"), str(text)],
+        eval_dataset_name=[str(text)],
+        dataset_split="train",
+        eval_dataset_split="train",
+        columns=None,
+        strings_as_messages=False,
+        max_length=500,
+    )
+    load_sets = lambda **how: load_data(
+        accelerator, args, vlm, function=sft_row, loss_on="assistant", **how
+    )
+    data = load_sets(reads_images=True)
+    files = [row["images"] for row in data.train]
+    assert files == [[ONE], [], *(row["images"] for row in some_rows()), None]
+    assert data.processor is vlm.processor
+    assert "images" not in data.eval_sets["eval/"].column_names
+    assert "CLIPImageProcessor" in data.fingerprints["images"]
+    assert "not read" not in capsys.readouterr().out
+    refuses("row 1: images: this recipe", call=load_sets)
+    args.dataset_name = [str(text)]
+    data = load_sets(reads_images=True)
+    assert data.processor is None and "images" not in data.fingerprints
+    args.train_vision = True
+    refuses(
+        "--train_vision: no row of these sets has an image",
+        call=lambda: load_sets(reads_images=True),
+    )
+
+
+def test_the_preview_shows_images(vlm):
+    row = {"messages": [turn("user", IMAGE, "How many?"), *ANSWER], "images": [ONE]}
+    make = converter(vlm)
+    lines = "\n".join(preview.describe_row(row, make.convert_row(row, 0), make))
+    assert "image 1  50 x 30 pixels, 16 tokens, from token 4 on" in lines
+    assert f"<{len(ONE)} bytes>" in lines
