@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,11 @@ os.environ.update(OFFLINE)  # before the first launch: warm.py's process inherit
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
 # Launches that `launch` forgave, see there; conftest.py shows them at the end.
 ABORTED: list[str] = []
+
+
+def code_of_page(page: str) -> str:
+    """The first block of Python in a page."""
+    return re.search("```python\n(.*?)```", (REPOSITORY / page).read_text(), re.DOTALL)[1]
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 That they are those of an architecture's own logits, with their gradients, is in test_architectures.py.
 """
 
-import re
 import types
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from architectures import build
 from preference_recipes.models import architecture, checks, logprobs
 from preference_recipes.models.logprobs import ByChunks, LogProbJob, LogProbModel
-from runs import ASSETS, REPOSITORY
+from runs import ASSETS, code_of_page
 from test_packing import CPU, ON_CPU
 
 IN_BF16 = types.SimpleNamespace(device=CPU, mixed_precision="bf16")
@@ -21,9 +20,8 @@ IDS = list(range(3, 19))
 
 
 def test_the_lines_of_the_page_run_and_give_the_log_probs_of_transformers(capsys):
-    page = (REPOSITORY / "preference_recipes/models/README.md").read_text()
     names = {}
-    code = re.search("```python\n(.*?)```", page, re.DOTALL)[1]
+    code = code_of_page("preference_recipes/models/README.md")
     exec(code.replace("assets/model", str(ASSETS / "model")), names)
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype="float32")
     ids = torch.tensor([names["prompt"] + answer for answer in names["answers"]])

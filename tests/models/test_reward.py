@@ -5,8 +5,6 @@ Scores of all architectures, alone and packed, are in test_architectures.py.
 
 import json
 import math
-import re
-import shutil
 import sys
 
 import pytest
@@ -212,19 +210,16 @@ def test_plain_transformers_reads_the_saved_folder_alike(whole):
     assert config["reward_std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-5)
 
 
-def test_the_lines_of_the_page_score_an_answer(whole, tokenizer, tmp_path):
-    """Also with a folder of a run without held-out rows, such as that of the page's first command."""
-    page = (runs.REPOSITORY / "docs/reward.md").read_text()
-    code = re.search("```python\n(.*?)```", page, re.DOTALL)[1]
-    shutil.copytree(whole[0] / "actor", tmp_path / "actor")
-    config = json.loads((tmp_path / "actor/config.json").read_text())
-    config = {name: value for name, value in config.items() if not name.startswith("reward_")}
-    (tmp_path / "actor/config.json").write_text(json.dumps(config))
+@torch.no_grad()
+def test_the_lines_of_the_page_score_an_answer(inputs, tokenizer, tmp_path):
+    """With a model that has no moments, as the page's first command saves it."""
+    model = initial_model(inputs / "model")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
     names = {}
-    exec(code.replace("runs/reward/.../actor", str(tmp_path / "actor")), names)
+    exec(runs.code_of_page("docs/reward.md").replace("runs/reward/.../actor", str(tmp_path)), names)
     ids = tokenizer.apply_chat_template(names["conversation"], return_dict=False)
-    with torch.no_grad():
-        expected = whole[2](torch.tensor([ids])).logits[0]
+    expected = model(torch.tensor([ids])).logits[:, 0]
     torch.testing.assert_close(names["scores"].double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+import runs
 from common import arguments
 from recipes import NAMES, load
 from runs import ASSETS, LAUNCHERS, OFFLINE, REPOSITORY, copy_repository, launch, recipe
@@ -206,47 +207,35 @@ HERE = {
 }
 
 
-# A page, and the recipe of its first command.
-BEGINNINGS = {name: name for name in NAMES} | {"environments": "grpo"}
-
-
-@pytest.mark.parametrize("page", BEGINNINGS)
+@pytest.mark.parametrize("page", [*NAMES, "environments"])
 def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(page, tmp_path):
     """Lines that write a file, and the command: the recipe takes both."""
     text = (REPOSITORY / f"docs/{page}.md").read_text()
-    block = re.search(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
-    assert len(block.splitlines()) <= 9
-    script, command = re.fullmatch(r"(.*?)^(accelerate launch .*)", block, re.M | re.S).groups()
-    subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True)
-    for line in re.findall("```python\n(.*?)```", text, re.DOTALL):
-        if "class Checker" in line:
-            (tmp_path / "my_environments.py").write_text(line)
-
-    words = shlex.split(command.replace("\\\n", ""))
-    name = BEGINNINGS[page]
-    flags = words[words.index(f"recipes/{name}.py") + 1 :]
-    flags = [str(HERE.get(word, word)) for word in flags]
-    file = flags[flags.index("--dataset_name") + 1]
+    block = re.search(r"^```\n(.*?)^(accelerate .*?)^```", text, re.M | re.S)
+    subprocess.run(["bash", "-ec", block[1]], cwd=tmp_path, check=True)
+    (tmp_path / "my_environments.py").write_text(runs.code_of_page("docs/environments.md"))
+    words = shlex.split(block[2].replace("\\\n", ""))
+    name = "grpo" if page == "environments" else page
+    flags = [str(HERE.get(word, word)) for word in words[words.index(f"recipes/{name}.py") + 1 :]]
+    given = dict(zip(flags[::2], flags[1::2]))
+    file = given["--dataset_name"]
     said = launch(LAUNCHERS["plain"], recipe(name), *flags, "--preview", 1, cwd=tmp_path).stdout
     assert f"row 1 of {file}" in said
-    if name != "grpo":
-        return
-    # An update a rollout, of eight questions with eight responses each.
-    assert len((tmp_path / file).read_text().splitlines()) == 8
-    chosen = dict(zip(flags[::2], flags[1::2]))
-    assert int(chosen["--train_batch_size"]) == 8 * int(chosen["--rollout_batch_size"])
+    if name == "grpo":  # each update is of one rollout, with eight responses to each question
+        questions = len((tmp_path / file).read_text().splitlines())
+        assert given["--rollout_batch_size"] == str(questions)
+        assert given["--train_batch_size"] == str(8 * questions)
 
 
-# What the lines of a library's page print; those of models are in tests/models/test_logprobs.py.
-PRINTED = {
-    "data": ["<|user|>2+2=<|end|><|assistant|> 4<|end|>"],
-    "rollouts": ["46 apples", "True False", "[1.0, 0.0]"],
-}
-
-
-@pytest.mark.parametrize("name", PRINTED)
-def test_the_lines_of_a_librarys_page_run(name, capsys):
-    page = (REPOSITORY / f"preference_recipes/{name}/README.md").read_text()
-    code = re.search("```python\n(.*?)```", page, re.DOTALL)[1]
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("data", "<|user|>2+2=<|end|><|assistant|> 4<|end|>\n"),
+        ("rollouts", "46 apples\nTrue False\n[1.0, 0.0]\n"),
+    ],
+)
+def test_the_lines_of_a_librarys_page_run(name, printed, capsys):
+    """Those of models are in tests/models/test_logprobs.py."""
+    code = runs.code_of_page(f"preference_recipes/{name}/README.md")
     exec(code.replace("assets/model", str(ASSETS / "model")), {})
-    assert capsys.readouterr().out.splitlines() == PRINTED[name]
+    assert capsys.readouterr().out == printed
