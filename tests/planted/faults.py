@@ -34,7 +34,7 @@ recipes/sft.py contracts/test_references.py::test_sft_is_the_plain_loop
     turns = turns[-1:] >> turns = turns[:1]
 recipes/sft.py contracts/test_references.py::test_dropout_is_on_in_sft_and_off_in_its_evaluations
     prepare.policy(accelerator, args, tokenizer) >> prepare.policy(accelerator, args, tokenizer, dropout=False)
-recipes/sft.py contracts/test_fp16.py
+recipes/sft.py contracts/test_fp16.py::test_what_overflows_leaves_no_trace[sft-1-1-own3]
     if applied:\n            scheduler.step() >> scheduler.step()
 recipes/dpo.py contracts/test_metrics.py
     -F.logsigmoid(-scaled) >> -F.logsigmoid(scaled)
@@ -53,9 +53,9 @@ recipes/kto.py models/test_preference_losses.py
     run.args.seed, epoch=0) >> run.args.seed, epoch=1)
 recipes/kto.py data/test_turns.py::test_numbers_of_labelled_answers_are_those_of_the_learned_tokens
     (rewards, ~is_good) >> (rewards, is_good)
-recipes/kto.py contracts/test_fp16.py
+recipes/kto.py contracts/test_fp16.py::test_what_overflows_leaves_no_trace[kto-1-1-own4]
     if applied:\n            scheduler.step() >> scheduler.step()
-recipes/reward.py models/test_reward.py
+recipes/reward.py models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run models/test_reward.py::test_moments_are_of_the_weights_they_are_saved_with
     - rejected_scores - margins >> - rejected_scores + margins
     prepare.disable_dropout(scorer) >> pass
     moments.set(None, None) >> pass
@@ -76,9 +76,9 @@ recipes/grpo.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     logps.detach() if is_first >> logps if is_first
     model(batch, args.temperature, >> model(batch, 1.0,
     is_first = run.global_step == state.rollout.started_at >> is_first = True
-recipes/grpo.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved
+recipes/grpo.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[grpo-own0]
     if applied:\n                scheduler.step() >> scheduler.step()
-recipes/ppo.py rollout/test_ppo.py
+recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
     torch.exp(-difference) - 1 + difference >> torch.exp(difference) - 1 - difference
     missing_eos_penalty * ~ended >> missing_eos_penalty * ended
     gamma * next_values - values[:, t] >> next_values - values[:, t]
@@ -89,7 +89,7 @@ recipes/distill.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_refe
     int(tokens["mask"][update_rows].sum()) >> update.n_tokens
     stored["teacher"] == number >> stored["teacher"] >= number
     args.temperature, lessons=lessons >> 1.0, lessons=lessons
-recipes/distill.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved
+recipes/distill.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[distill-own1]
     if applied:\n            scheduler.step() >> scheduler.step()
 common/batches.py data/test_data.py::test_windows_are_a_permutation_of_each_epoch
     np.append(seed, epoch) >> np.append(seed, 0)
@@ -104,7 +104,7 @@ common/progress.py contracts/test_counting.py
     math.ceil(round(updates * share, 6)) >> math.ceil(updates * share)
 common/metrics.py contracts/test_metrics.py
     - self.seconds.get("paused", 0.0) >>
-common/optim.py models/test_optim.py
+common/optim.py models/test_optim.py::test_every_projection_decays_and_no_norm_bias_or_rate models/test_optim.py::test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler
     and not is_norm >>
     and "bias" not in name >>
     and name != "A_log" >>
@@ -119,7 +119,7 @@ common/checkpoint.py contracts/test_resume.py::test_a_longer_run_has_its_own_rat
     self.scheduler.last_epoch -= 1\n        self.scheduler.step() >> pass
 common/checkpoint.py contracts/test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-growing-]
     state["open_sums"][accelerator.process_index] >> state["open_sums"][0]
-common/stopping.py contracts/test_stopping.py contracts/test_fp16.py::test_skips_are_said_and_without_end_end
+common/stopping.py contracts/test_fp16.py::test_skips_are_said_and_without_end_end contracts/test_stopping.py::test_what_counts_nowhere_may_be_anything contracts/test_stopping.py::test_what_a_reward_function_forks_has_signals_of_its_own
     values.isfinite() | (weights == 0) >> values.isfinite()
     progress.consecutive_skips < MANY >> progress.consecutive_skips <= MANY
     int(accelerator.reduce(number, "max")) >> int(number)
@@ -127,7 +127,7 @@ common/arguments.py contracts/test_stopping.py::test_what_a_resumed_run_of_any_r
     {"output_dir", "max_epochs", "max_steps"} >> {"output_dir", "max_epochs", "max_steps", "learning_rate"}
     yaml_to_flags(words[0], parser) + words[1:] >> words[1:] + yaml_to_flags(words[0], parser)
     abs(size - 4) >> abs(size - 8)
-common/actor.py contracts/test_saved_actors.py
+common/actor.py contracts/test_saved_actors.py::test_the_direction_of_a_metric contracts/test_saved_actors.py::test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends
     sign * value > before >> value > before
     stop_after <= self.best.since >> stop_after < self.best.since
 preference_recipes/models/logprobs.py models/test_logprobs.py models/test_architectures.py::test_log_probs_and_gradients_are_those_of_its_own_logits
@@ -145,9 +145,9 @@ preference_recipes/models/packing.py models/test_packing.py
     keys == prompt_pieces[:, None, :, None] >> keys <= prompt_pieces[:, None, :, None]
     place, len(prompt), next(pieces) >> place, 0, next(pieces)
     np.count_nonzero(pieces) >> pieces.size
-preference_recipes/models/reference.py models/test_frozen_models.py
+preference_recipes/models/reference.py models/test_frozen_models.py::test_precomputed_log_probs_change_no_bit
     is_real = weights > 0 >> is_real = weights > -1
-preference_recipes/models/scores.py models/test_reward.py
+preference_recipes/models/scores.py models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run
     places = batch["last"] >> places = batch["last"] - 1
 preference_recipes/models/checks.py models/test_logprobs.py::test_modes_come_back_as_they_were models/test_packing.py
     model.modules() if module.training] >> model.modules()]
@@ -161,7 +161,7 @@ preference_recipes/models/average.py rollout/test_distill.py::test_the_average_o
 preference_recipes/data/formats.py data/test_labels.py data/test_data.py::test_truncation_and_rows_left_out
     chosen, rejected = rejected, chosen >> pass
     cut[0].ids == cut[1].ids >> sequences[0].ids == sequences[1].ids
-preference_recipes/data/formats.py data/test_formats.py
+preference_recipes/data/formats.py data/test_formats.py::test_a_column_system_beside_other_columns data/test_formats.py::test_preferences
     if first != "system" else [] >> if True else []
     shared.rfind(HH_MARKER) >> shared.find(HH_MARKER)
 preference_recipes/data/chat.py data/test_data.py::test_targets_of_a_conversation data/test_data.py::test_a_turn_ends_where_its_template_ends_it
@@ -183,24 +183,24 @@ preference_recipes/rollouts/results.py rollout/test_answers.py
 preference_recipes/rollouts/correction.py rollout/test_grpo_values.py
     is_cut |= ratios < 1 / largest >> pass
     (logps - sampler_logps) * (mask > 0) >> logps - sampler_logps
-preference_recipes/rollouts/generation.py rollout/test_generation.py
+preference_recipes/rollouts/generation.py rollout/test_generation.py::test_sampling_is_the_inverse_of_the_cumulative_probability
     right=True) >> right=False)
     scores / self.temperature >> scores * self.temperature
 preference_recipes/rollouts/decoding.py rollout/test_decoding.py::test_log_probs_of_steps_are_those_of_whole_passes_under_autocast
     self.position[rows].add_(1) >> pass
 preference_recipes/rollouts/answers.py rollout/test_answers.py
     if len(words) != 1: >> if not words:
-preference_recipes/rollouts/episodes.py rollout/test_environments.py
+preference_recipes/rollouts/episodes.py rollout/test_environments.py::test_what_is_trained_on_is_what_was_sampled rollout/test_environments.py::test_limits_truncate_an_episode
     draws[n, e.n_sampled :][:longest] >> draws[n, :longest]
     [0.0] * len(ids), is_sampled=False >> [0.0] * len(ids), is_sampled=True
     episode.turns >= args.max_turns >> episode.turns > args.max_turns
-preference_recipes/rollouts/rewards.py rollout/test_rewards.py
+preference_recipes/rollouts/rewards.py rollout/test_rewards.py::test_what_a_function_changes_reaches_neither_samples_nor_the_next_one
     copy.deepcopy(given, kept) >> dict(given)
-preference_recipes/rollouts/rewards.py rollout/test_ppo.py
+preference_recipes/rollouts/rewards.py rollout/test_ppo.py::test_every_logged_number_of_a_run
     (scores - self.mean) / self.std >> scores - self.mean
 preference_recipes/rollouts/vllm.py rollout/test_vllm.py::test_answers_that_are_refused
     if len(responses) != request["n"]: >> if not responses:
-preference_recipes/tools/export.py contracts/test_saved_actors.py
+preference_recipes/tools/export.py contracts/test_saved_actors.py::test_export_takes_what_the_manifest_names_and_does_not_leave_the_checkpoint
     (checkpoint / name).resolve() != checkpoint.resolve() / name >> False
 forks/off_policy.diff rollout/test_forks.py
     (advantages < 0) & (lost >> (advantages > 0) & (lost

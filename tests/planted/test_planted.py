@@ -1,6 +1,6 @@
 """The table of planted faults fits the code. `make planted` plants them."""
 
-from planted.faults import faults
+from faults import faults
 from runs import REPOSITORY
 
 
