@@ -258,6 +258,7 @@ def test_an_evaluation_shuffles_its_rows_for_the_kl_each_time_alike(monkeypatch)
         accelerator=SimpleNamespace(device="cpu", gather=lambda values: values),
         args=SimpleNamespace(seed=3),
         timed=lambda name: contextlib.nullcontext(),
+        recorder=lambda source: None,
         split=lambda rows, lengths: [],
         log_evaluation=lambda line, examples: None,
     )
@@ -269,7 +270,7 @@ def test_an_evaluation_shuffles_its_rows_for_the_kl_each_time_alike(monkeypatch)
 
 def test_answers_that_fit_their_own_prompt_are_cut_after_a_longer_one():
     columns = data(ROWS)[[0]]
-    cut = KTO.with_prompts(columns, [ROWS[2]["prompt_ids"]], LONGEST)
+    cut = KTO.with_prompts(columns, {"prompt_ids": [ROWS[2]["prompt_ids"]]}, LONGEST)
     assert cut["prompt_ids"] == [[10, 11, 12]] and cut["chosen_ids"] == [[3, 4]]
     assert cut["rejected_ids"] == [[]] and cut["row"] == [1]
 

@@ -170,7 +170,7 @@ preference_recipes/data/chat.py data/test_data.py::test_targets_of_a_conversatio
 preference_recipes/data/rendering.py data/test_data.py::test_tokenised_once_and_again_when_anything_changes
     \0{tokenizer.chat_template} >>
 preference_recipes/data/dataset.py data/test_data.py::test_tokenised_once_and_again_when_anything_changes data/test_unread.py::test_the_line_about_a_set_says_what_is_not_read
-    converter.settings,\n    ] >> ]
+    converter.settings,\n >> \n
     [*notes, *filter(None, [not_read])] >> notes
 preference_recipes/data/files.py users/test_bad_input.py::test_files_that_cannot_be_read
     counts[name] > 1 >> counts[name] > 2
