@@ -179,7 +179,7 @@ preference_recipes/rollouts/rollout.py rollout/test_grpo.py::test_a_run_is_that_
     self.prompts_seen += len(rows) >> self.prompts_seen += most
     trained = rows[self.is_trained[rows].numpy()] >> trained = rows
 preference_recipes/rollouts/results.py rollout/test_answers.py
-    "answer"])[answered] >> "answer"])[: len(answered)]
+    (sorted(names))[answered] >> (sorted(names))[: len(answered)]
 preference_recipes/rollouts/correction.py rollout/test_grpo_values.py
     is_cut |= ratios < 1 / largest >> pass
     (logps - sampler_logps) * (mask > 0) >> logps - sampler_logps
