@@ -33,6 +33,7 @@ PARTS = {
     "Recipes": [
         *(f"docs/{name}" for name in ("sft", "reward", "dpo", "kto", "ppo", "grpo", "distill")),
         *("docs/lora", "docs/images", "docs/environments", "docs/vllm", "docs/evaluation"),
+        "docs/rows",
         "docs/checkpoints",
         "forks/README",
     ],

@@ -69,8 +69,8 @@ class Args(RewardArgs):
     loss_type: Literal["clip", "cispo"] = arg("clip", "clip is PPO's; cispo: see docs/grpo.md")
     ratio: Literal["token", "sequence"] = arg("token", "of each token, or of a whole response")
     average: Literal["token", "sequence", "constant"] = arg("token", "of losses: docs/grpo.md")
-    clip_range: float = arg(0.2, "clips the ratio below 1", only_with="loss_type=clip", at_least=0)
-    clip_range_high: float = arg(0.28, "clips the ratio above 1", at_least=0)
+    clip_range: float = arg(0.2, "range of ratios below 1", only_with="loss_type=clip", at_least=0)
+    clip_range_high: float = arg(0.28, "range of ratios above 1", at_least=0)
     kl_coef: float = arg(0.0, "weight of the KL to the reference", at_least=0)
     kl_estimator: Literal["k3", "k2"] = arg("k3", "estimate of the KL", only_with="kl_coef")
     baseline: Literal["group", "rloo", "none"] = arg(
@@ -132,7 +132,7 @@ def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) ->
     elif args.advantage_std == "batch" and is_trained.sum() > 1:
         if args.baseline == "none":
             advantages = advantages - advantages[is_trained].mean()
-        # Measured from zero: from their mean it is 0 when all that is trained on is alike.
+        # Around zero, not around their mean: that is 0 where all that is trained on are equal.
         deviation = advantages[is_trained].norm() / math.sqrt(is_trained.sum() - 1)
         advantages = advantages / (deviation + EPSILON)
     return advantages.to(scores.dtype)
@@ -275,12 +275,12 @@ def make_rollout(
 
 
 def log_rollout(
-    run: Run, sampler: Sampler, samples: Samples, scores: Scores, is_kept: torch.Tensor
+    run: Run, sampler: Sampler, samples: Samples, judged: Scores, is_kept: torch.Tensor
 ) -> None:
     """Adds the metrics of sampled groups to the next log line, and records the samples."""
-    grouped = scores.total.double().view(-1, run.args.n_samples_per_prompt)
+    grouped = judged.total.double().view(-1, run.args.n_samples_per_prompt)
     values = {
-        "reward": scores.total,
+        "reward": judged.total,
         "frac_groups_dropped": ~is_kept,
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
@@ -288,8 +288,8 @@ def log_rollout(
     if run.args.n_samples_per_prompt > 1:
         values["frac_reward_zero_std"] = grouped.amax(1) == grouped.amin(1)
         values["reward_std"] = std_of_groups(grouped)
-    results.log_responses(sampler, samples, scores, "completions", values)
-    run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
+    results.log_responses(sampler, samples, judged, "completions", values)
+    run.write_samples(samples.examples(sampler.tokenizer, judged, "rollout"))
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -416,9 +416,9 @@ def evaluate(run: Run, actor: Actor, source: Source, judge: Judge) -> None:
     with run.timed("paused"):
         for prefix, eval_set in source.sampler.data.eval_sets.items():
             samples = source.sample_held_out(eval_set)
-            scores = judge.score(source, samples)
+            judged = judge.score(source, samples)
             sampler = source.sampler
-            values, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
+            values, shown = results.held_out_results(sampler, samples, judged, eval_set, prefix)
             line |= values
             examples += shown
     run.log_evaluation(line, examples)

@@ -38,8 +38,8 @@ def encode_answers(
 ) -> tuple[list[int], list[Sequence], list[str]]:
     """Returns the token ids of a conversation's prompt and of its answers, and notes.
 
-    After `<bot><think>` an answer `No` replaces the opened thought, and `<think>Why</think>Yes`
-    goes on with it. So the prompt of both is `<bot>`, and the second answer begins with `<think>`.
+    If the generation prompt opens a thought (`<bot><think>`), answers with a thought and without
+    one still share the prompt `<bot>`: `<think>` becomes a part of the answer that has it.
 
     Raises:
         LeftOut: the template does not write an answer, or not in one sequence.
@@ -143,8 +143,9 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
     notes = [
         f"{DROPS_ROLE} (role {message['role']!r})"
         for place, message in enumerate(messages)
-        if message["role"] != "assistant" and message["content"].strip() not in text
-        if rendering.ignores(
+        if message["role"] != "assistant"
+        and message["content"].strip() not in text
+        and rendering.ignores(
             tokenizer, messages, tools, place, content=message["content"] + rendering.MARK
         )
     ]
@@ -191,10 +192,9 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
     whole, end, _ = rendering.ending_of(tokenizer)
     if text.endswith(whole):
         return text.removesuffix(whole) + end, bool(end)
-    answer, eos, header = text.rpartition(tokenizer.eos_token)
-    if (
-        eos and not rendering.added_tokens(tokenizer).sub("", header).strip()
-    ):  # the next turn's (Command A)
+    answer, eos, rest = text.rpartition(tokenizer.eos_token)
+    rest = rendering.added_tokens(tokenizer).sub("", rest)
+    if eos and not rest.strip():  # at most the next turn's header (Command A)
         return answer + eos, True
     ends = [found.end() for found in rendering.added_tokens(tokenizer).finditer(text)]
     if end and ends and not text[ends[-1] :].strip():

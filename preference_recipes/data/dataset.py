@@ -205,7 +205,7 @@ class Converter:
             kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
             raise BadRow(f"row {index + 1}: {kind}{in_one_line(error)}") from error
         notes = [*values.get("notes", [])]
-        could_turn_strings = {"strings_as_messages": False}.items() <= self.settings.items()
+        could_turn_strings = self.settings.get("strings_as_messages") is False
         kinds = {type(row[name]) for name in formats.TEXTS if row.get(name) is not None}
         if could_turn_strings and self.tokenizer.chat_template and kinds == {str}:
             notes.append(PLAIN_STRINGS)
@@ -317,7 +317,9 @@ def write_rows(
                 if values["reason"]:
                     counts[f"left out ({values['reason']})"] += 1
                     continue
-                counts.update({*values["notes"], *["truncated"] * values["truncated"]})
+                counts.update({*values["notes"]})
+                if values["truncated"]:
+                    counts["truncated"] += 1
                 usable.append({name: values[name] for name in values if name not in NOT_KEPT})
                 checksums.append(zlib.crc32(marshal.dumps(usable[-1], 0)))
             if usable and writer is None:

@@ -109,7 +109,7 @@ class LogProbModel(ModelWrapper):
 def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
     """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
 
-    The host knows the cells. The backward pass of `masked_scatter` would wait for a GPU.
+    `cells` was computed on the CPU: the backward pass of `masked_scatter` would wait for a GPU.
     """
     mask = batch["mask"]
     empty = values.new_zeros(mask.numel())

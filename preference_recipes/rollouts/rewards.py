@@ -105,7 +105,7 @@ def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> No
 
 
 class Judge:
-    """What scores responses: a reward model, reward functions or both.
+    """What scores responses: a reward model, reward functions, an environment.
 
     `weights` are those of the score's parts by name, `fingerprints` part of a run's identity.
     """
