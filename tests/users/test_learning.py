@@ -1,4 +1,4 @@
-"""Each demo, run as its page says, learns what its page shows."""
+"""Each demo, run as its page says but for evaluations in between, learns what its page shows."""
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ TIMEOUT = 1500
 
 def learn(name: str, config: str, output, *flags) -> tuple[dict, dict]:
     """The first and the last evaluation of a demo."""
-    words = [recipe(name), *flags, "--output_dir", output]
+    words = [recipe(name), *flags, "--eval_steps", 0, "--output_dir", output]
     launch(config_launcher(config), *words, fresh=True, timeout=TIMEOUT)
     before, *_, after = evaluation_lines(output)
     settings = yaml.safe_load((ASSETS / f"{name}.yaml").read_text())
