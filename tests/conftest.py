@@ -67,8 +67,19 @@ def own_cache(tmp_path, monkeypatch):
 
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
-    *["recipe", "learning", "prove", "environments", "nodes", "invariance"],
-    *["resume", "launch", "fp16", "stopping", "lora", "vllm", "configs", "docs", "waits"],
+    *["recipe", "learning", "gallery", "prove", "environments", "nodes", "invariance"],
+    *[
+        "resume",
+        "launch",
+        "fp16",
+        "stopping",
+        "lora",
+        "vllm",
+        "configs",
+        "docs",
+        "waits",
+        "image_runs",
+    ],
     *["untrained", "ppo", "saved_actors", "references", "golden", "refusals", "grpo", "metrics"],
 ]
 
