@@ -116,6 +116,11 @@ class Step:
         ids = batch.ids
         device = ids.device
         self.model = batch.sampler.unwrapped.model
+        # Layers may hold another config than the model, which `prepare.disable_dropout` copies.
+        parts = self.model.get_decoder().modules()
+        configs = [part.config for part in parts if hasattr(part, "config")]
+        configs.append(self.model.config.get_text_config())
+        self.configs = {id(config): config for config in configs}
         never = batch.sampler.tokens_without_probability()
         self.never_drawn = torch.tensor(never, dtype=torch.long, device=device)
         self.draw = batch.draw
@@ -149,9 +154,8 @@ class Step:
         token = self.token[rows]
         mask = self.mask[rows]
         mask.index_fill_(3, self.place, True)
-        config = self.model.config.get_text_config()
-        attention = "sdpa" if self.prompts is None else sharing.ATTENTION
-        with replaced((config, "_attn_implementation", attention)):
+        name = "sdpa" if self.prompts is None else sharing.ATTENTION
+        with replaced(*((each, "_attn_implementation", name) for each in self.configs.values())):
             output = self.model(
                 input_ids=token,
                 position_ids=self.position[rows],
@@ -160,6 +164,8 @@ class Step:
                 logits_to_keep=1,
                 **{CACHE: self.cache},
             )
+        if self.prompts is not None and not self.prompts.were_read:
+            raise sharing.NotPlain
         scores = output.logits[:, -1].float()
         scores.index_fill_(1, self.never_drawn, -torch.inf)
         if self.draw is None:

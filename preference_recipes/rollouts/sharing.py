@@ -55,7 +55,10 @@ class SharedPrompts:
         rows: `[prompts, largest group]`, the rows of each prompt, and row 0 where it has fewer.
         places: `[rows]`, where each row is in the flattened `rows`.
         mask: bool `[prompts, 1, 1, tokens]`, false for padding; None: there is none.
+        were_read: whether a layer has attended to them. If none does, the model does not ask.
     """
+
+    were_read = False
 
     def __init__(self, batch, prompt_of_row: np.ndarray):
         self.device = batch.ids.device
@@ -84,6 +87,7 @@ class SharedPrompts:
 
     def attend(self, queries: torch.Tensor, layer) -> Iterator[torch.Tensor]:
         """Yields what `weighted` returns for queries `[rows, heads of keys, queries, size]`."""
+        self.were_read = True
         by_prompt = queries[self.rows].transpose(1, 2).flatten(2, 3)
         for part in weighted(by_prompt @ layer.prompt_keys, layer.prompt_values, self.mask):
             by_group = part.unflatten(2, (self.rows.shape[1], -1)).transpose(1, 2)

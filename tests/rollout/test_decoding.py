@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 import pretended_device
 from architectures import ARCHITECTURES, build
 from bare_runs import bare_sampler
+from preference_recipes.models import prepare
 from preference_recipes.rollouts import decoding, generation, sharing
 from runs import slow_but
 
@@ -101,6 +102,18 @@ def test_rows_that_share_prompts_draw_the_same_tokens(
     for case, responses in zip(cases, found):
         with monkeypatch.context() as once:
             expect_drawn_by_generate(once, responses, sampler, **case)
+
+
+def test_prompts_are_shared_where_layers_hold_another_config(
+    accelerator, tokenizer, monkeypatch, shared
+):
+    """As in all recipes that sample: they switch dropout off in a copy, which the model does not hold."""
+    sampler = bare_sampler(accelerator, tokenizer, build("llama"))
+    prepare.disable_dropout(sampler.unwrapped)
+    assert sampler.unwrapped.model.config is not sampler.unwrapped.model.model.config
+    found = draw(sampler, 1.0, prompts=GROUPS)
+    assert shared
+    expect_drawn_by_generate(monkeypatch, found, sampler, 1.0, prompts=GROUPS)
 
 
 @pytest.mark.parametrize("case", ["a mask of its own", "half precision"])
