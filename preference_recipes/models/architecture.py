@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from common import refuse, replaced
@@ -185,7 +184,8 @@ def layers_called(model: PreTrainedModel) -> set[str]:
 
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
         # In half precision: "meta" has no other grouped products of experts.
-        with no_init_weights():  # under ZeRO-3 transformers would copy rotary values out of "meta"
+        # Under ZeRO-3 transformers would copy rotary values out of "meta".
+        with replaced((PreTrainedModel, "_initialize_weights", lambda *given: None)):
             copied = type(model)(config)
         copied.to(torch.bfloat16).train()
         layers = {n: part for n, part in copied.named_modules() if isinstance(part, LINEAR)}
