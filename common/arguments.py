@@ -1,6 +1,7 @@
 """The command line of a recipe: YAML, flags, ranges, and sizes that must divide."""
 
 import argparse
+import atexit
 import dataclasses
 import difflib
 import gc
@@ -97,6 +98,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         argv: the arguments without the program's name; default `sys.argv[1:]`.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
+    # Else triton 3.9, which torch 2.15 imports, says below the last message that they leaked.
+    atexit.register(lambda: "triton" in sys.modules and gc.unfreeze())
     gc.set_threshold(*COLLECTED_AFTER)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
