@@ -87,6 +87,12 @@ class Parser(HfArgumentParser):
         return f". Did you mean {close[0]}?" if close else ""
 
 
+def let_go() -> None:
+    """Else triton 3.9, which torch 2.15 imports, says below the last message what leaked."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
+
+
 def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     """Reads a recipe's arguments from the command line.
 
@@ -98,8 +104,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         argv: the arguments without the program's name; default `sys.argv[1:]`.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
-    # Else triton 3.9, which torch 2.15 imports, says below the last message that they leaked.
-    atexit.register(lambda: "triton" in sys.modules and gc.unfreeze())
+    atexit.register(let_go)
     gc.set_threshold(*COLLECTED_AFTER)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
