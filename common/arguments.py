@@ -124,8 +124,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
     if given.lora_r:
-        of_lora = {each.name: each.metadata["with_lora"] for each in dataclasses.fields(args_class)}
-        parser.set_defaults(**{name: value for name, value in of_lora.items() if value is not None})
+        rates = {each.name: each.metadata["with_lora"] for each in dataclasses.fields(args_class)}
+        parser.set_defaults(**{name: value for name, value in rates.items() if value is not None})
     args = args_class(**vars(parser.parse_args(words)))
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)

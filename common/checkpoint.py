@@ -234,11 +234,11 @@ class Checkpoint:
 
         # 1. What the engine holds, and random states.
         engine.reshard(self.model)
-        of_engine = {}
+        settings = {}
         if self.is_deepspeed:
             # The base below adapters is not in the checkpoint, see `load.base_fingerprints`.
-            of_engine["load_module_strict"] = not adapters.has_adapter(self.actor.unwrapped)
-        accelerator.load_state(str(path / "engine"), **of_engine)
+            settings["load_module_strict"] = not adapters.has_adapter(self.actor.unwrapped)
+        accelerator.load_state(str(path / "engine"), **settings)
         # DeepSpeed's Adam for CPUs has other groups since it was loaded.
         self.scheduler.optimizer.param_groups = self.optimizer.param_groups
 

@@ -33,14 +33,14 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
     if args.micro_train_tokens:
         division = f"in micro-batches of up to {args.micro_train_tokens} tokens on {processes}"
     last = (run.n_rows - 1) % run.train_batch_size + 1
-    of_epoch = f"{run.n_rows} samples / train_batch_size {run.train_batch_size} = "
-    of_epoch += f"{counted(run.updates_per_epoch, 'update')} per epoch, the last of {last}"
+    per_epoch = f"{run.n_rows} samples / train_batch_size {run.train_batch_size} = "
+    per_epoch += f"{counted(run.updates_per_epoch, 'update')} per epoch, the last of {last}"
     warmup = optim.warmup_updates(args, run.total_steps)
     lines = [
         f"model     {args.model_name_or_path} ({type(module.model).__name__}), "
         f"{size:.4g} million parameters, {trained:.4g} million trained",
         f"data      {data}",
-        f"updates   {updates or of_epoch}",
+        f"updates   {updates or per_epoch}",
         f"schedule  learning rate {args.learning_rate:g}; {args.lr_scheduler_type}, "
         f"{counted(run.total_steps, 'update')}, {warmup} of them warm-up",
         f"update    train_batch_size {args.train_batch_size} {division}",

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,12 @@ def lines(output_dir: Path) -> Iterator[dict]:
 def evaluations(output_dir: Path) -> list[dict]:
     """Returns those of the lines that hold an evaluation."""
     return [line for line in lines(output_dir) if "epoch" not in line]
+
+
+def changed_arguments(args) -> dict[str, Any]:
+    """Returns the arguments that are not their defaults."""
+    defaults = vars(type(args)())
+    return {name: value for name, value in vars(args).items() if value != defaults.get(name)}
 
 
 def open_trackers(
@@ -64,18 +71,17 @@ class Board:
         self.purge_step = global_step + 1  # it hides what a killed run wrote from there on
         self.has_several_sets = len(args.eval_dataset_name or []) > 1
         self.writers = {}  # by their folders
-        of_run = self.writer("")
+        writer = self.writer("")
         multiline = {}
         for title, tags in charts.items():  # in training, and in each held-out set's evaluation
             names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
             multiline[title] = ["Multiline", [f"^({names})$"]]
-        of_run.add_custom_scalars({"key metrics": multiline})
+        writer.add_custom_scalars({"key metrics": multiline})
         self.add_text("arguments", vars(args), global_step)
-        defaults = vars(type(args)())
-        changed = {name: value for name, value in vars(args).items() if value != defaults[name]}
-        plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in changed.items()}
+        changed = changed_arguments(args).items()
+        plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in changed}
         for summary in hparams(plain, {"loss": 0.0}):
-            of_run.file_writer.add_summary(summary)
+            writer.file_writer.add_summary(summary)
 
     def writer(self, folder: str):
         """Returns the writer of the run itself, or of its evaluations on a held-out set."""

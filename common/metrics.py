@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -12,13 +11,12 @@ import torch
 from accelerate import Accelerator
 
 from common.progress import Progress
-from common.values import Recorder
+from common.values import NOTHING, Recorder
 
 Reduce = Literal["mean", "min", "max"]
 
 # How two sums of values, two minima or two maxima become one, and the neutral element of each.
 JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
-NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 
 
 class Sums:
@@ -185,8 +183,8 @@ class Means:
 class Flop(NamedTuple):
     """What `perf/mfu` needs to know of a model and of the GPU that computes it."""
 
-    of_token: float  # operations for a token that is read, forward and backward
-    of_target: float  # and for one whose log-prob is computed
+    per_token: float  # operations for a token that is read, forward and backward
+    per_target: float  # and for one whose log-prob is computed
     peak: float | None  # operations a second at most; None: not known, so no MFU
 
 
@@ -196,7 +194,7 @@ class Speed:
     def __init__(self, accelerator: Accelerator, progress: Progress, flop: Flop):
         self.accelerator = accelerator
         self.progress = progress
-        self.flop_of_token, self.flop_of_target, self.peak = flop
+        self.flop_per_token, self.flop_per_target, self.peak = flop
         self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
         # Operations of this process; on the device, so that no GPU waits for them.
         self.flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
@@ -224,9 +222,9 @@ class Speed:
     def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
         """Counts the operations of a batch of `Packer.make_batch`, for `perf/mfu`."""
         if self.peak is not None:
-            of_tokens = self.flop_of_token * batch["n_tokens"]
-            of_targets = self.flop_of_target * len(batch["targets"])
-            self.flop += (of_tokens + of_targets) * weights.amax()  # 0: padding alone
+            for_tokens = self.flop_per_token * batch["n_tokens"]
+            for_targets = self.flop_per_target * len(batch["targets"])
+            self.flop += (for_tokens + for_targets) * weights.amax()  # 0: padding alone
 
     def values(self) -> dict[str, float]:
         """Returns `perf/*` of the time since the last line. All processes must call it."""

@@ -75,11 +75,11 @@ def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
 class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon for the groups that have `adjust_lr_fn`, and AdamW for the others, as one."""
 
-    def __init__(self, groups: list[dict], of_adamw: dict):
+    def __init__(self, groups: list[dict], settings: dict):
         for_muon = [group for group in groups if "adjust_lr_fn" in group]
         others = [group for group in groups if "adjust_lr_fn" not in group]
-        self.muon = torch.optim.Muon(for_muon, lr=of_adamw["lr"])
-        self.adamw = torch.optim.AdamW(others, **of_adamw)
+        self.muon = torch.optim.Muon(for_muon, lr=settings["lr"])
+        self.adamw = torch.optim.AdamW(others, **settings)
         super().__init__(self.adamw.param_groups + self.muon.param_groups, {})
 
     def step(self, closure=None) -> None:

@@ -38,7 +38,7 @@ def write(accelerator, args) -> None:
     starts = folders.read_json(file) if args.resume != "never" and file.is_file() else []
     is_cuda = accelerator.device.type == "cuda"
     plugin = accelerator.state.deepspeed_plugin
-    of_launcher = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
+    prefixes = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
     imported = [name for name in PACKAGES.split() if name in sys.modules]
     # What recorded values belong to, see preference_recipes/tools/rows.py.
     names = [*args.dataset_name, *(args.eval_dataset_name or [])] if args.values_steps else []
@@ -49,7 +49,7 @@ def write(accelerator, args) -> None:
         "working_directory": str(HERE),
         "engine": engine.describe(accelerator),
         "device": torch.cuda.get_device_name(accelerator.device) if is_cuda else "cpu",
-        "launcher": {name: os.environ[name] for name in os.environ if name.startswith(of_launcher)},
+        "launcher": {name: os.environ[name] for name in os.environ if name.startswith(prefixes)},
         "deepspeed_config": plugin.deepspeed_config if plugin else None,
         "data_files": {name: folders.describe(Path(HERE, name)) for name in data_files},
         "python": sys.version,
@@ -72,9 +72,7 @@ def write_card(folder: Path, args) -> None:
         step = evaluations[-1].pop("global_step")
         rows = [f"| {name} | {value:.4g} |" for name, value in evaluations[-1].items()]
         text += "\n".join([f"\n| evaluation at update {step} | |", "| --- | --- |", *rows, ""])
-    defaults = vars(type(args)())
-    values = {name: without_folder(value) for name, value in vars(args).items()}
-    changed = {name: value for name, value in values.items() if value != defaults.get(name)}
+    changed = {n: without_folder(value) for n, value in log.changed_arguments(args).items()}
     changed.pop("output_dir", None)
     text += f"\nArguments:\n\n```yaml\n{yaml.safe_dump(changed, sort_keys=False)}```\n"
     card = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}"

@@ -58,8 +58,8 @@ class Run(Progress):
         charts: dict[str, list[str]],
         **progress: Any,
     ):
-        of_args = (args.train_batch_size, args.max_epochs, args.max_steps)
-        super().__init__(n_rows, *of_args, **progress)
+        limits = (args.train_batch_size, args.max_epochs, args.max_steps)
+        super().__init__(n_rows, *limits, **progress)
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)

@@ -17,6 +17,8 @@ from common.progress import Progress
 
 # The folder in which a run records them, in parts that Parquet's readers take for one table.
 VALUES = "values.parquet"
+# What counts nowhere, by how values are joined.
+NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 SAMPLES_OF_A_PART = 4096  # of a process; fewer before a checkpoint and at the end
 INTEGER, TEXT, NUMBER = pyarrow.int32(), pyarrow.string(), pyarrow.float64()
 SCHEMA = {"global_step": INTEGER, "source": TEXT, "row": INTEGER, "response": INTEGER}
@@ -52,14 +54,13 @@ class Recorder:
             return
         fields = []
         columns = [weights.double()]
-        of_sample = (len(weights), -1)
+        shape = (len(weights), -1)
         for name, value in values.items():
             one_each = (value, torch.ones_like(weights))
             numbers, counts, *other = value if isinstance(value, tuple) else one_each
             reduce = other[0] if other else "mean"
-            counts = counts.double().reshape(of_sample)
-            nothing = {"mean": 0.0, "min": math.inf, "max": -math.inf}[reduce]
-            kept = torch.where(counts > 0, numbers.double().reshape(of_sample), nothing)
+            counts = counts.double().reshape(shape)
+            kept = torch.where(counts > 0, numbers.double().reshape(shape), NOTHING[reduce])
             mean = (kept * counts).sum(1) / counts.sum(1)
             columns += [{"mean": mean, "min": kept.amin(1), "max": kept.amax(1)}[reduce]]
             columns += [counts.sum(1)]

@@ -79,8 +79,8 @@ def spellings(processor, files: list[bytes]) -> list[str]:
 def pixels(processor, files: list[bytes]) -> dict:
     """Returns what a model reads of images besides their tokens, such as `pixel_values`."""
     made = processed(processor, files, return_tensors="pt")
-    of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-    return {name: value for name, value in made.items() if name not in of_text}
+    for_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+    return {name: value for name, value in made.items() if name not in for_text}
 
 
 def types_name(processor) -> str | None:
@@ -139,9 +139,9 @@ def find(row: dict, names: tuple[str, ...], converter) -> tuple[dict, list[bytes
         if (n := sources.count(None)) not in (0, len(given)):
             raise BadRow(f"{name!r}: {n} parts want an image of {column!r}, which has {len(given)}")
         following = iter(given)
-        of_parts = [next(following) if source is None else source for source in sources]
+        found = [next(following) if source is None else source for source in sources]
         if sources:
-            loaded[name] = [load(source, converter.folder) for source in of_parts]
+            loaded[name] = [load(source, converter.folder) for source in found]
     if not loaded:
         raise BadRow("images next to strings: give messages, or --strings_as_messages")
     first, *others = loaded.values()

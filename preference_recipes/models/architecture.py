@@ -183,10 +183,10 @@ def layers_called(model: PreTrainedModel) -> set[str]:
             called.add(layer)
 
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
-        # In half precision: "meta" has no other grouped products of experts.
         # Under ZeRO-3 transformers would copy rotary values out of "meta".
         with replaced((PreTrainedModel, "_initialize_weights", lambda *given: None)):
             copied = type(model)(config)
+        # In half precision: "meta" has no other grouped products of experts.
         copied.to(torch.bfloat16).train()
         layers = {n: part for n, part in copied.named_modules() if isinstance(part, LINEAR)}
         for layer in layers.values():

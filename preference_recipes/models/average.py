@@ -101,9 +101,7 @@ class Average:
         for name, held in self.parts_of_policy().items():
             held.copy_(parts[name])
             parameter = self.trained[name]
-            if getattr(
-                parameter, "ds_persist", False
-            ):  # small ones are whole on every process, too
+            if getattr(parameter, "ds_persist", False):  # a small one, whole on every process, too
                 flat = self.accelerator.gather(held.to(self.accelerator.device))
                 with zero.gathered([parameter]):
                     parameter.data.copy_(flat[: parameter.ds_numel].view(parameter.ds_shape))

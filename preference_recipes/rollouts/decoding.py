@@ -120,9 +120,15 @@ class Step:
         self.model = batch.sampler.unwrapped.model
         # Layers may hold another config than the model, which `prepare.disable_dropout` copies.
         parts = self.model.get_decoder().modules()
-        configs = [part.config for part in parts if hasattr(part, "config")]
-        configs.append(self.model.config.get_text_config())
-        self.configs = {id(config): config for config in configs}
+        configs = {id(part.config): part.config for part in parts if hasattr(part, "config")}
+        config = self.model.config.get_text_config()
+        configs[id(config)] = config
+        name = "sdpa" if prompts is None else sharing.ATTENTION
+        self.changes: list[tuple[Any, str, Any]]
+        self.changes = [(config, "_attn_implementation", name) for config in configs.values()]
+        # GPT-2's looks at tokens where there is no mask, so that the host would wait for a GPU.
+        silent = (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
+        self.changes.append(silent)
         never = batch.sampler.tokens_without_probability()
         self.never_drawn = torch.tensor(never, dtype=torch.long, device=device)
         self.draw = batch.draw
@@ -156,12 +162,7 @@ class Step:
         token = self.token[rows]
         mask = self.mask[rows]
         mask.index_fill_(3, self.place, True)
-        name = "sdpa" if self.prompts is None else sharing.ATTENTION
-        changes: list[tuple[Any, str, Any]]
-        changes = [(each, "_attn_implementation", name) for each in self.configs.values()]
-        # GPT-2's looks at tokens where there is no mask, so that the host would wait for a GPU.
-        changes += [(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)]
-        with replaced(*changes):
+        with replaced(*self.changes):
             output = self.model(
                 input_ids=token,
                 position_ids=self.position[rows],

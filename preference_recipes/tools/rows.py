@@ -149,8 +149,8 @@ def rows_of_update(run: Path, step: int, args, data) -> list[int]:
     for saved in folders.by_step(run / "checkpoints")[-1:]:
         if folders.read_json(saved / "state.json")["arguments"]["data"] != data.train._fingerprint:
             sys.exit(f"the data of {run} have changed since: its updates have other rows now")
-    lines = [json.loads(line) for line in (run / log.METRICS).open(encoding="utf-8")]
-    lines = [{"global_step": 0, "skipped_steps": 0}, *(line for line in lines if "loss" in line)]
+    logged = [line for line in log.lines(run) if "loss" in line]
+    lines = [{"global_step": 0, "skipped_steps": 0}, *logged]
     after = next((line for line in lines if line["global_step"] >= step), None)
     if after is None or step < 1:
         sys.exit(f"--step {step}: {run} has logged {lines[-1]['global_step']} applied updates")

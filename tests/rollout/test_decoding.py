@@ -276,9 +276,8 @@ def test_keys_are_freed_with_their_batch(request, accelerator, tokenizer, prompt
         read.append(weakref.ref(of_prompts))
         made.append(weakref.ref(layer))
         hold(layer, of_prompts, step)
-        if (
-            shared
-        ):  # 4 prompts of up to 15 tokens, and 10 rows; without their last tokens, and with them
+        # 4 prompts of up to 15 tokens without their last ones, and 10 rows with theirs.
+        if shared:
             numbers = [each for each in vars(layer).values() if isinstance(each, torch.Tensor)]
             assert sum(each.numel() for each in numbers) == 2 * 2 * 8 * (4 * 15 + 10 * 20)
 
