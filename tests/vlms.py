@@ -77,16 +77,25 @@ def qwen(kind: str):
     tokens |= dict(vision_end_token_id=ids("<|vision_end|>"), tie_word_embeddings=False)
     tower = dict(depth=2, hidden_size=32, intermediate_size=64, num_heads=4, out_hidden_size=32)
     tower |= dict(patch_size=8, spatial_merge_size=2, temporal_patch_size=2)
-    rope, name, config = dict(ROPE), "Qwen2_5_VL", transformers.Qwen2_5_VLConfig
-    tower |= dict(window_size=32, fullatt_block_indexes=[1]) if kind == "qwen2_5_vl" else {}
-    if kind != "qwen2_5_vl":
+    rope = dict(ROPE)
+    processors = "Qwen3VL"
+    layers = {}
+    if kind == "Qwen2_5_VL":
+        tower |= dict(window_size=32, fullatt_block_indexes=[1])
+        processors = kind
+    else:
         rope["mrope_interleaved"] = True
         tower |= dict(num_position_embeddings=64)
-        name, config = "Qwen3VL", transformers.Qwen3VLConfig
+    if kind == "Qwen3VL":
         tower |= dict(deepstack_visual_indexes=[0])
-    text = text_config(tokenizer, rope_parameters=rope, head_dim=8)
-    config = config(text_config=text, vision_config=tower, **tokens)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    if kind == "Qwen3_5":
+        rope["partial_rotary_factor"] = 1.0
+        layers = dict(layer_types=["linear_attention", "full_attention"])
+        layers |= dict(linear_key_head_dim=8, linear_value_head_dim=8)
+        layers |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    text = text_config(tokenizer, rope_parameters=rope, head_dim=8, **layers)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=tower, **tokens)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     pixels = image_processor(
         families.qwen2_vl,
         "Qwen2VL",
@@ -96,7 +105,7 @@ def qwen(kind: str):
         size={"shortest_edge": 256, "longest_edge": 4096},
     )
     video = transformers.Qwen2VLVideoProcessor()
-    processor = getattr(transformers, f"{name}Processor")(pixels, tokenizer, video)
+    processor = getattr(transformers, f"{processors}Processor")(pixels, tokenizer, video)
     return model, processor, CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
 
 
@@ -117,6 +126,40 @@ def gemma3():
     processor = transformers.Gemma3Processor(pixels, tokenizer, image_seq_length=4)
     model = transformers.Gemma3ForConditionalGeneration(config)
     return model, processor, CHATML.replace("IMAGE", "<start_of_image>")
+
+
+def gemma4():
+    named = dict(boi_token="<|image>", eoi_token="<image|>", audio_token="<|audio|>")
+    named |= dict(boa_token="<|audio>", eoa_token="<audio|>")
+    tokenizer = tokenizer_with("<|video|>", image_token="<|image|>", **named)
+    ids = tokenizer.convert_tokens_to_ids
+    text = text_config(
+        tokenizer,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=1024,
+        head_dim=8,
+        global_head_dim=8,
+        vocab_size_per_layer_input=len(tokenizer),
+        hidden_size_per_layer_input=8,
+        use_bidirectional_attention="vision",
+    )
+    tower = dict(TOWER, num_key_value_heads=4, head_dim=8, patch_size=8, pooling_kernel_size=2)
+    tower |= dict(position_embedding_size=64)
+    config = transformers.Gemma4Config(
+        text_config=text,
+        vision_config=tower,
+        image_token_id=ids("<|image|>"),
+        video_token_id=ids("<|video|>"),
+        boi_token_id=ids("<|image>"),
+        eoi_token_id=ids("<image|>"),
+    )
+    sizes = dict(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
+    pixels = image_processor(families.gemma4, "Gemma4", **sizes)
+    video = transformers.Gemma4VideoProcessor(**sizes)
+    sound = transformers.Gemma4AudioFeatureExtractor()
+    processor = transformers.Gemma4Processor(sound, pixels, tokenizer, video)
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    return model, processor, CHATML.replace("IMAGE", "<|image|>")
 
 
 def idefics(kind: str):
@@ -226,12 +269,22 @@ FAMILIES = {
     "gemma3": gemma3,
     "idefics3": lambda: idefics("idefics3"),
     "smolvlm": lambda: idefics("smolvlm"),
-    "qwen2_5_vl": lambda: qwen("qwen2_5_vl"),
-    "qwen3_vl": lambda: qwen("qwen3_vl"),
+    "qwen2_5_vl": lambda: qwen("Qwen2_5_VL"),
+    "qwen3_vl": lambda: qwen("Qwen3VL"),
+    "qwen3_5": lambda: qwen("Qwen3_5"),
+    "gemma4": gemma4,
     "internvl": internvl,
     "mistral3": mistral3,
 }
-NEED_TORCHVISION = {"smolvlm", "qwen2_5_vl", "qwen3_vl", "internvl", "mistral3"}
+NEED_TORCHVISION = {
+    "smolvlm",
+    "gemma4",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "internvl",
+    "mistral3",
+}
 
 
 @functools.cache
