@@ -21,7 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import in_one_line, print_once, replaced
 from preference_recipes.rollouts import sharing
-from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.policy import Policy
 
 # What models and `generate` call the cache that they take: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
@@ -32,12 +32,12 @@ RECORDED_ON = {"cuda"}
 READ_HOST = ("falcon", "phimoe")
 
 
-def has_fixed_step(sampler: Sampler, cache: DynamicCache) -> bool:
+def has_fixed_step(policy: Policy, cache: DynamicCache) -> bool:
     """Whether this model can take such steps; otherwise transformers' `generate` is called.
 
     The others read something on the host, or keep more than the keys of each token.
     """
-    model = sampler.unwrapped.model
+    model = policy.unwrapped.model
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     return (
@@ -117,7 +117,7 @@ class Step:
     def __init__(self, batch, max_new_tokens: int, prompts=None):
         ids = batch.ids
         device = ids.device
-        self.model = batch.sampler.unwrapped.model
+        self.model = batch.policy.unwrapped.model
         # Layers may hold another config than the model, which `prepare.disable_dropout` copies.
         parts = self.model.get_decoder().modules()
         configs = {id(part.config): part.config for part in parts if hasattr(part, "config")}
@@ -129,7 +129,7 @@ class Step:
         # GPT-2's looks at tokens where there is no mask, so that the host would wait for a GPU.
         silent = (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
         self.changes.append(silent)
-        never = batch.sampler.tokens_without_probability()
+        never = batch.policy.tokens_without_probability()
         self.never_drawn = torch.tensor(never, dtype=torch.long, device=device)
         self.draw = batch.draw
         self.prompts = prompts

@@ -14,7 +14,7 @@ from common import batches, distributed, engine
 from preference_recipes.models import architecture, checks
 from preference_recipes.models.packing import image_inputs
 from preference_recipes.rollouts import decoding, sharing
-from preference_recipes.rollouts.sampler import Response, Sampler
+from preference_recipes.rollouts.policy import Policy, Response
 
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
@@ -25,7 +25,7 @@ ALONE = ("recurrent_gemma", "minimax", "rwkv", "gpt_neo")
 
 
 def generate(
-    sampler: Sampler,
+    policy: Policy,
     prompts: list[list[int]],
     max_new_tokens: int,
     *,
@@ -40,21 +40,21 @@ def generate(
     0 is greedy; above it, `uniforms` `[prompts, max_new_tokens]` decide, see `SampleByUniform`.
     `images` are the files of each prompt's, if any has some.
     """
-    batch_size = responses_at_once(sampler, prompts, max_new_tokens, batch_size)
+    batch_size = responses_at_once(policy, prompts, max_new_tokens, batch_size)
     lengths = np.array([len(prompt) for prompt in prompts])
-    micro_batches = batches.split(sampler.accelerator, np.arange(len(prompts)), lengths, batch_size)
+    micro_batches = batches.split(policy.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
-    with ready_to_generate(sampler):
+    with ready_to_generate(policy):
         for rows, weights in micro_batches:
             if weights.any():  # else only a padding row: there are fewer prompts than processes
                 responses |= generate_some(
-                    sampler, prompts, rows, max_new_tokens, temperature, uniforms, images
+                    policy, prompts, rows, max_new_tokens, temperature, uniforms, images
                 )
     return distributed.gather_rows(responses)
 
 
 def generate_some(
-    sampler: Sampler,
+    policy: Policy,
     prompts: list[list[int]],
     numbers: Sequence[int],
     max_new_tokens: int,
@@ -66,14 +66,14 @@ def generate_some(
 
     They are one batch, on this process only. Rows that are finished are dropped from time to time.
     """
-    stops = torch.tensor(sorted(sampler.stop_tokens()), device=sampler.accelerator.device)
+    stops = torch.tensor(sorted(policy.stop_tokens()), device=policy.accelerator.device)
     draw = None  # greedy
     if temperature:
-        draws = torch.from_numpy(uniforms[numbers]).to(sampler.accelerator.device)
+        draws = torch.from_numpy(uniforms[numbers]).to(policy.accelerator.device)
         draw = SampleByUniform(draws, temperature)
     files = [file for number in numbers for file in images[number]] if images else []
-    batch = begin(sampler, [prompts[number] for number in numbers], max_new_tokens, draw, files)
-    most = architecture.longest_row(sampler.unwrapped.model)
+    batch = begin(policy, [prompts[number] for number in numbers], max_new_tokens, draw, files)
+    most = architecture.longest_row(policy.unwrapped.model)
     rooms = [int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers]
     number_of = list(numbers)  # of each row, as `rooms`
     unfinished = list(range(len(numbers)))  # rows
@@ -106,20 +106,20 @@ def generate_some(
 
 
 def begin(
-    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw, files: list[bytes]
+    policy: Policy, prompts: list[list[int]], max_new_tokens: int, draw, files: list[bytes]
 ) -> "Batch | decoding.Decoder":
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
-    model = sampler.unwrapped.model
-    device = sampler.accelerator.device
-    ids = batches.pad(prompts, sampler.pad_token(), device, left=True)
+    model = policy.unwrapped.model
+    device = policy.accelerator.device
+    ids = batches.pad(prompts, policy.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if files:  # what a model keeps of them is not all in a cache of ours, such as Qwen's positions
-        seen = image_inputs(sampler.tokenizer.processor, ids.cpu().numpy(), files, device)
-        return Batch(sampler, ids, padding, None, draw, seen)
+        seen = image_inputs(policy.tokenizer.processor, ids.cpu().numpy(), files, device)
+        return Batch(policy, ids, padding, None, draw, seen)
     if model._is_stateful or not model._supports_default_dynamic_cache():
-        return Batch(sampler, ids, padding, None, draw)
-    batch = Batch(sampler, ids, padding, DynamicCache(config=model.config), draw)
-    takes_steps = decoding.has_fixed_step(sampler, batch.cache)
+        return Batch(policy, ids, padding, None, draw)
+    batch = Batch(policy, ids, padding, DynamicCache(config=model.config), draw)
+    takes_steps = decoding.has_fixed_step(policy, batch.cache)
     prompt_of_row = numbered(prompts)
     if ids.shape[1] > 1 and max(prompt_of_row) + 1 < len(prompts):
         read_prompts(batch, prompt_of_row)
@@ -153,14 +153,14 @@ def read_prompts(batch: "Batch", prompt_of_row: list[int]) -> None:
     _, first_rows = np.unique(prompt_of_row, return_index=True)
     firsts = batch.ids[first_rows, :-1]
     # This fills the cache. `generate` also draws a token, which is not used.
-    Batch(batch.sampler, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
+    Batch(batch.policy, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
 
 
 @dataclasses.dataclass
 class Batch:
     """Rows that transformers' `generate` goes on with."""
 
-    sampler: Sampler
+    policy: Policy
     ids: torch.Tensor  # `[rows, tokens]`, padded on the left
     padding: np.ndarray  # `[rows]`, how many places of each row are padding
     cache: DynamicCache | None  # of all but each row's last token; None: one of the model's own
@@ -180,13 +180,13 @@ class Batch:
 
     def advance(self, n_tokens: int) -> None:
         """Generates until each row has `n_tokens` new tokens, or fewer if all have a stop token."""
-        sampler = self.sampler
-        model = sampler.unwrapped.model
+        policy = self.policy
+        model = policy.unwrapped.model
         config = GenerationConfig(
             max_new_tokens=self.length + n_tokens - self.ids.shape[1],
-            pad_token_id=sampler.pad_token(),
-            eos_token_id=sorted(sampler.stop_tokens()) or None,
-            suppress_tokens=sampler.tokens_without_probability() or None,
+            pad_token_id=policy.pad_token(),
+            eos_token_id=sorted(policy.stop_tokens()) or None,
+            suppress_tokens=policy.tokens_without_probability() or None,
         )
         is_real = torch.from_numpy(np.arange(self.ids.shape[1]) >= self.padding[:, None])
         self.ids = model.generate(
@@ -209,22 +209,22 @@ class Batch:
 
 
 def responses_at_once(
-    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 0
+    policy: Policy, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 0
 ) -> int:
     """Returns `batch_size`, `--generate_batch_size`, or how many a cache of `CACHE_BYTES` holds.
 
     It is the same on every device, so that a resumed run generates the same wherever it runs.
     """
-    if sampler.unwrapped.config.model_type in ALONE:
+    if policy.unwrapped.config.model_type in ALONE:
         return 1
-    if wanted := batch_size or sampler.args.generate_batch_size:
+    if wanted := batch_size or policy.args.generate_batch_size:
         return wanted
-    config = sampler.unwrapped.config.get_text_config()
+    config = policy.unwrapped.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)  # Mamba has none
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     # Under autocast, too: rotary embeddings make keys fp32, and values take the dtype of the keys.
-    bytes_of_number = sampler.unwrapped.model.get_input_embeddings().weight.element_size()
+    bytes_of_number = policy.unwrapped.model.get_input_embeddings().weight.element_size()
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
     longest = max(map(len, prompts)) + max_new_tokens
     return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))
@@ -268,27 +268,27 @@ class SampleByUniform(LogitsProcessor):
 
 # ============================================================ the model while it generates
 @contextlib.contextmanager
-def ready_to_generate(sampler: Sampler):
+def ready_to_generate(policy: Policy):
     """Holds the actor's whole weights on every process, so that each generates at its own pace."""
-    model = sampler.unwrapped.model
+    model = policy.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(torch.no_grad())
         undo.enter_context(checks.evaluation_mode(model))
         # What a call does not set comes from the model's own config: temperature, top-k, the kind
         # of cache ... Of that only the stop tokens may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
-        stops = sorted(sampler.stop_tokens())
+        stops = sorted(policy.stop_tokens())
         model.generation_config = GenerationConfig(eos_token_id=stops or None)
         # cuDNN's attention plans for each new shape, and here every token makes one.
         undo.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if engine.zero_stage(sampler.accelerator) == 3:
+        if engine.zero_stage(policy.accelerator) == 3:
             from common import zero
 
-            undo.enter_context(zero.gathered_for_generation(sampler.model, model))
-        elif sampler.accelerator.is_fsdp2:
-            undo.enter_context(unsharded(sampler.model, model))
-        undo.enter_context(sampler.accelerator.autocast())
+            undo.enter_context(zero.gathered_for_generation(policy.model, model))
+        elif policy.accelerator.is_fsdp2:
+            undo.enter_context(unsharded(policy.model, model))
+        undo.enter_context(policy.accelerator.autocast())
         yield
 
 

@@ -11,7 +11,7 @@ from common import batches, carried, counted, distributed, progress, refuse
 from common.metrics import Means
 from preference_recipes.models import checks
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.policy import Policy
 from preference_recipes.rollouts.samples import Samples
 
 # Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
@@ -29,20 +29,20 @@ class Position(progress.Position):
     rollouts_seen: int = 0  # finished ones: all their updates are made
     updates_made: int = 0  # of the current rollout
 
-    def take_prompts(self, sampler: Sampler, most: int) -> dict:
+    def take_prompts(self, policy: Policy, most: int) -> dict:
         """Returns the columns of the next prompts, at most to the end of the epoch.
 
         The order is that of a data set's rows, see `batches.rows_of_update`.
         """
-        train = sampler.data.train
+        train = policy.data.train
         epoch, place = divmod(self.prompts_seen, len(train))
-        order = batches.epoch_order(len(train), sampler.args.seed, epoch)
+        order = batches.epoch_order(len(train), policy.args.seed, epoch)
         rows = order[place : place + most]
         self.prompts_seen += len(rows)
         return train[rows]
 
     def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
-        """Returns the numbers that decide the tokens of the rollout, see `Source.sample`.
+        """Returns the numbers that decide the tokens of the rollout, see `Sampler.sample`.
 
         `[prompts, responses to each, max_new_tokens]` in [0, 1). They depend on the seed, the
         rollout and its round alone, not on how many processes there are.
@@ -153,7 +153,7 @@ def skip(run, state: State, means: Means) -> None:
 # ============================================================ what the updates need
 @torch.no_grad()
 def compute_logps(
-    sampler: Sampler, samples: Samples, names: tuple[str, ...], reference: Reference | None
+    policy: Policy, samples: Samples, names: tuple[str, ...], reference: Reference | None
 ) -> dict[str, torch.Tensor]:
     """Returns the model's outputs of these names, and with a reference `ref_logps`.
 
@@ -163,13 +163,13 @@ def compute_logps(
     all_names = [*names, "ref_logps"] if reference else list(names)
     if not all_names:
         return {}
-    temperature = sampler.args.temperature
+    temperature = policy.args.temperature
     outputs = {}  # by sample, tensors [response length, names], on the CPU
-    with checks.evaluation_mode(sampler.model):
-        for rows, batch in samples.scoring_batches(sampler):
+    with checks.evaluation_mode(policy.model):
+        for rows, batch in samples.scoring_batches(policy):
             per_token = []
             if names:
-                output = sampler.model(batch, temperature)
+                output = policy.model(batch, temperature)
                 per_token = [output[name] for name in names]
             if reference is not None:
                 per_token.append(reference.logps(batch, temperature))

@@ -14,7 +14,7 @@ from common import batches, carried, stopping
 from preference_recipes.data.images import COLUMNS
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.answers import decode_answers
-from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.policy import Policy
 
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted.
 SCORED_TOKENS = 2**15
@@ -35,7 +35,7 @@ class Samples:
     data_rows: list[int]  # its number, from 1
     ended: torch.Tensor  # bool `[samples]`, whether the response ends with a stop token
     per_prompt: int = 1  # how many samples, side by side, answer the same prompt
-    sampler_logps: list[list[float]] = field(default_factory=list)  # see `sampler.Response`
+    sampler_logps: list[list[float]] = field(default_factory=list)  # see `policy.Response`
     is_sampled: list[list[bool]] = field(default_factory=list)
     messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
     images: list[list[bytes]] = field(
@@ -103,14 +103,14 @@ class Samples:
         }
         return batch, values
 
-    def scoring_batches(self, sampler: Sampler) -> Iterator[tuple[list[int], dict]]:
+    def scoring_batches(self, policy: Policy) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the rows of their samples, and what models read.
 
         A process without any reads a padding row, since the others wait for it: `rows` is empty.
         """
-        batch_size = sampler.args.score_batch_size
+        batch_size = policy.args.score_batch_size
         micro_batches = batches.split(
-            sampler.accelerator,
+            policy.accelerator,
             np.arange(len(self)),
             self.group_lengths,
             batch_size,
@@ -118,9 +118,9 @@ class Samples:
         )
         for micro_batch in micro_batches:
             rows = micro_batch.rows if micro_batch.weights.any() else []
-            yield rows, self.make_batch(micro_batch.rows, sampler.packer)
+            yield rows, self.make_batch(micro_batch.rows, policy.packer)
 
-    def check_finite(self, sampler: Sampler, **values: torch.Tensor) -> None:
+    def check_finite(self, policy: Policy, **values: torch.Tensor) -> None:
         """Stops the run if a value `[samples, length or 1]` is not finite, and names its data row.
 
         The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
@@ -130,7 +130,7 @@ class Samples:
         # its tokens.
         sums = sum(tensors.values())  # [samples, longest response]
         losses = stopping.Losses(self.data_rows, sums, self.mask)
-        stopping.check_finite(sampler.progress, [losses], tensors)
+        stopping.check_finite(policy.progress, [losses], tensors)
 
     def select_groups(self, is_kept: torch.Tensor) -> "Samples":
         """Returns the samples of the prompts that are kept, bool `[prompts]`."""

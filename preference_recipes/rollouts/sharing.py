@@ -33,7 +33,7 @@ def share(batch, prompt_of_row: list[int]) -> "tuple | None":
     """
     keys = batch.cache.layers[0].keys  # [prompts, heads, tokens, head size]
     n_saved = 2 * keys[0].numel() * (len(prompt_of_row) - len(keys))
-    is_plain = batch.sampler.unwrapped.model._supports_attention_backend
+    is_plain = batch.policy.unwrapped.model._supports_attention_backend
     if (
         not is_plain
         or keys.dtype != torch.float32
