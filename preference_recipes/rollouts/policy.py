@@ -47,12 +47,12 @@ class Policy:
         return rendering.stop_tokens(self.tokenizer, self.unwrapped.model)
 
     def pad_token(self) -> int:
-        """Returns what fills rows up; of a pad token that was only added there is no embedding."""
+        """Returns what fills rows up: the pad token, unless it was added without an embedding."""
         most = self.unwrapped.model.get_input_embeddings().num_embeddings - 1
         return min(self.tokenizer.pad_token_id, most)
 
     def tokens_without_probability(self) -> list[int]:
-        """Returns what is never drawn: beyond `LogProbModel.vocabulary`; what stands for images."""
+        """Returns what is never drawn: beyond `LogProbModel.vocabulary`; placeholders of images."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
         processor = getattr(self.tokenizer, "processor", None)
         never = images.tokens_of(processor) if processor else []
