@@ -1,7 +1,4 @@
-"""Teachers behind vLLM servers: docs/distill.md.
-
-They tell the log-prob of each token of a response, and those of the k most probable in its place.
-"""
+"""Teachers behind vLLM servers, which tell the k most probable tokens: docs/distill.md."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +24,6 @@ class AllTeachers(Teachers):
         self.accelerator = accelerator
         self.vocabulary = self.student.vocabulary
         self.top_k = min(args.teacher_top_k, self.vocabulary)
-        self.ranks = list(range(1, self.top_k + 1))
         self.servers: dict[str, list[Server]] = {}  # of each served teacher
         for name, urls in teachers.locations(args).items():
             for url in urls if isinstance(urls, list) else ():
@@ -43,7 +39,7 @@ class AllTeachers(Teachers):
     def prove(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
         """Returns the names of a server's model and of its weights.
 
-        It must make the student's ids of the text of all tokens, and tell what will be asked.
+        Refuses one with another tokenizer, or that does not tell what will be asked.
         """
         model, *_ = server.send("/v1/models", method="GET")["data"]
         if (longest := model["max_model_len"]) <= max_length:  # it adds a token of its own
@@ -60,10 +56,7 @@ class AllTeachers(Teachers):
         return model["id"], model["root"]
 
     def words(self, questions: list[Question]) -> list[Words | None]:
-        """Returns what servers say to each question, None where the teacher is here.
-
-        If one of them fails, all processes exit.
-        """
+        """Returns what servers say to each question, None where the teacher is here."""
         if not self.servers:
             return [None] * len(questions)
         accelerator = self.accelerator
@@ -97,7 +90,8 @@ class AllTeachers(Teachers):
             entries = told[place] if is_whole else {}
             own = entries.get(str(ids[place]))
             top = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[: self.top_k]
-            if own is None or [entry["rank"] for _, entry in top] != self.ranks:
+            ranks = [entry["rank"] for _, entry in top]
+            if own is None or ranks != list(range(1, self.top_k + 1)):
                 refuse(f"{server.url} does not tell {self.top_k} log-probs of each token asked")
             top_ids.append([int(token) for token, _ in top])
             logps.append([entry["logprob"] for _, entry in top] + [own["logprob"]])

@@ -58,8 +58,8 @@ class Ahead(NamedTuple):
 class Servers:
     """vLLM servers that share the prompts of a rollout.
 
-    All processes must call its methods, and the main process alone talks to the servers. But in
-    episodes each process asks for its own, by `generate_own`.
+    All processes must call its methods. The main process alone talks to the servers, except in
+    `generate_own`.
     """
 
     def __init__(self, policy: Policy):
@@ -74,9 +74,7 @@ class Servers:
         shortest = min(worker["max_model_len"] for worker in workers)
         if (longest := policy.args.max_length) > shortest:  # it might cut responses, unsaid
             refuse(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
-        dtypes = [worker["dtype"] for worker in workers]
-        # The coarsest of those in which the servers compute.
-        self.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+        self.dtype = coarsest(*(worker["dtype"] for worker in workers))
         self.synchronise()
 
     def on_main_process(self, function: Callable, *args) -> Any:
@@ -86,7 +84,6 @@ class Servers:
         return [worker for server in self.servers for worker in server.call("describe")]
 
     # ======================================================== sampling
-
     def generate(
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images=()
     ) -> list[Response]:
@@ -121,10 +118,9 @@ class Servers:
         yield from enumerate(self.ask(requests))
 
     def sample_ahead(self, position: Position) -> None:
-        """Lets the servers begin with the responses of the next rollout, with the current weights.
+        """Lets the servers begin with the next rollout, whose prompts come after `position`.
 
-        They answer while the one that was just sampled, and whose prompts `position` has taken, is
-        trained on. Does nothing without `--rollouts_ahead`, nor if the run may end before.
+        Does nothing without `--rollouts_ahead`, nor if the run may end before.
         """
         policy = self.policy
         args = policy.args
@@ -177,7 +173,6 @@ class Servers:
         return responses
 
     # ======================================================== weights
-
     def synchronise(self) -> None:
         """Gives the servers the actor's weights, if theirs are others, and proves it by a probe."""
         policy = self.policy
@@ -187,14 +182,8 @@ class Servers:
         started = time.perf_counter()
         folder = Path(policy.args.output_dir).resolve() / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
-        saving.save(
-            policy.accelerator,
-            policy.args,
-            policy.model,
-            {folder: policy.unwrapped.model},
-            policy.tokenizer,
-            dtype=dtype,
-        )
+        models = {folder: policy.unwrapped.model}
+        saving.save(policy.accelerator, policy.args, policy.model, models, policy.tokenizer, dtype)
         is_adapter = adapters.has_adapter(policy.unwrapped)
         self.version = self.on_main_process(self.load_weights, str(folder), is_adapter)
         if is_adapter:
@@ -230,10 +219,10 @@ class Servers:
 
     @torch.no_grad()
     def prove(self, server: "Server") -> float:
-        """Returns the mean absolute difference of log-probs of some responses, server to training.
+        """Returns the mean absolute difference of some log-probs, server to training.
 
-        The run ends if it is too large, or if training's log-probs have changed while those of the
-        server are the same to the last bit.
+        Refuses one that is too large, and a server whose log-probs have not changed at all while
+        those of training have.
         """
         policy = self.policy
         args = policy.args
@@ -249,8 +238,8 @@ class Servers:
         theirs = pad_sequence([torch.tensor(response.logps) for response in responses], True)
         difference = (theirs - ours)[batch["mask"].cpu()].abs().mean().item()
 
-        of_training = str(engine.half_precision(policy.accelerator) or torch.float32)
-        dtype = max(of_training.removeprefix("torch."), self.dtype, key=LARGEST_DIFFERENCE.get)
+        in_training = str(engine.half_precision(policy.accelerator) or torch.float32)
+        dtype = coarsest(in_training.removeprefix("torch."), self.dtype)
         last_theirs, last_ours = self.probes.get(server.url, (None, None))
         if last_theirs is None or not torch.equal(theirs, last_theirs):
             self.probes[server.url] = (theirs, ours)
@@ -272,6 +261,10 @@ class Servers:
         return difference
 
 
+def coarsest(*dtypes: str) -> str:
+    return max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+
+
 # ============================================================ one server
 class Server:
     """A vLLM server at an address. Every method raises `Refused` if it fails."""
@@ -286,7 +279,7 @@ class Server:
         return self.send("/collective_rpc", content).get("results", [])
 
     def complete(self, request: dict[str, Any]) -> list[Response]:
-        """Returns the responses to a request to `/v1/completions`, refuses what was not asked."""
+        """Returns the responses to a request to `/v1/completions`; refuses what was not asked."""
         answer = self.send("/v1/completions", {"model": self.model, **request})
         responses = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
@@ -325,7 +318,7 @@ def make_requests(
 ) -> list[dict]:
     """Returns a request for each prompt, with `uniforms` `[prompts, responses to each, tokens]`.
 
-    All that a server could add by itself is named: top-p, top-k, penalties, its own end token.
+    It names all that a server could add by itself, such as top-p, penalties and its own end token.
     """
     n, n_tokens = uniforms.shape[1:]
     never_drawn = policy.tokens_without_probability()
