@@ -44,11 +44,7 @@ def print_preview(args, data: Data) -> None:
 
 
 def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
-    """Returns lines: a row as given, as text, and token by token.
-
-    Args:
-        values: what `converter` made of it.
-    """
+    """Returns lines: a row as given, and what the converter made of it, as text and as tokens."""
     tokenizer = converter.tokenizer
     short = lambda value: f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
     shown = json.dumps(row, ensure_ascii=False, default=short)
