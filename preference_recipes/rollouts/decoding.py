@@ -33,9 +33,9 @@ READ_HOST = ("falcon", "phimoe")
 
 
 def has_fixed_step(policy: Policy, cache: DynamicCache) -> bool:
-    """Whether this model can take such steps; otherwise transformers' `generate` is called.
+    """Whether this model can take such steps; else transformers' `generate` is called.
 
-    The others read something on the host, or keep more than the keys of each token.
+    Others read something on the host, or keep more than keys and values of each token.
     """
     model = policy.unwrapped.model
     config = model.config
@@ -65,8 +65,7 @@ def with_room(tensor: torch.Tensor, step: Step) -> torch.Tensor:
 class FixedLayer(DynamicLayer):
     """A layer of the cache whose keys and values `[rows, heads, places, head size]` never move.
 
-    Args:
-        read: the layer that has those of the tokens read so far.
+    `read` is the layer that has those of the tokens read so far.
     """
 
     def __init__(self, read: DynamicLayer, step: Step):
@@ -205,7 +204,7 @@ class Step:
 class Decoder:
     """A batch of rows that goes on by steps, as `generation.Batch` does by `generate`.
 
-    On a GPU there is a recording for each number of rows and of visible places.
+    A GPU has a recording for each number of rows and of visible places.
     """
 
     stream = None  # on which all of them are recorded

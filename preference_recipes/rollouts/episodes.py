@@ -79,13 +79,11 @@ class Stage:
         # The latest samples' environments by row. Each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
-    # ======================================================== playing
     def play(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Plays an episode for each sample, see `Sampler.sample`. All processes must call it.
 
-        The k-th token that a model draws in an episode is decided by its k-th number (a server: all
-        of an answer by the number at its start), whatever other episodes there are. Each process
-        plays its share.
+        The k-th number of an episode decides the k-th token that the model draws in it; with a
+        server the number at the start of an answer decides the whole answer.
         """
         self.close()
         policy = self.policy
@@ -131,17 +129,14 @@ class Stage:
         }
 
     def opening(self, prompts: dict, place: int, added: str | list[dict] | None) -> Episode:
-        """Returns an episode of the prompt at a place, with what `reset` added to it.
-
-        That is a text, which is appended to the last message, or messages, which follow it.
-        """
+        """Returns an episode of the prompt at a place, with the text or messages of `reset`."""
         args = self.policy.args
         option = f"--environment {self.user_class.name}, data row {prompts['row'][place]}"
         row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
         prompt = row["prompt"]
-        if isinstance(prompt, str) and not args.strings_as_messages:
-            refuse(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
+            if not args.strings_as_messages:
+                refuse(f"{option}: the prompt is a string: give --strings_as_messages")
             prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
@@ -163,8 +158,8 @@ class Stage:
     def take_turn(self, live: dict[int, Episode], draws: np.ndarray, temperature: float) -> None:
         """Generates an answer in each live episode, and lets the environment reply to it.
 
-        An environment replies while answers are still generated in other episodes. `draws` are
-        `[episodes, numbers]`; those of an episode's answer begin where its last answer ended.
+        Environments reply while other answers are still generated. `draws` are `[episodes,
+        numbers]`; an answer's begin where those of the one before ended.
         """
         args = self.policy.args
         numbers = list(live)  # of the episodes, by row
@@ -226,7 +221,6 @@ class Stage:
         episode.add(ids, [0.0] * len(ids), is_sampled=False)
         episode.messages += messages
 
-    # ======================================================== the end of episodes
     def call(self, method: str) -> list:
         """Returns what a method of each of this process's environments that has it returns."""
         calls = environments.Calls(self.policy.args.environment_timeout)
@@ -236,7 +230,7 @@ class Stage:
         return list(calls.wait().values())
 
     def close(self) -> None:
-        """Closes all environments of the latest samples; an error in that is of no consequence."""
+        """Closes the environments of the latest samples; an error in that is of no consequence."""
         with contextlib.suppress(Exception, SystemExit):
             self.call("close")
         self.instances = {}

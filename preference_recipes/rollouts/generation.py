@@ -38,7 +38,7 @@ def generate(
 
     The processes share the prompts, and get all responses. All processes must call it. Temperature
     0 is greedy; above it, `uniforms` `[prompts, max_new_tokens]` decide, see `SampleByUniform`.
-    `images` are the files of each prompt's, if any has some.
+    `images` are the files of each prompt, if any has some.
     """
     batch_size = responses_at_once(policy, prompts, max_new_tokens, batch_size)
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -64,7 +64,7 @@ def generate_some(
 ) -> Iterator[tuple[int, Response]]:
     """Yields the number of each of these prompts with its response, as soon as that has ended.
 
-    They are one batch, on this process only. Rows that are finished are dropped from time to time.
+    They are one batch, on this process only. Finished rows are dropped from time to time.
     """
     stops = torch.tensor(sorted(policy.stop_tokens()), device=policy.accelerator.device)
     draw = None  # greedy
@@ -137,22 +137,16 @@ def begin(
 
 
 def numbered(prompts: list[list[int]]) -> list[int]:
-    """Returns the number of each prompt among the distinct ones: 0 0 1 0 of A A B A.
-
-    Here alone it is decided which prompts are the same, and so have the same keys.
-    """
+    """Returns the number of each prompt among the distinct ones: 0 0 1 0 of A A B A."""
     numbers: dict[tuple, int] = {}
     return [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
 
 
 def read_prompts(batch: "Batch", prompt_of_row: list[int]) -> None:
-    """Fills the cache with all distinct prompts but their last tokens.
-
-    The last tokens are left to the first round: their logits decide the first new ones.
-    """
+    """Fills the cache with the distinct prompts but their last tokens, for the first step to read."""
     _, first_rows = np.unique(prompt_of_row, return_index=True)
     firsts = batch.ids[first_rows, :-1]
-    # This fills the cache. `generate` also draws a token, which is not used.
+    # `generate` also draws a token, which is not used.
     Batch(batch.policy, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
 
 
@@ -213,7 +207,7 @@ def responses_at_once(
 ) -> int:
     """Returns `batch_size`, `--generate_batch_size`, or how many a cache of `CACHE_BYTES` holds.
 
-    It is the same on every device, so that a resumed run generates the same wherever it runs.
+    It is the same on every device, so that a resumed run generates the same anywhere.
     """
     if policy.unwrapped.config.model_type in ALONE:
         return 1
@@ -234,7 +228,7 @@ class SampleByUniform(LogitsProcessor):
     """Draws the first token whose cumulative probability exceeds a number given in advance.
 
     So a response depends on its prompt, the weights and its own row of `uniforms` `[rows, new
-    tokens]` in [0, 1), not on any random state; on the batch and the process only by rounding.
+    tokens]` in [0, 1), and on the batch and the process only by rounding.
     """
 
     def __init__(self, uniforms: torch.Tensor, temperature: float):
@@ -245,10 +239,7 @@ class SampleByUniform(LogitsProcessor):
         self.n_drawn = 0  # tokens so far, of each row
 
     def __call__(self, input_ids, scores):
-        """Draws a token for each row, and returns logits of -inf for all others.
-
-        So transformers, which then chooses greedily, can only choose the drawn one.
-        """
+        """Draws a token for each row; transformers, which is greedy, gets -inf for all others."""
         token, logps = self.tokens(scores.float(), self.uniforms[:, self.n_drawn, None])
         self.logps[:, self.n_drawn] = logps[:, 0]
         self.n_drawn += 1
@@ -296,7 +287,7 @@ def ready_to_generate(policy: Policy):
 def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
-    What FSDP2 prepared may hold other models, such as PPO's critic, whose layers stay in shards.
+    Other models in what FSDP2 prepared, such as PPO's critic, stay in shards.
     """
     # The root, too: it shards what no other module does, such as the final norm.
     modules_that_generate = {prepared, *model.modules()}
@@ -318,8 +309,7 @@ def unsharded(prepared, model):
         for module, reshards in reshards_in_training.items():
             module.set_reshard_after_forward(reshards, recurse=False)
         engine.reshard(prepared)
-        # FSDP2 records the order in which modules run, and gathers weights ahead in this order. A
-        # process that generated nothing has recorded another order than the rest, and the next
-        # update would hang.
+        # FSDP2 gathers weights ahead in the order in which modules last ran. A process that
+        # generated nothing has another order than the rest: the next update would hang.
         if hasattr(prepared, "reset_iter_state"):  # torch 2.13
             prepared.reset_iter_state()
