@@ -143,7 +143,7 @@ def numbered(prompts: list[list[int]]) -> list[int]:
 
 
 def read_prompts(batch: "Batch", prompt_of_row: list[int]) -> None:
-    """Fills the cache with the distinct prompts but their last tokens, for the first step to read."""
+    """Fills the cache with the distinct prompts, except the last token of each."""
     _, first_rows = np.unique(prompt_of_row, return_index=True)
     firsts = batch.ids[first_rows, :-1]
     # `generate` also draws a token, which is not used.
