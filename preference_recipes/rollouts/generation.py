@@ -74,35 +74,30 @@ def generate_some(
     files = [file for number in numbers for file in images[number]] if images else []
     batch = begin(policy, [prompts[number] for number in numbers], max_new_tokens, draw, files)
     most = architecture.longest_row(policy.unwrapped.model)
-    rooms = [int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers]
-    number_of = list(numbers)  # of each row, as `rooms`
-    unfinished = list(range(len(numbers)))  # rows
+    # Of each row of the batch: its prompt's number, its most tokens, and whether it has ended.
+    numbers = np.array(numbers)
+    rooms = np.array([int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers])
+    has_ended = np.zeros(len(numbers), dtype=bool)
     n_tokens = 0
-    while unfinished:
+    while not has_ended.all():
         n_before = n_tokens
-        n_tokens = min(n_tokens + batch.tokens_at_once, *rooms)
+        n_tokens = min(n_tokens + batch.tokens_at_once, int(rooms.min()))
         batch.advance(n_tokens)
         drawn = batch.drawn
         # The host reads which new tokens are stops, and the tokens of a row when it has ended.
         is_stop = torch.isin(drawn[:, n_before:], stops).cpu().numpy()
         has_stop = is_stop.any(1)
-        ends = np.where(has_stop, n_before + is_stop.argmax(1) + 1, n_tokens).tolist()
-        still_unfinished = []
-        for row in unfinished:
-            if has_stop[row] or n_tokens == rooms[row]:
-                logps = draw.logps[row, : ends[row]].tolist() if draw else []
-                yield number_of[row], Response(drawn[row, : ends[row]].tolist(), logps)
-            else:
-                still_unfinished.append(row)
-        unfinished = still_unfinished
-        n_finished = len(number_of) - len(unfinished)
-        is_full = n_tokens == min(rooms)  # no position is left for some row
-        drops = n_finished and n_finished >= batch.drops_at * len(number_of)
-        if unfinished and (is_full or drops):
-            batch.keep(unfinished)
-            number_of = [number_of[row] for row in unfinished]
-            rooms = [rooms[row] for row in unfinished]
-            unfinished = list(range(len(number_of)))
+        ends = np.where(has_stop, n_before + is_stop.argmax(1) + 1, n_tokens)
+        is_full = rooms == n_tokens  # no position is left
+        for row in np.flatnonzero((has_stop | is_full) & ~has_ended):
+            logps = draw.logps[row, : ends[row]].tolist() if draw else []
+            yield int(numbers[row]), Response(drawn[row, : ends[row]].tolist(), logps)
+            has_ended[row] = True
+        drops = has_ended.any() and has_ended.sum() >= batch.drops_at * len(has_ended)
+        if not has_ended.all() and (is_full.any() or drops):
+            kept = np.flatnonzero(~has_ended)
+            batch.keep(kept.tolist())
+            numbers, rooms, has_ended = numbers[kept], rooms[kept], has_ended[kept]
 
 
 def begin(

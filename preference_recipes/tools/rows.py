@@ -5,11 +5,10 @@
     python -m preference_recipes.tools.rows RUN --sort rewards/margins --lowest --out FILE --rest
     python -m preference_recipes.tools.rows RUN --sort loss --compare OTHER_RUN
 
-RUN is a run's `--output_dir`. `--step` shows the rows of an update as `--preview` does: those with
-the largest share of its loss first, if the run recorded values (`--values_steps`). `--sort` needs
-recorded values, and orders rows by one of them over the whole run: by its `--mean` (the default),
-its `--last` value or their `--spread`. `--out` writes the rows that it found as data again, and
-with `--rest` all rows but those.
+RUN is a run's `--output_dir`. `--step` shows the rows of an update as `--preview` does, if the run
+recorded values (`--values_steps`) those with the largest share of its loss first. `--sort` needs
+recorded values, and orders rows by one of them over the whole run. `--out` writes the rows that it
+found as data again, and with `--rest` all rows but those.
 """
 
 from __future__ import annotations
@@ -45,12 +44,13 @@ def read(run: Path, source: str | None, metrics: list[str] | None = None) -> pya
     parts = sorted((run / VALUES).glob("*.parquet"))
     if not parts:
         sys.exit(f"{run} has no recorded values: its run needs --values_steps")
-    names = ["global_step", "source", "row", "response", "weight"]
-    names += [f"{name}{suffix}" for name in metrics or [] for suffix in ("", COUNT)]
+    names = None
+    if metrics:
+        names = ["global_step", "source", "row", "weight"]
+        names += [f"{name}{suffix}" for name in metrics for suffix in ("", COUNT)]
     tables = []
     for part in parts:
-        # Names that a part lacks are passed over.
-        table = pyarrow.parquet.ParquetFile(part).read(names if metrics else None)
+        table = pyarrow.parquet.ParquetFile(part).read(names)  # those that the part has
         of_training = pc.invert(pc.starts_with(table["source"], "eval"))
         tables.append(table.filter(pc.equal(table["source"], source) if source else of_training))
     table = pyarrow.concat_tables(tables, promote_options="default")
@@ -78,8 +78,8 @@ def by_row(run: Path, source: str | None, metric: str, way: str) -> pyarrow.Tabl
         values = pc.subtract(values, table[other])  # null where one of them is
     weights = pc.multiply(table["weight"], table[first + COUNT])
     weighted = pc.multiply(values, weights)
-    columns = {"row": table["row"], "global_step": table["global_step"]}
-    table = pyarrow.table({**columns, "weighted": weighted, "weight": weights})
+    table = table.select(["row", "global_step"])
+    table = table.append_column("weighted", weighted).append_column("weight", weights)
     table = table.filter(pc.and_(pc.is_valid(weighted), pc.greater(weights, 0)))
     table = table.group_by(["row", "global_step"], use_threads=False)
     table = table.aggregate([("weighted", "sum"), ("weight", "sum")]).sort_by("global_step")
@@ -104,8 +104,9 @@ def rows_of(settings: SimpleNamespace, source: str | None) -> Iterator[tuple[int
 
     name, split = settings.dataset_name[0], settings.dataset_split
     if source:
-        is_it = lambda name: source in ("eval", f"eval/{files.stem(name)}")
-        name, split = next(filter(is_it, settings.eval_dataset_name)), settings.eval_dataset_split
+        split = settings.eval_dataset_split
+        names = settings.eval_dataset_name
+        name = next(n for n in names if source in ("eval", f"eval/{files.stem(n)}"))
     before = settings.start["data_files"].get(name)
     if before is not None and before != folders.describe(Path(name)):
         sys.exit(f"{name} has changed since the run read it: its rows may be others now")
