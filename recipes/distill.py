@@ -164,7 +164,7 @@ class TaughtRollout(Rollout):
 
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what its teacher reads before the response
-    words: list | None = None  # see `AllTeachers.words`; None: not asked yet
+    top_logps: list | None = None  # see `AllTeachers.top_logps`; None: not asked yet
 
     def as_read(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the samples' lengths `[N]`, with the longer prompt: student's or teacher's.
@@ -186,7 +186,7 @@ class TaughtRollout(Rollout):
         """Returns a lesson of each teacher of these samples; `batch` is what the student reads."""
         questions = self.questions
         asked = [questions[row] for row in rows]
-        return all_teachers.lessons(batch, asked, [self.words[row] for row in rows], packer)
+        return all_teachers.lessons(batch, asked, [self.top_logps[row] for row in rows], packer)
 
 
 def make_rollout(run: Run, sampler: Sampler, state: State) -> TaughtRollout:
@@ -311,10 +311,10 @@ def main():
     while not run.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, sampler, state)
-        if state.rollout.words is None:
+        if state.rollout.top_logps is None:
             try:
                 with run.timed("teacher"):  # the student's servers sample the next one meanwhile
-                    state.rollout.words = all_teachers.words(state.rollout.questions)
+                    state.rollout.top_logps = all_teachers.top_logps(state.rollout.questions)
             except Refused:
                 if run.global_step:
                     checkpoint.save()  # with what was sampled: a resumed run asks again
@@ -380,7 +380,7 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, all_teachers: AllTeachers
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             made = taught(run, samples, eval_set[:])
-            made.words = all_teachers.words(made.questions)
+            made.top_logps = all_teachers.top_logps(made.questions)
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(samples)), made.as_read(samples.lengths)):
                 batch, stored = samples.collate(rows, made.tokens, packer)

@@ -9,7 +9,7 @@ from torch import nn
 
 from common import distributed, refuse
 from preference_recipes.models import teachers
-from preference_recipes.models.teachers import Question, Teachers, Words
+from preference_recipes.models.teachers import Question, Teachers, TopLogps
 from preference_recipes.rollouts.vllm import Server
 
 REQUESTS_AT_ONCE = 32  # of each process: an answer is a text of some kilobytes a token
@@ -55,7 +55,7 @@ class AllTeachers(Teachers):
         self.ask(Question("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
 
-    def words(self, questions: list[Question]) -> list[Words | None]:
+    def top_logps(self, questions: list[Question]) -> list[TopLogps | None]:
         """Returns what servers say to each question, None where the teacher is here."""
         if not self.servers:
             return [None] * len(questions)
@@ -65,7 +65,7 @@ class AllTeachers(Teachers):
         answers = distributed.all_or_none(accelerator, True, self.ask_all, mine)
         return distributed.gather_rows(dict(zip(rows, answers)))
 
-    def ask_all(self, questions: list[Question]) -> list[Words | None]:
+    def ask_all(self, questions: list[Question]) -> list[TopLogps | None]:
         """Returns what servers say; those of one teacher share its questions."""
         chosen: list[Server | None] = []
         for number, question in enumerate(questions):
@@ -74,7 +74,7 @@ class AllTeachers(Teachers):
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             return list(pool.map(self.ask, questions, chosen))
 
-    def ask(self, question: Question, server: Server | None) -> Words | None:
+    def ask(self, question: Question, server: Server | None) -> TopLogps | None:
         if server is None:
             return None
         ids = question.prompt + question.answer
@@ -83,8 +83,8 @@ class AllTeachers(Teachers):
         choice = server.send("/v1/completions", request)["choices"][0]
         told = choice.get("prompt_logprobs") or []
         is_whole = choice.get("prompt_token_ids") == ids and len(told) == len(ids)
-        top_ids = []
-        logps = []
+        rows_of_ids = []
+        rows_of_logps = []
         for place in itertools.compress(itertools.count(len(question.prompt)), question.learned):
             # One entry more than `top_k` if the token itself is not among these.
             entries = told[place] if is_whole else {}
@@ -93,11 +93,12 @@ class AllTeachers(Teachers):
             ranks = [entry["rank"] for _, entry in top]
             if own is None or ranks != list(range(1, self.top_k + 1)):
                 refuse(f"{server.url} does not tell {self.top_k} log-probs of each token asked")
-            top_ids.append([int(token) for token, _ in top])
-            logps.append([entry["logprob"] for _, entry in top] + [own["logprob"]])
-        words = (torch.tensor(top_ids, dtype=torch.int32), torch.tensor(logps))
-        total = words[1][:, :-1].exp().sum(1)
-        if not total.max() <= 1.001 or words[0].max() >= self.vocabulary:
+            rows_of_ids.append([int(token) for token, _ in top])
+            rows_of_logps.append([entry["logprob"] for _, entry in top] + [own["logprob"]])
+        top_ids = torch.tensor(rows_of_ids, dtype=torch.int32)
+        logps = torch.tensor(rows_of_logps)
+        totals = logps[:, :-1].exp().sum(1)
+        if not totals.max() <= 1.001 or top_ids.max() >= self.vocabulary:
             others = f"tokens beyond the {self.vocabulary} of the student"
             refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {others}")
-        return words
+        return top_ids, logps
