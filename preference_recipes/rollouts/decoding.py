@@ -123,11 +123,10 @@ class Step:
         config = self.model.config.get_text_config()
         configs[id(config)] = config
         name = "sdpa" if prompts is None else sharing.ATTENTION
-        self.changes: list[tuple[Any, str, Any]]
-        self.changes = [(config, "_attn_implementation", name) for config in configs.values()]
         # GPT-2's looks at tokens where there is no mask, so that the host would wait for a GPU.
         silent = (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
-        self.changes.append(silent)
+        self.changes: list[tuple[Any, str, Any]] = [silent]
+        self.changes += [(config, "_attn_implementation", name) for config in configs.values()]
         never = batch.policy.tokens_without_probability()
         self.never_drawn = torch.tensor(never, dtype=torch.long, device=device)
         self.draw = batch.draw

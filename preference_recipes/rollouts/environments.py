@@ -152,7 +152,7 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
 
 
 def call_tools(instance: Any, message: dict) -> tuple[list[dict], int]:
-    """Calls what a message asks for, and returns a message for each call, and how many failed."""
+    """Calls what a message asks for; returns a message for each call, and how many failed."""
     messages = []
     n_failed = 0
     for call in message.get("tool_calls", []):

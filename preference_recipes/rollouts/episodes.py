@@ -15,21 +15,11 @@ import torch
 
 from common import distributed, refuse
 from preference_recipes.data import chat, formats, rendering, replies
-from preference_recipes.data.messages import BadRow, as_messages
+from preference_recipes.data.messages import as_messages
 from preference_recipes.rollouts import environments
 from preference_recipes.rollouts.environments import UserClass
 from preference_recipes.rollouts.policy import Policy, Response
 from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_groups
-
-
-def load_environment(name: str, tokenizer) -> UserClass:
-    """Loads the class of `--environment`; exits if the chat template has no place for its turns."""
-    user_class = environments.load(name)
-    try:
-        replies.check_turns(tokenizer, user_class.tools)
-    except BadRow as error:
-        refuse(f"--environment {name}: {error}")
-    return user_class
 
 
 @dataclasses.dataclass

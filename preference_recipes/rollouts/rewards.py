@@ -76,7 +76,7 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
 
 
 def check_call(name: str, signature, positional: int, keywords: dict, columns: dict) -> None:
-    """Refuses a user's function that asks for a column which the data do not have."""
+    """Refuses a user's function that asks for a column that the data do not have."""
     try:
         signature.bind(*[None] * positional, **keywords)
     except TypeError as error:

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from preference_recipes.rollouts import generation
-from preference_recipes.rollouts.episodes import Stage, load_environment
+from common import refuse
+from preference_recipes.data import replies
+from preference_recipes.data.messages import BadRow
+from preference_recipes.rollouts import environments, generation
+from preference_recipes.rollouts.episodes import Stage
 from preference_recipes.rollouts.policy import Policy, Response
 from preference_recipes.rollouts.rollout import Position
 from preference_recipes.rollouts.samples import Samples, repeat_each
@@ -34,7 +37,11 @@ class Sampler(Policy):
         self.generator = Servers(self) if self.args.vllm_url else Transformers(self)
         self.stage: Stage | None = None
         if self.environment is not None:
-            user_class = load_environment(self.environment, self.tokenizer)
+            user_class = environments.load(self.environment)
+            try:
+                replies.check_turns(self.tokenizer, user_class.tools)
+            except BadRow as error:  # the chat template has no place for its turns
+                refuse(f"--environment {self.environment}: {error}")
             self.stage = Stage(self, self.generator, user_class)
 
     def sample(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
