@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -184,11 +185,9 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
         values = data.converter.convert_row(given[row], row - 1)
         print("\n".join(preview.describe_row(given[row], values, data.converter)))
         logps = sample.pop("logps", None) or []
+        parts = preview.sequences_of(values)
         trained = [
-            token
-            for part in preview.sequences_of(values)
-            for token, is_trained in zip(part.ids, part.is_trained)
-            if is_trained
+            token for part in parts for token in itertools.compress(part.ids, part.is_trained)
         ]
         if 0 < len(logps) == len(trained):  # not of responses, nor of a row of several sequences
             least = preview.Sequence("", [trained[k] for k in np.argsort(logps)[:5]], [True] * 5)
