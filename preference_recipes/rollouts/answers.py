@@ -91,8 +91,8 @@ def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
 def header_of(tokenizer) -> list[int]:
     """Returns what a model writes between the generation prompt and an answer without thinking.
 
-    It is `<|channel|>final<|message|>`, or nothing with most templates: if it has no special token,
-    or the marker of an (empty) thought.
+    It is `<|channel|>final<|message|>` for gpt-oss. Most templates write nothing there, or no
+    special token, or an empty thought: then it is empty.
     """
     answer = {"role": "assistant", "content": QUESTION["content"]}
     try:

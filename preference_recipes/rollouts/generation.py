@@ -74,7 +74,7 @@ def generate_some(
     files = [file for number in numbers for file in images[number]] if images else []
     batch = begin(policy, [prompts[number] for number in numbers], max_new_tokens, draw, files)
     most = architecture.longest_row(policy.unwrapped.model)
-    # Of each row of the batch: its prompt's number, its most tokens, and whether it has ended.
+    # Each row of the batch: the number of its prompt, its most tokens, and whether it has ended.
     numbers = np.array(numbers)
     rooms = np.array([int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers])
     has_ended = np.zeros(len(numbers), dtype=bool)
@@ -88,7 +88,7 @@ def generate_some(
         is_stop = torch.isin(drawn[:, n_before:], stops).cpu().numpy()
         has_stop = is_stop.any(1)
         ends = np.where(has_stop, n_before + is_stop.argmax(1) + 1, n_tokens)
-        is_full = rooms == n_tokens  # no position is left
+        is_full = rooms == n_tokens
         for row in np.flatnonzero((has_stop | is_full) & ~has_ended):
             logps = draw.logps[row, : ends[row]].tolist() if draw else []
             yield int(numbers[row]), Response(drawn[row, : ends[row]].tolist(), logps)

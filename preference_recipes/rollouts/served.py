@@ -22,8 +22,7 @@ class AllTeachers(Teachers):
         """Exits if a server is not what it should be. `model` is the student."""
         super().__init__(accelerator, args, tokenizer, model)
         self.accelerator = accelerator
-        self.vocabulary = self.student.vocabulary
-        self.top_k = min(args.teacher_top_k, self.vocabulary)
+        self.top_k = min(args.teacher_top_k, self.student.vocabulary)
         self.servers: dict[str, list[Server]] = {}  # of each served teacher
         for name, urls in teachers.locations(args).items():
             for url in urls if isinstance(urls, list) else ():
@@ -98,7 +97,7 @@ class AllTeachers(Teachers):
         top_ids = torch.tensor(rows_of_ids, dtype=torch.int32)
         logps = torch.tensor(rows_of_logps)
         totals = logps[:, :-1].exp().sum(1)
-        if not totals.max() <= 1.001 or top_ids.max() >= self.vocabulary:
-            others = f"tokens beyond the {self.vocabulary} of the student"
+        if not totals.max() <= 1.001 or top_ids.max() >= self.student.vocabulary:
+            others = f"tokens beyond the {self.student.vocabulary} of the student"
             refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {others}")
         return top_ids, logps
