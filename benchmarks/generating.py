@@ -58,7 +58,7 @@ def draw_on_request(args) -> None:
 
     from preference_recipes.models import onednn
     from preference_recipes.rollouts import generation
-    from preference_recipes.rollouts.sampler import Sampler
+    from preference_recipes.rollouts.policy import Policy
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -72,8 +72,8 @@ def draw_on_request(args) -> None:
     wrapper.config = config
     wrapper.vocabulary = config.vocab_size
     settings = SimpleNamespace(generate_batch_size=args.rows)
-    sampler = Sampler(Accelerator(cpu=True), settings, SimpleNamespace(pad_token_id=0), wrapper)
-    sampler.stop_tokens = lambda: set(range(1, 40)) if args.ragged else {1}
+    policy = Policy(Accelerator(cpu=True), settings, SimpleNamespace(pad_token_id=0), wrapper)
+    policy.stop_tokens = lambda: set(range(1, 40)) if args.ragged else {1}
     random = np.random.default_rng(0)
     prompts = []
     for _ in range(args.rows // args.group):
@@ -101,7 +101,7 @@ def draw_on_request(args) -> None:
     for _ in sys.stdin:
         marks[:] = [time.process_time()]
         draws = dict(temperature=1.0, uniforms=uniforms)
-        responses = generation.generate(sampler, prompts, args.new_tokens, **draws)
+        responses = generation.generate(policy, prompts, args.new_tokens, **draws)
         marks.append(time.process_time())
         found = {"seconds": np.diff(marks).tolist(), "bytes": n_bytes[-1], "drawn": responses}
         print(json.dumps(found), flush=True)

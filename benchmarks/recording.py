@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from preference_recipes.rollouts import decoding, generation
-from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.policy import Policy
 from preference_recipes.rollouts.samples import repeat_each
 
 ON_GPU = torch.cuda.is_available()
@@ -58,7 +58,7 @@ def measure(accelerator: Accelerator, args) -> dict:
     wrapper.config = model.config
     wrapper.vocabulary = len(tokenizer)
     settings = SimpleNamespace(generate_batch_size=0)
-    sampler = Sampler(accelerator, settings, tokenizer, wrapper)
+    policy = Policy(accelerator, settings, tokenizer, wrapper)
     random = np.random.default_rng(0)
     # Each prompt eight times, as a group of GRPO.
     distinct = random.integers(0, len(tokenizer), (args.rows // 8, args.prompt_tokens)).tolist()
@@ -69,7 +69,7 @@ def measure(accelerator: Accelerator, args) -> dict:
         decoding.has_fixed_step = ways[way]
         start = time.perf_counter()
         responses = generation.generate(
-            sampler,
+            policy,
             prompts,
             args.new_tokens,
             batch_size=batch_size,

@@ -10,6 +10,7 @@ preference-recipes rows RUN --sort loss             the rows behind a number: --
 
 import argparse
 import ast
+import importlib
 import os
 import sys
 from importlib import metadata
@@ -27,17 +28,12 @@ CONFIGS = FILES / "accelerate_configs"
 def main() -> None:
     if sys.argv[1:2] == ["run"]:  # accelerate reads its own flags
         return run(sys.argv[2:])
-    if sys.argv[1:2] == ["export"]:
-        from preference_recipes.tools import export  # slow to import
-
-        return export.main(sys.argv[2:], "preference-recipes export")
-    if sys.argv[1:2] == ["rows"]:
-        from preference_recipes.tools import rows  # slow to import
-
-        return rows.main(sys.argv[2:], "preference-recipes rows")
-    parser = argparse.ArgumentParser(
-        prog=PROJECT, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    if sys.argv[1:2] in (["export"], ["rows"]):
+        name, *words = sys.argv[1:]
+        tool = importlib.import_module(f"preference_recipes.tools.{name}")  # slow
+        return tool.main(words, f"{PROJECT} {name}")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=PROJECT, description=__doc__, formatter_class=layout)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("run", help="run a recipe", add_help=False)
     commands.add_parser("export", help="take the actor out of a checkpoint", add_help=False)

@@ -57,8 +57,7 @@ from preference_recipes.rollouts.rollout import Rollout, State
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.rollouts.served import AllTeachers
-from preference_recipes.rollouts.sources import Source
-from preference_recipes.tools import show_preview
+from preference_recipes.tools.preview import show_preview
 
 
 # ============================================================ arguments
@@ -165,7 +164,7 @@ class TaughtRollout(Rollout):
 
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what its teacher reads before the response
-    words: list | None = None  # see `AllTeachers.words`; None: not asked yet
+    top_logps: list | None = None  # see `AllTeachers.top_logps`; None: not asked yet
 
     def as_read(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the samples' lengths `[N]`, with the longer prompt: student's or teacher's.
@@ -187,16 +186,15 @@ class TaughtRollout(Rollout):
         """Returns a lesson of each teacher of these samples; `batch` is what the student reads."""
         questions = self.questions
         asked = [questions[row] for row in rows]
-        return all_teachers.lessons(batch, asked, [self.words[row] for row in rows], packer)
+        return all_teachers.lessons(batch, asked, [self.top_logps[row] for row in rows], packer)
 
 
-def make_rollout(run: Run, source: Source, state: State) -> TaughtRollout:
+def make_rollout(run: Run, sampler: Sampler, state: State) -> TaughtRollout:
     """Samples responses of the student, and notes who teaches each of them."""
     args = run.args
-    sampler = source.sampler
     columns = state.position.take_prompts(sampler, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = source.sample_round(state.position, columns)
+        samples = sampler.sample_round(state.position, columns)
     values = {
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
@@ -293,11 +291,11 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout"))
-    source = Source(Sampler(accelerator, args, tokenizer, model, data, run, means, packer))
+    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)
     actor = Actor(run, model, tokenizer)
     same = [data, policy, all_teachers]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, same=same, rollout=state, sampled_ahead=source
+        run, actor, optimizer, scheduler, means, same=same, rollout=state, ahead=sampler.generator
     )
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
@@ -309,14 +307,14 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, source, all_teachers)
+        evaluate(run, actor, sampler, all_teachers)
     while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, source, state)
-        if state.rollout.words is None:
+            state.rollout = make_rollout(run, sampler, state)
+        if state.rollout.top_logps is None:
             try:
                 with run.timed("teacher"):  # the student's servers sample the next one meanwhile
-                    state.rollout.words = all_teachers.words(state.rollout.questions)
+                    state.rollout.top_logps = all_teachers.top_logps(state.rollout.questions)
             except Refused:
                 if run.global_step:
                     checkpoint.save()  # with what was sampled: a resumed run asks again
@@ -362,7 +360,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce())
         if run.due(args.eval_steps):
-            evaluate(run, actor, source, all_teachers)
+            evaluate(run, actor, sampler, all_teachers)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -373,17 +371,16 @@ def main():
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, actor: Actor, source: Source, all_teachers: AllTeachers) -> None:
+def evaluate(run: Run, actor: Actor, sampler: Sampler, all_teachers: AllTeachers) -> None:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
-    sampler = source.sampler
     packer = sampler.packer
     line = {}
     examples = []
     with run.timed("paused"), checks.evaluation_mode(actor.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
-            samples = source.sample_held_out(eval_set)
+            samples = sampler.sample_held_out(eval_set)
             made = taught(run, samples, eval_set[:])
-            made.words = all_teachers.words(made.questions)
+            made.top_logps = all_teachers.top_logps(made.questions)
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(samples)), made.as_read(samples.lengths)):
                 batch, stored = samples.collate(rows, made.tokens, packer)

@@ -54,8 +54,7 @@ from preference_recipes.rollouts.rewards import Judge, Scores
 from preference_recipes.rollouts.rollout import Rollout, State
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
-from preference_recipes.rollouts.sources import Source
-from preference_recipes.tools import show_preview
+from preference_recipes.tools.preview import show_preview
 
 
 # ============================================================ arguments
@@ -238,19 +237,18 @@ def sample_losses(
 
 # ============================================================ the rollout
 def make_rollout(
-    run: Run, source: Source, judge: Judge, reference: Reference | None, state: State
+    run: Run, sampler: Sampler, judge: Judge, reference: Reference | None, state: State
 ) -> Rollout | None:
     """Samples groups, scores them, and computes what their updates read.
 
     Returns None if there is no response to train on.
     """
     args = run.args
-    sampler = source.sampler
     prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = source.sample_round(state.position, prompts)
+        samples = sampler.sample_round(state.position, prompts)
     with run.timed("score"):
-        judged = judge.score(source, samples)
+        judged = judge.score(sampler, samples)
     scores = judged.total.view(-1, args.n_samples_per_prompt)  # [G, n]
     is_kept = groups_that_teach(scores, args)
     log_rollout(run, sampler, samples, judged, is_kept)
@@ -336,12 +334,13 @@ def main():
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout"))
-    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)
-    source = Source(sampler, args.environment)  # transformers or vLLM; turns with an environment
+    sampler = Sampler(
+        accelerator, args, tokenizer, model, data, run, means, packer, args.environment
+    )
     actor = Actor(run, model, tokenizer)
     same = [data, policy, judge, reference]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, same=same, rollout=state, sampled_ahead=source
+        run, actor, optimizer, scheduler, means, same=same, rollout=state, ahead=sampler.generator
     )
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
@@ -353,9 +352,9 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if state.position.prompts_seen == 0:
-        evaluate(run, actor, source, judge)
+        evaluate(run, actor, sampler, judge)
     while not run.finished:
-        state.rollout = state.rollout or make_rollout(run, source, judge, reference, state)
+        state.rollout = state.rollout or make_rollout(run, sampler, judge, reference, state)
         if state.rollout is None:
             rollout.skip(run, state, means)  # warns; ends the run after an epoch without an update
         else:
@@ -399,7 +398,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce())
         if run.due(args.eval_steps):
-            evaluate(run, actor, source, judge)
+            evaluate(run, actor, sampler, judge)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -409,15 +408,14 @@ def main():
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, actor: Actor, source: Source, judge: Judge) -> None:
+def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
     with run.timed("paused"):
-        for prefix, eval_set in source.sampler.data.eval_sets.items():
-            samples = source.sample_held_out(eval_set)
-            judged = judge.score(source, samples)
-            sampler = source.sampler
+        for prefix, eval_set in sampler.data.eval_sets.items():
+            samples = sampler.sample_held_out(eval_set)
+            judged = judge.score(sampler, samples)
             values, shown = results.held_out_results(sampler, samples, judged, eval_set, prefix)
             line |= values
             examples += shown

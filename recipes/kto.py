@@ -44,7 +44,7 @@ from preference_recipes.data import dataset, formats
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.tools import show_preview
+from preference_recipes.tools.preview import show_preview
 
 
 # ============================================================ arguments

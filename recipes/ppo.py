@@ -54,8 +54,7 @@ from preference_recipes.rollouts.rewards import Judge, Scores
 from preference_recipes.rollouts.rollout import Rollout, State
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
-from preference_recipes.rollouts.sources import Source
-from preference_recipes.tools import show_preview
+from preference_recipes.tools.preview import show_preview
 
 
 # ============================================================ arguments
@@ -249,16 +248,15 @@ def token_losses(
 
 # ============================================================ the rollout
 def make_rollout(
-    run: Run, source: Source, judge: Judge, reference: Reference | None, state: State
+    run: Run, sampler: Sampler, judge: Judge, reference: Reference | None, state: State
 ) -> Rollout:
     """Samples responses, scores them, and estimates the advantage of each of their tokens."""
     args = run.args
-    sampler = source.sampler
     prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = source.sample_round(state.position, prompts)
+        samples = sampler.sample_round(state.position, prompts)
     with run.timed("score"):
-        scores = score(source, judge, samples)
+        scores = score(sampler, judge, samples)
         computed = rollout.compute_logps(sampler, samples, ("logps", "values"), reference)
     # Checked now, because whitening would spread a single NaN to all samples.
     samples.check_finite(sampler, scores=scores.total[:, None], **computed)
@@ -280,10 +278,10 @@ def make_rollout(
     return Rollout(samples, run.global_step, tokens, is_trained)
 
 
-def score(source: Source, judge: Judge, samples: Samples) -> Scores:
+def score(sampler: Sampler, judge: Judge, samples: Samples) -> Scores:
     """Returns the scores of responses, clipped, less the penalty of those that do not end."""
-    args = source.sampler.args
-    scores = judge.score(source, samples)
+    args = sampler.args
+    scores = judge.score(sampler, samples)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
     return scores._replace(total=total)
 
@@ -390,12 +388,13 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout"))
-    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)
-    source = Source(sampler, args.environment)  # transformers or vLLM; turns with an environment
+    sampler = Sampler(
+        accelerator, args, tokenizer, model, data, run, means, packer, args.environment
+    )
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
     same = [data, policy, judge, reference]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, same=same, rollout=state, sampled_ahead=source
+        run, actor, optimizer, scheduler, means, same=same, rollout=state, ahead=sampler.generator
     )
     checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
@@ -407,10 +406,10 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, source, judge)
+        evaluate(run, actor, sampler, judge)
     while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, source, judge, reference, state)
+            state.rollout = make_rollout(run, sampler, judge, reference, state)
         samples = state.rollout.samples
         tokens = state.rollout.tokens
         # All processes agree on the samples of this update. Each takes its share of them. A pass
@@ -454,7 +453,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce())
         if run.due(args.eval_steps):
-            evaluate(run, actor, source, judge)
+            evaluate(run, actor, sampler, judge)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -465,15 +464,14 @@ def main():
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, actor: Actor, source: Source, judge: Judge) -> None:
+def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
     with run.timed("paused"):
-        for prefix, eval_set in source.sampler.data.eval_sets.items():
-            samples = source.sample_held_out(eval_set)
-            scores = score(source, judge, samples)
-            sampler = source.sampler
+        for prefix, eval_set in sampler.data.eval_sets.items():
+            samples = sampler.sample_held_out(eval_set)
+            scores = score(sampler, judge, samples)
             values, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += shown

@@ -43,7 +43,7 @@ from preference_recipes.data.messages import LOSS_KEYS, is_messages
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel, score_model, separate_pad
-from preference_recipes.tools import show_preview
+from preference_recipes.tools.preview import show_preview
 
 
 # ============================================================ arguments

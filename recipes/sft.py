@@ -46,7 +46,7 @@ from preference_recipes.data.messages import (
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.packing import Packer
-from preference_recipes.tools import show_preview
+from preference_recipes.tools.preview import show_preview
 
 
 # ============================================================ arguments

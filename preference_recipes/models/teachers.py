@@ -17,7 +17,7 @@ from preference_recipes.models.packing import Packer
 ONLY = ""
 # What a teacher behind a server says of the n learned tokens of an answer: the ids of the k most
 # probable ones, int32 `[n, k]`; their log-probs and that of the token itself, fp32 `[n, k + 1]`.
-Words = tuple[torch.Tensor, torch.Tensor]
+TopLogps = tuple[torch.Tensor, torch.Tensor]
 
 
 class Question(NamedTuple):
@@ -127,7 +127,7 @@ class Teachers:
 
     @torch.no_grad()
     def lessons(
-        self, batch: dict, questions: list[Question], words: list[Words | None], packer: Packer
+        self, batch: dict, questions: list[Question], told: list[TopLogps | None], packer: Packer
     ) -> list[Lesson | TopLesson]:
         """Returns what the teachers say at the targets of a batch, each of its own answers.
 
@@ -136,7 +136,7 @@ class Teachers:
 
         Args:
             batch: of the answers in these questions, as the student reads them.
-            words: what servers said of each answer; None: its teacher is here.
+            told: what servers said of each answer; None: its teacher is here.
         """
         # Of each target the number of its answer.
         owners = np.repeat(np.arange(len(questions)), [sum(each.learned) for each in questions])
@@ -158,9 +158,9 @@ class Teachers:
             if mine:
                 places = batches.send(np.flatnonzero(np.isin(owners, mine)), packer.device)
                 lessons.append(Lesson(hidden, head, places))
-        served = [number for number, said in enumerate(words) if said is not None]
+        served = [number for number, said in enumerate(told) if said is not None]
         if served:
-            said = zip(*(words[number] for number in served))
+            said = zip(*(told[number] for number in served))
             ids, logps = (batches.send(torch.cat(parts), packer.device) for parts in said)
             places = batches.send(np.flatnonzero(np.isin(owners, served)), packer.device)
             lessons.append(TopLesson(ids.long(), logps[:, :-1], logps[:, -1], places))

@@ -91,8 +91,8 @@ def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
 def header_of(tokenizer) -> list[int]:
     """Returns what a model writes between the generation prompt and an answer without thinking.
 
-    It is `<|channel|>final<|message|>`, or nothing if it has no special token, as with most
-    templates, or a thought's marker, as in an empty thought.
+    It is `<|channel|>final<|message|>` for gpt-oss. Most templates write nothing there, or no
+    special token, or an empty thought: then it is empty.
     """
     answer = {"role": "assistant", "content": QUESTION["content"]}
     try:
@@ -108,9 +108,9 @@ def header_of(tokenizer) -> list[int]:
 
 
 def answer_start(header: list[int], ids: list[int]) -> int:
-    """Returns where the answer in a response begins: after the last header.
+    """Returns where the answer in a response begins: after the last header, else 0.
 
-    Without any header that is 0; with headers of thinking alone, in which it was cut, its end.
+    It is the end if there are only headers of thinking: the response was cut in that.
     """
     ends = range(len(ids), len(header) - 1, -1)
     without = len(ids) if header[-1] in ids else 0

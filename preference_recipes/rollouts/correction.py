@@ -10,11 +10,7 @@ import torch
 
 
 def weighted(
-    losses: torch.Tensor,
-    logps: torch.Tensor,
-    stored: dict[str, torch.Tensor],
-    args,
-    is_first: bool,
+    losses: torch.Tensor, logps: torch.Tensor, stored: dict[str, torch.Tensor], args, is_first: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses, weighted where a server sampled, and values to log about the sampler.
 
@@ -72,10 +68,7 @@ def importance_weights(
 def sampler_differences(
     logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, tuple]:
-    """Returns values to log: how far the sampler's log-probs are from those of training.
-
-    In a rollout's first update both are of one policy, except with `--rollouts_ahead`.
-    """
+    """Returns values to log: how far the sampler's log-probs are from those of training."""
     difference = (logps - sampler_logps).abs()
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": (difference, mask), f"{name}/max": (difference, mask, "max")}

@@ -21,7 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import in_one_line, print_once, replaced
 from preference_recipes.rollouts import sharing
-from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.policy import Policy
 
 # What models and `generate` call the cache that they take: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
@@ -32,12 +32,12 @@ RECORDED_ON = {"cuda"}
 READ_HOST = ("falcon", "phimoe")
 
 
-def has_fixed_step(sampler: Sampler, cache: DynamicCache) -> bool:
-    """Whether this model can take such steps; otherwise transformers' `generate` is called.
+def has_fixed_step(policy: Policy, cache: DynamicCache) -> bool:
+    """Whether this model can take such steps; else transformers' `generate` is called.
 
-    The others read something on the host, or keep more than the keys of each token.
+    Others read something on the host, or keep more than keys and values of each token.
     """
-    model = sampler.unwrapped.model
+    model = policy.unwrapped.model
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     return (
@@ -65,8 +65,7 @@ def with_room(tensor: torch.Tensor, step: Step) -> torch.Tensor:
 class FixedLayer(DynamicLayer):
     """A layer of the cache whose keys and values `[rows, heads, places, head size]` never move.
 
-    Args:
-        read: the layer that has those of the tokens read so far.
+    `read` is the layer that has those of the tokens read so far.
     """
 
     def __init__(self, read: DynamicLayer, step: Step):
@@ -117,19 +116,18 @@ class Step:
     def __init__(self, batch, max_new_tokens: int, prompts=None):
         ids = batch.ids
         device = ids.device
-        self.model = batch.sampler.unwrapped.model
+        self.model = batch.policy.unwrapped.model
         # Layers may hold another config than the model, which `prepare.disable_dropout` copies.
         parts = self.model.get_decoder().modules()
         configs = {id(part.config): part.config for part in parts if hasattr(part, "config")}
         config = self.model.config.get_text_config()
         configs[id(config)] = config
         name = "sdpa" if prompts is None else sharing.ATTENTION
-        self.changes: list[tuple[Any, str, Any]]
-        self.changes = [(config, "_attn_implementation", name) for config in configs.values()]
         # GPT-2's looks at tokens where there is no mask, so that the host would wait for a GPU.
         silent = (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
-        self.changes.append(silent)
-        never = batch.sampler.tokens_without_probability()
+        self.changes: list[tuple[Any, str, Any]] = [silent]
+        self.changes += [(config, "_attn_implementation", name) for config in configs.values()]
+        never = batch.policy.tokens_without_probability()
         self.never_drawn = torch.tensor(never, dtype=torch.long, device=device)
         self.draw = batch.draw
         self.prompts = prompts
@@ -205,7 +203,7 @@ class Step:
 class Decoder:
     """A batch of rows that goes on by steps, as `generation.Batch` does by `generate`.
 
-    On a GPU there is a recording for each number of rows and of visible places.
+    A GPU has a recording for each number of rows and of visible places.
     """
 
     stream = None  # on which all of them are recorded

@@ -74,10 +74,9 @@ def load_function(name: str) -> Callable:
 
 
 class Calls:
-    """Calls of environments, which run beside each other and beside whoever started them.
+    """Calls of environments, at once and in the background.
 
-    Each is in a thread of its own, which does not keep the run from ending, and may take `timeout`
-    seconds; 0: no limit.
+    Each has a thread, which does not keep the run from ending, and `timeout` seconds; 0: no limit.
     """
 
     def __init__(self, timeout: float):
@@ -129,7 +128,7 @@ def awaited_result(result: Any) -> Any:
 
 # ============================================================ tools
 def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
-    """Returns a message of the model, which read a prompt and wrote a text, with its `tool_calls`.
+    """Returns a text that the model wrote after a prompt as a message, with its `tool_calls`.
 
     They are found by the tokenizer's `response_template` if it has one, else as
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If a call is not a JSON object, its
@@ -153,7 +152,7 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
 
 
 def call_tools(instance: Any, message: dict) -> tuple[list[dict], int]:
-    """Calls what a message asks for, and returns a message for each call, and how many failed."""
+    """Calls what a message asks for; returns a message for each call, and how many failed."""
     messages = []
     n_failed = 0
     for call in message.get("tool_calls", []):

@@ -15,21 +15,11 @@ import torch
 
 from common import distributed, refuse
 from preference_recipes.data import chat, formats, rendering, replies
-from preference_recipes.data.messages import BadRow, as_messages
+from preference_recipes.data.messages import as_messages
 from preference_recipes.rollouts import environments
 from preference_recipes.rollouts.environments import UserClass
-from preference_recipes.rollouts.sampler import Response, Sampler
+from preference_recipes.rollouts.policy import Policy, Response
 from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_groups
-
-
-def load_environment(name: str, tokenizer) -> UserClass:
-    """Loads the class of `--environment`; exits if the chat template has no place for its turns."""
-    user_class = environments.load(name)
-    try:
-        replies.check_turns(tokenizer, user_class.tools)
-    except BadRow as error:
-        refuse(f"--environment {name}: {error}")
-    return user_class
 
 
 @dataclasses.dataclass
@@ -69,26 +59,24 @@ class Stage:
     """Plays the episodes of a run with the environment of `--environment`.
 
     Args:
-        generator: draws tokens, see `sources.Transformers`.
+        generator: draws tokens, see `sampler.Transformers`.
     """
 
-    def __init__(self, sampler: Sampler, generator: Any, user_class: UserClass):
-        self.sampler = sampler
+    def __init__(self, policy: Policy, generator: Any, user_class: UserClass):
+        self.policy = policy
         self.generator = generator
         self.user_class = user_class
         # The latest samples' environments by row. Each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
-    # ======================================================== playing
     def play(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
-        """Plays an episode for each sample, see `Source.sample`. All processes must call it.
+        """Plays an episode for each sample, see `Sampler.sample`. All processes must call it.
 
-        The k-th token that a model draws in an episode is decided by its k-th number (a server: all
-        of an answer by the number at its start), whatever other episodes there are. Each process
-        plays its share.
+        The k-th number of an episode decides the k-th token that the model draws in it; with a
+        server the number at the start of an answer decides the whole answer.
         """
         self.close()
-        sampler = self.sampler
+        policy = self.policy
         _, per_prompt, max_new_tokens = uniforms.shape
         # After the numbers of an episode come zeros, whose tokens `add_answer` cuts off.
         draws = np.pad(uniforms.reshape(-1, max_new_tokens), ((0, 0), (0, max_new_tokens)))
@@ -100,7 +88,7 @@ class Stage:
             return episodes
 
         with self.generator.ready():
-            mine = distributed.all_or_none(sampler.accelerator, True, play_mine)
+            mine = distributed.all_or_none(policy.accelerator, True, play_mine)
         episodes = distributed.gather_rows(mine)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
@@ -119,9 +107,9 @@ class Stage:
 
     def begin(self, prompts: dict, per_prompt: int) -> dict[int, Episode]:
         """Makes and resets this process's environments; returns their episodes by number."""
-        mine = share_of_groups(self.sampler.accelerator, len(prompts["row"]), per_prompt)
+        mine = share_of_groups(self.policy.accelerator, len(prompts["row"]), per_prompt)
         self.instances = {number: self.user_class.make() for number in mine}
-        calls = environments.Calls(self.sampler.args.environment_timeout)
+        calls = environments.Calls(self.policy.args.environment_timeout)
         for number, instance in self.instances.items():
             columns = json.loads(prompts["columns"][number // per_prompt])
             calls.start(number, instance.reset, **columns)
@@ -131,17 +119,14 @@ class Stage:
         }
 
     def opening(self, prompts: dict, place: int, added: str | list[dict] | None) -> Episode:
-        """Returns an episode of the prompt at a place, with what `reset` added to it.
-
-        That is a text, which is appended to the last message, or messages, which follow it.
-        """
-        args = self.sampler.args
+        """Returns an episode of the prompt at a place, with the text or messages of `reset`."""
+        args = self.policy.args
         option = f"--environment {self.user_class.name}, data row {prompts['row'][place]}"
         row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
         prompt = row["prompt"]
-        if isinstance(prompt, str) and not args.strings_as_messages:
-            refuse(f"{option}: the prompt is a string: give --strings_as_messages")
         if isinstance(prompt, str):
+            if not args.strings_as_messages:
+                refuse(f"{option}: the prompt is a string: give --strings_as_messages")
             prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
         episode = Episode(prompts["prompt_ids"][place], messages)
@@ -155,7 +140,7 @@ class Stage:
         else:
             episode.messages = [*messages, *as_messages(added, "user")]
         tools = self.user_class.tools or row.get("tools")
-        episode.prompt = chat.encode_prompt(self.sampler.tokenizer, episode.messages, tools).ids
+        episode.prompt = chat.encode_prompt(self.policy.tokenizer, episode.messages, tools).ids
         if episode.places_left(args) <= 0:
             refuse(f"{option}: with what `reset` added, --max_length leaves no room to answer")
         return episode
@@ -163,10 +148,10 @@ class Stage:
     def take_turn(self, live: dict[int, Episode], draws: np.ndarray, temperature: float) -> None:
         """Generates an answer in each live episode, and lets the environment reply to it.
 
-        An environment replies while answers are still generated in other episodes. `draws` are
-        `[episodes, numbers]`; those of an episode's answer begin where its last answer ended.
+        Environments reply while other answers are still generated. `draws` are `[episodes,
+        numbers]`; an answer's begin where those of the one before ended.
         """
-        args = self.sampler.args
+        args = self.policy.args
         numbers = list(live)  # of the episodes, by row
         longest = max(episode.room(args) for episode in live.values())
         uniforms = np.stack([draws[n, e.n_sampled :][:longest] for n, e in live.items()])
@@ -184,12 +169,12 @@ class Stage:
 
     def add_answer(self, episode: Episode, response: Response) -> None:
         """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
-        tokenizer = self.sampler.tokenizer
+        tokenizer = self.policy.tokenizer
         tools = self.user_class.tools
-        room = episode.room(self.sampler.args)
+        room = episode.room(self.policy.args)
         ids = response.ids[:room]
         logps = response.logps[:room] or [0.0] * len(ids)  # a greedy one has none
-        is_whole = ids[-1] in self.sampler.stop_tokens()
+        is_whole = ids[-1] in self.policy.stop_tokens()
         text = rendering.decode(tokenizer, ids[:-1] if is_whole else ids)  # no stop token
         message = {"role": "assistant", "content": text}
         if is_whole and tools:  # a cut answer calls nothing
@@ -216,9 +201,9 @@ class Stage:
             episode.is_live = False
             episode.ended = True
             return
-        args = self.sampler.args
+        args = self.policy.args
         messages = as_messages(messages, "user")
-        ids = replies.ids_after_answer(self.sampler.tokenizer, messages, self.user_class.tools)
+        ids = replies.ids_after_answer(self.policy.tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply
@@ -226,17 +211,16 @@ class Stage:
         episode.add(ids, [0.0] * len(ids), is_sampled=False)
         episode.messages += messages
 
-    # ======================================================== the end of episodes
     def call(self, method: str) -> list:
         """Returns what a method of each of this process's environments that has it returns."""
-        calls = environments.Calls(self.sampler.args.environment_timeout)
+        calls = environments.Calls(self.policy.args.environment_timeout)
         for number, instance in self.instances.items():
             if hasattr(instance, method):
                 calls.start(number, getattr(instance, method))
         return list(calls.wait().values())
 
     def close(self) -> None:
-        """Closes all environments of the latest samples; an error in that is of no consequence."""
+        """Closes the environments of the latest samples; an error in that is of no consequence."""
         with contextlib.suppress(Exception, SystemExit):
             self.call("close")
         self.instances = {}

@@ -14,7 +14,7 @@ from common import batches, distributed, engine
 from preference_recipes.models import architecture, checks
 from preference_recipes.models.packing import image_inputs
 from preference_recipes.rollouts import decoding, sharing
-from preference_recipes.rollouts.sampler import Response, Sampler
+from preference_recipes.rollouts.policy import Policy, Response
 
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
@@ -25,7 +25,7 @@ ALONE = ("recurrent_gemma", "minimax", "rwkv", "gpt_neo")
 
 
 def generate(
-    sampler: Sampler,
+    policy: Policy,
     prompts: list[list[int]],
     max_new_tokens: int,
     *,
@@ -38,23 +38,23 @@ def generate(
 
     The processes share the prompts, and get all responses. All processes must call it. Temperature
     0 is greedy; above it, `uniforms` `[prompts, max_new_tokens]` decide, see `SampleByUniform`.
-    `images` are the files of each prompt's, if any has some.
+    `images` are the files of each prompt, if any has some.
     """
-    batch_size = responses_at_once(sampler, prompts, max_new_tokens, batch_size)
+    batch_size = responses_at_once(policy, prompts, max_new_tokens, batch_size)
     lengths = np.array([len(prompt) for prompt in prompts])
-    micro_batches = batches.split(sampler.accelerator, np.arange(len(prompts)), lengths, batch_size)
+    micro_batches = batches.split(policy.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
-    with ready_to_generate(sampler):
+    with ready_to_generate(policy):
         for rows, weights in micro_batches:
             if weights.any():  # else only a padding row: there are fewer prompts than processes
                 responses |= generate_some(
-                    sampler, prompts, rows, max_new_tokens, temperature, uniforms, images
+                    policy, prompts, rows, max_new_tokens, temperature, uniforms, images
                 )
     return distributed.gather_rows(responses)
 
 
 def generate_some(
-    sampler: Sampler,
+    policy: Policy,
     prompts: list[list[int]],
     numbers: Sequence[int],
     max_new_tokens: int,
@@ -64,62 +64,57 @@ def generate_some(
 ) -> Iterator[tuple[int, Response]]:
     """Yields the number of each of these prompts with its response, as soon as that has ended.
 
-    They are one batch, on this process only. Rows that are finished are dropped from time to time.
+    They are one batch, on this process only. Finished rows are dropped from time to time.
     """
-    stops = torch.tensor(sorted(sampler.stop_tokens()), device=sampler.accelerator.device)
+    stops = torch.tensor(sorted(policy.stop_tokens()), device=policy.accelerator.device)
     draw = None  # greedy
     if temperature:
-        draws = torch.from_numpy(uniforms[numbers]).to(sampler.accelerator.device)
+        draws = torch.from_numpy(uniforms[numbers]).to(policy.accelerator.device)
         draw = SampleByUniform(draws, temperature)
     files = [file for number in numbers for file in images[number]] if images else []
-    batch = begin(sampler, [prompts[number] for number in numbers], max_new_tokens, draw, files)
-    most = architecture.longest_row(sampler.unwrapped.model)
-    rooms = [int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers]
-    number_of = list(numbers)  # of each row, as `rooms`
-    unfinished = list(range(len(numbers)))  # rows
+    batch = begin(policy, [prompts[number] for number in numbers], max_new_tokens, draw, files)
+    most = architecture.longest_row(policy.unwrapped.model)
+    # Each row of the batch: the number of its prompt, its most tokens, and whether it has ended.
+    numbers = np.array(numbers)
+    rooms = np.array([int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers])
+    has_ended = np.zeros(len(numbers), dtype=bool)
     n_tokens = 0
-    while unfinished:
+    while not has_ended.all():
         n_before = n_tokens
-        n_tokens = min(n_tokens + batch.tokens_at_once, *rooms)
+        n_tokens = min(n_tokens + batch.tokens_at_once, int(rooms.min()))
         batch.advance(n_tokens)
         drawn = batch.drawn
         # The host reads which new tokens are stops, and the tokens of a row when it has ended.
         is_stop = torch.isin(drawn[:, n_before:], stops).cpu().numpy()
         has_stop = is_stop.any(1)
-        ends = np.where(has_stop, n_before + is_stop.argmax(1) + 1, n_tokens).tolist()
-        still_unfinished = []
-        for row in unfinished:
-            if has_stop[row] or n_tokens == rooms[row]:
-                logps = draw.logps[row, : ends[row]].tolist() if draw else []
-                yield number_of[row], Response(drawn[row, : ends[row]].tolist(), logps)
-            else:
-                still_unfinished.append(row)
-        unfinished = still_unfinished
-        n_finished = len(number_of) - len(unfinished)
-        is_full = n_tokens == min(rooms)  # no position is left for some row
-        drops = n_finished and n_finished >= batch.drops_at * len(number_of)
-        if unfinished and (is_full or drops):
-            batch.keep(unfinished)
-            number_of = [number_of[row] for row in unfinished]
-            rooms = [rooms[row] for row in unfinished]
-            unfinished = list(range(len(number_of)))
+        ends = np.where(has_stop, n_before + is_stop.argmax(1) + 1, n_tokens)
+        is_full = rooms == n_tokens
+        for row in np.flatnonzero((has_stop | is_full) & ~has_ended):
+            logps = draw.logps[row, : ends[row]].tolist() if draw else []
+            yield int(numbers[row]), Response(drawn[row, : ends[row]].tolist(), logps)
+            has_ended[row] = True
+        drops = has_ended.any() and has_ended.sum() >= batch.drops_at * len(has_ended)
+        if not has_ended.all() and (is_full.any() or drops):
+            kept = np.flatnonzero(~has_ended)
+            batch.keep(kept.tolist())
+            numbers, rooms, has_ended = numbers[kept], rooms[kept], has_ended[kept]
 
 
 def begin(
-    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, draw, files: list[bytes]
+    policy: Policy, prompts: list[list[int]], max_new_tokens: int, draw, files: list[bytes]
 ) -> "Batch | decoding.Decoder":
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
-    model = sampler.unwrapped.model
-    device = sampler.accelerator.device
-    ids = batches.pad(prompts, sampler.pad_token(), device, left=True)
+    model = policy.unwrapped.model
+    device = policy.accelerator.device
+    ids = batches.pad(prompts, policy.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if files:  # what a model keeps of them is not all in a cache of ours, such as Qwen's positions
-        seen = image_inputs(sampler.tokenizer.processor, ids.cpu().numpy(), files, device)
-        return Batch(sampler, ids, padding, None, draw, seen)
+        seen = image_inputs(policy.tokenizer.processor, ids.cpu().numpy(), files, device)
+        return Batch(policy, ids, padding, None, draw, seen)
     if model._is_stateful or not model._supports_default_dynamic_cache():
-        return Batch(sampler, ids, padding, None, draw)
-    batch = Batch(sampler, ids, padding, DynamicCache(config=model.config), draw)
-    takes_steps = decoding.has_fixed_step(sampler, batch.cache)
+        return Batch(policy, ids, padding, None, draw)
+    batch = Batch(policy, ids, padding, DynamicCache(config=model.config), draw)
+    takes_steps = decoding.has_fixed_step(policy, batch.cache)
     prompt_of_row = numbered(prompts)
     if ids.shape[1] > 1 and max(prompt_of_row) + 1 < len(prompts):
         read_prompts(batch, prompt_of_row)
@@ -137,30 +132,24 @@ def begin(
 
 
 def numbered(prompts: list[list[int]]) -> list[int]:
-    """Returns the number of each prompt among the distinct ones: 0 0 1 0 of A A B A.
-
-    Here alone it is decided which prompts are the same, and so have the same keys.
-    """
+    """Returns the number of each prompt among the distinct ones: 0 0 1 0 of A A B A."""
     numbers: dict[tuple, int] = {}
     return [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
 
 
 def read_prompts(batch: "Batch", prompt_of_row: list[int]) -> None:
-    """Fills the cache with all distinct prompts but their last tokens.
-
-    The last tokens are left to the first round: their logits decide the first new ones.
-    """
+    """Fills the cache with the distinct prompts, except the last token of each."""
     _, first_rows = np.unique(prompt_of_row, return_index=True)
     firsts = batch.ids[first_rows, :-1]
-    # This fills the cache. `generate` also draws a token, which is not used.
-    Batch(batch.sampler, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
+    # `generate` also draws a token, which is not used.
+    Batch(batch.policy, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
 
 
 @dataclasses.dataclass
 class Batch:
     """Rows that transformers' `generate` goes on with."""
 
-    sampler: Sampler
+    policy: Policy
     ids: torch.Tensor  # `[rows, tokens]`, padded on the left
     padding: np.ndarray  # `[rows]`, how many places of each row are padding
     cache: DynamicCache | None  # of all but each row's last token; None: one of the model's own
@@ -180,13 +169,13 @@ class Batch:
 
     def advance(self, n_tokens: int) -> None:
         """Generates until each row has `n_tokens` new tokens, or fewer if all have a stop token."""
-        sampler = self.sampler
-        model = sampler.unwrapped.model
+        policy = self.policy
+        model = policy.unwrapped.model
         config = GenerationConfig(
             max_new_tokens=self.length + n_tokens - self.ids.shape[1],
-            pad_token_id=sampler.pad_token(),
-            eos_token_id=sorted(sampler.stop_tokens()) or None,
-            suppress_tokens=sampler.tokens_without_probability() or None,
+            pad_token_id=policy.pad_token(),
+            eos_token_id=sorted(policy.stop_tokens()) or None,
+            suppress_tokens=policy.tokens_without_probability() or None,
         )
         is_real = torch.from_numpy(np.arange(self.ids.shape[1]) >= self.padding[:, None])
         self.ids = model.generate(
@@ -209,22 +198,22 @@ class Batch:
 
 
 def responses_at_once(
-    sampler: Sampler, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 0
+    policy: Policy, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 0
 ) -> int:
     """Returns `batch_size`, `--generate_batch_size`, or how many a cache of `CACHE_BYTES` holds.
 
-    It is the same on every device, so that a resumed run generates the same wherever it runs.
+    It is the same on every device, so that a resumed run generates the same anywhere.
     """
-    if sampler.unwrapped.config.model_type in ALONE:
+    if policy.unwrapped.config.model_type in ALONE:
         return 1
-    if wanted := batch_size or sampler.args.generate_batch_size:
+    if wanted := batch_size or policy.args.generate_batch_size:
         return wanted
-    config = sampler.unwrapped.config.get_text_config()
+    config = policy.unwrapped.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)  # Mamba has none
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     # Under autocast, too: rotary embeddings make keys fp32, and values take the dtype of the keys.
-    bytes_of_number = sampler.unwrapped.model.get_input_embeddings().weight.element_size()
+    bytes_of_number = policy.unwrapped.model.get_input_embeddings().weight.element_size()
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
     longest = max(map(len, prompts)) + max_new_tokens
     return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))
@@ -234,7 +223,7 @@ class SampleByUniform(LogitsProcessor):
     """Draws the first token whose cumulative probability exceeds a number given in advance.
 
     So a response depends on its prompt, the weights and its own row of `uniforms` `[rows, new
-    tokens]` in [0, 1), not on any random state; on the batch and the process only by rounding.
+    tokens]` in [0, 1), and on the batch and the process only by rounding.
     """
 
     def __init__(self, uniforms: torch.Tensor, temperature: float):
@@ -245,10 +234,7 @@ class SampleByUniform(LogitsProcessor):
         self.n_drawn = 0  # tokens so far, of each row
 
     def __call__(self, input_ids, scores):
-        """Draws a token for each row, and returns logits of -inf for all others.
-
-        So transformers, which then chooses greedily, can only choose the drawn one.
-        """
+        """Draws a token for each row; transformers, which is greedy, gets -inf for all others."""
         token, logps = self.tokens(scores.float(), self.uniforms[:, self.n_drawn, None])
         self.logps[:, self.n_drawn] = logps[:, 0]
         self.n_drawn += 1
@@ -268,27 +254,27 @@ class SampleByUniform(LogitsProcessor):
 
 # ============================================================ the model while it generates
 @contextlib.contextmanager
-def ready_to_generate(sampler: Sampler):
+def ready_to_generate(policy: Policy):
     """Holds the actor's whole weights on every process, so that each generates at its own pace."""
-    model = sampler.unwrapped.model
+    model = policy.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(torch.no_grad())
         undo.enter_context(checks.evaluation_mode(model))
         # What a call does not set comes from the model's own config: temperature, top-k, the kind
         # of cache ... Of that only the stop tokens may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
-        stops = sorted(sampler.stop_tokens())
+        stops = sorted(policy.stop_tokens())
         model.generation_config = GenerationConfig(eos_token_id=stops or None)
         # cuDNN's attention plans for each new shape, and here every token makes one.
         undo.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if engine.zero_stage(sampler.accelerator) == 3:
+        if engine.zero_stage(policy.accelerator) == 3:
             from common import zero
 
-            undo.enter_context(zero.gathered_for_generation(sampler.model, model))
-        elif sampler.accelerator.is_fsdp2:
-            undo.enter_context(unsharded(sampler.model, model))
-        undo.enter_context(sampler.accelerator.autocast())
+            undo.enter_context(zero.gathered_for_generation(policy.model, model))
+        elif policy.accelerator.is_fsdp2:
+            undo.enter_context(unsharded(policy.model, model))
+        undo.enter_context(policy.accelerator.autocast())
         yield
 
 
@@ -296,7 +282,7 @@ def ready_to_generate(sampler: Sampler):
 def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
-    What FSDP2 prepared may hold other models, such as PPO's critic, whose layers stay in shards.
+    Other models in what FSDP2 prepared, such as PPO's critic, stay in shards.
     """
     # The root, too: it shards what no other module does, such as the final norm.
     modules_that_generate = {prepared, *model.modules()}
@@ -318,8 +304,7 @@ def unsharded(prepared, model):
         for module, reshards in reshards_in_training.items():
             module.set_reshard_after_forward(reshards, recurse=False)
         engine.reshard(prepared)
-        # FSDP2 records the order in which modules run, and gathers weights ahead in this order. A
-        # process that generated nothing has recorded another order than the rest, and the next
-        # update would hang.
+        # FSDP2 gathers weights ahead in the order in which modules last ran. A process that
+        # generated nothing has another order than the rest: the next update would hang.
         if hasattr(prepared, "reset_iter_state"):  # torch 2.13
             prepared.reset_iter_state()

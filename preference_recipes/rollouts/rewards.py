@@ -21,11 +21,9 @@ from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import answers, environments
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples, share_of_groups
-from preference_recipes.rollouts.sources import Source
 
-# The name of the reward model's part among those of the functions.
+# The names of the parts of a score that no function has: of the reward model and `get_reward`.
 OF_MODEL = "reward_model"
-# The name of `get_reward` among the parts of a score.
 OF_ENVIRONMENT = "environment"
 # What reward functions may ask for besides the data's columns.
 GIVEN = ["response_ids", "truncated", "rendered_prompts", "step"]
@@ -68,8 +66,7 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
     )
     columns = dict.fromkeys(columns_of(data))
     given = columns | dict.fromkeys(GIVEN + GIVEN_OF_EPISODES * (args.environment is not None))
-    for name in args.reward_function or []:
-        function = environments.load_function(name)
+    for name, function in load_functions(args.reward_function).items():
         keywords = keywords_of(function, given)
         check_call(f"--reward_function {name}", inspect.signature(function), 2, keywords, columns)
     if args.environment:
@@ -79,7 +76,7 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
 
 
 def check_call(name: str, signature, positional: int, keywords: dict, columns: dict) -> None:
-    """Refuses a user's function that asks for a column which the data do not have."""
+    """Refuses a user's function that asks for a column that the data do not have."""
     try:
         signature.bind(*[None] * positional, **keywords)
     except TypeError as error:
@@ -96,8 +93,7 @@ def columns_of(data: Data) -> list[str]:
 def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> None:
     """Lets a policy draw only tokens that all who read its samples have an embedding for.
 
-    Args:
-        others: models that read them, besides the reference and the reward model.
+    `others` read them besides the reference and the reward model.
     """
     readers = (args.ref_model_name_or_path, args.reward_model_name_or_path, *others)
     sizes = load.check_embeddings(data, args.model_name_or_path, *readers, draws=True)
@@ -105,16 +101,13 @@ def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> No
 
 
 class Judge:
-    """What scores responses: a reward model, reward functions, an environment.
-
-    `weights` are those of the score's parts by name, `fingerprints` part of a run's identity.
-    """
+    """What scores responses: a reward model, reward functions, an environment."""
 
     def __init__(self, accelerator, args, tokenizer, data: Data):
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
         self.columns = columns_of(data)
-        self.fingerprints: dict[str, Any] = {}
+        self.fingerprints: dict[str, Any] = {}  # part of a run's identity
         self.model: nn.Module | None = None  # prepared
         self.mean = 0.0  # these normalise its scores
         self.std = 1.0
@@ -128,15 +121,15 @@ class Judge:
             self.model = prepare.frozen(accelerator, scores.ScoreModel(model))
 
     @torch.no_grad()
-    def score(self, source: Source, samples: Samples) -> Scores:
-        """Returns the scores of what a source drew last. All processes must call it."""
+    def score(self, sampler: Sampler, samples: Samples) -> Scores:
+        """Returns the scores of what a sampler drew last. All processes must call it."""
         parts = {}
         if self.model is not None:
-            parts[OF_MODEL] = self.scores_of_model(source.sampler, samples)
+            parts[OF_MODEL] = self.scores_of_model(sampler, samples)
         if self.weights.keys() - {OF_MODEL}:
-            parts |= self.scores_of_functions(source, samples)
-        if source.stage is not None:
-            source.stage.close()
+            parts |= self.scores_of_functions(sampler, samples)
+        if sampler.stage is not None:
+            sampler.stage.close()
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
@@ -162,26 +155,25 @@ class Judge:
             score_of_row |= dict(zip(rows, ((scores - self.mean) / self.std).tolist()))
         return as_numbers("the reward model", distributed.gather_rows(score_of_row), len(samples))
 
-    def scores_of_functions(self, source: Source, samples: Samples) -> dict[str, list[float]]:
+    def scores_of_functions(self, sampler: Sampler, samples: Samples) -> dict[str, list[float]]:
         """Returns the scores of all samples by each function and by the environment.
 
         The processes share the samples, a prompt's samples all on one of them. NaN stands for None.
         """
-        sampler = source.sampler
         n_prompts = len(samples) // samples.per_prompt
         mine = share_of_groups(sampler.accelerator, n_prompts, samples.per_prompt)
 
         def call() -> list[list[float]]:
             if not mine:
                 return []
-            given = given_to_functions(source, samples, mine, self.columns)
+            given = given_to_functions(sampler, samples, mine, self.columns)
             found = {
                 f"--reward_function {name}": called(function, given)
                 for name, function in self.functions.items()
             }
             if OF_ENVIRONMENT in self.weights:
                 name = f"--environment {sampler.args.environment}: `get_reward`"
-                found[name] = source.stage.call("get_reward")
+                found[name] = sampler.stage.call("get_reward")
             return [as_numbers(name, scores, len(mine)) for name, scores in found.items()]
 
         # If it ends the run on one process, the others would wait for its scores forever.
@@ -193,15 +185,12 @@ class Judge:
 
 # ============================================================ calls of reward functions
 def given_to_functions(
-    source: Source, samples: Samples, rows: list[int], columns: list[str]
+    sampler: Sampler, samples: Samples, rows: list[int], columns: list[str]
 ) -> dict[str, Any]:
     """Returns what reward functions may be given about these rows of the samples, by name.
 
-    Args:
-        columns: of the training data; these rows may all lack some of them, if there are several
-            sets.
+    If there are several training sets, these rows may all lack some of the columns.
     """
-    sampler = source.sampler
     data = [json.loads(samples.row_texts[row]) for row in rows]
     responses = samples.answers(sampler.tokenizer)
     names = dict.fromkeys([*columns, *itertools.chain.from_iterable(data)])
@@ -217,15 +206,14 @@ def given_to_functions(
         given["images"] = [list(map(images.opened, samples.images[row])) for row in rows]
     if samples.messages:
         given["messages"] = [samples.messages[row] for row in rows]
-        given["environments"] = [source.stage.instances[row] for row in rows]
+        given["environments"] = [sampler.stage.instances[row] for row in rows]
     return given
 
 
 def called(function: Callable, given: dict[str, Any]) -> Any:
     """Returns what a function `(prompts, responses, **columns) -> scores` returns; it may be async.
 
-    It gets copies, so what it changes reaches neither the samples that are trained on nor other
-    functions.
+    It gets copies, so that what it changes is neither trained on nor seen by other functions.
     """
     # Environments may hold connections: they are not copied.
     kept = {id(instance): instance for instance in given.get("environments", [])}
@@ -236,10 +224,7 @@ def called(function: Callable, given: dict[str, Any]) -> Any:
 
 
 def keywords_of(function: Callable, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of the given values that a function's signature names, besides the first two.
-
-    If it takes `**columns`, they are all.
-    """
+    """Returns those of the given values that a function takes, besides its first two arguments."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return given

@@ -11,11 +11,10 @@ from common import batches, carried, counted, distributed, progress, refuse
 from common.metrics import Means
 from preference_recipes.models import checks
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.policy import Policy
 from preference_recipes.rollouts.samples import Samples
 
-# Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
-# these do not share numbers.
+# Random numbers are drawn from [seed, rollout, stream, ...]: each purpose has a stream of its own.
 SAMPLING_STREAM = 1
 ORDER_STREAM = 2
 
@@ -29,20 +28,20 @@ class Position(progress.Position):
     rollouts_seen: int = 0  # finished ones: all their updates are made
     updates_made: int = 0  # of the current rollout
 
-    def take_prompts(self, sampler: Sampler, most: int) -> dict:
+    def take_prompts(self, policy: Policy, most: int) -> dict:
         """Returns the columns of the next prompts, at most to the end of the epoch.
 
         The order is that of a data set's rows, see `batches.rows_of_update`.
         """
-        train = sampler.data.train
+        train = policy.data.train
         epoch, place = divmod(self.prompts_seen, len(train))
-        order = batches.epoch_order(len(train), sampler.args.seed, epoch)
+        order = batches.epoch_order(len(train), policy.args.seed, epoch)
         rows = order[place : place + most]
         self.prompts_seen += len(rows)
         return train[rows]
 
     def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
-        """Returns the numbers that decide the tokens of the rollout, see `Source.sample`.
+        """Returns the numbers that decide the tokens of the rollout, see `Sampler.sample`.
 
         `[prompts, responses to each, max_new_tokens]` in [0, 1). They depend on the seed, the
         rollout and its round alone, not on how many processes there are.
@@ -78,11 +77,10 @@ class Rollout:
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
 
     def rows_of_update(self, position: Position, args) -> np.ndarray:
-        """Returns which samples form the next update.
+        """Returns which samples form the next update: groups in a seeded order, anew in each pass.
 
-        In each pass the groups come in a seeded order, their samples side by side, so that most can
-        share the prompt. Updates differ in size by at most one sample: a small leftover would get a
-        whole optimizer step of its own.
+        Updates differ in size by at most one sample: a small leftover would get a whole optimizer
+        step of its own.
         """
         n_updates = self.updates_per_pass(args)
         pass_number, update_of_pass = divmod(position.updates_made, n_updates)
@@ -94,7 +92,7 @@ class Rollout:
         return np.array_split(trained, n_updates)[update_of_pass]
 
     def n_tokens(self, rows: np.ndarray) -> int:
-        """The tokens of some samples, prompts and responses."""
+        """Returns the tokens of some samples, prompts and responses."""
         return int(self.samples.lengths[rows].sum())
 
 
@@ -126,11 +124,7 @@ class State:
 def skip(run, state: State, means: Means) -> None:
     """Goes past a rollout that has nothing to train on, with a warning.
 
-    The run ends if these were its last prompts, or if a whole epoch of prompts has led to no
-    update. Without any update, it fails.
-
-    Args:
-        run: the recipe's `Run`.
+    The run ends after a whole epoch of such prompts. If it ends without any update, it fails.
     """
     position = state.position
     position.end_rollout()
@@ -153,30 +147,29 @@ def skip(run, state: State, means: Means) -> None:
 # ============================================================ what the updates need
 @torch.no_grad()
 def compute_logps(
-    sampler: Sampler, samples: Samples, names: tuple[str, ...], reference: Reference | None
+    policy: Policy, samples: Samples, names: tuple[str, ...], reference: Reference | None
 ) -> dict[str, torch.Tensor]:
     """Returns the model's outputs of these names, and with a reference `ref_logps`.
 
-    Each is `[samples, longest response]`, zero past the end of each response, the same on every
+    Each is `[samples, longest response]`, zero where the model drew nothing, the same on every
     process. All processes must call it.
     """
     all_names = [*names, "ref_logps"] if reference else list(names)
     if not all_names:
         return {}
-    temperature = sampler.args.temperature
+    temperature = policy.args.temperature
     outputs = {}  # by sample, tensors [response length, names], on the CPU
-    with checks.evaluation_mode(sampler.model):
-        for rows, batch in samples.scoring_batches(sampler):
+    with checks.evaluation_mode(policy.model):
+        for rows, batch in samples.scoring_batches(policy):
             per_token = []
             if names:
-                output = sampler.model(batch, temperature)
+                output = policy.model(batch, temperature)
                 per_token = [output[name] for name in names]
             if reference is not None:
                 per_token.append(reference.logps(batch, temperature))
             stacked = torch.stack(per_token, 2).cpu()
             for row, values, is_token in zip(rows, stacked, batch["mask"].cpu()):
-                # What an environment wrote keeps its places, with values of 0. Only places after
-                # the last token of the model are left out.
+                # What an environment wrote before the model's last token keeps its places.
                 end = int(is_token.nonzero()[-1]) + 1
                 outputs[row] = torch.where(is_token[:end, None], values[:end], 0.0)
     padded = pad_sequence(distributed.gather_rows(outputs), batch_first=True)
@@ -196,11 +189,7 @@ def n_updates(args, n_prompts: int) -> int:
 
 
 def describe_updates(args, run: progress.Progress, may_be_fewer: bool = False) -> str:
-    """Returns the arithmetic of a run's updates, in words.
-
-    Args:
-        may_be_fewer: whether a rollout may lead to fewer updates, as where groups are left out.
-    """
+    """Returns the arithmetic of a run's updates, in words; with left out groups `may_be_fewer`."""
     n_prompts = run.n_rows
     prompts = args.rollout_batch_size
     samples = prompts * args.n_samples_per_prompt

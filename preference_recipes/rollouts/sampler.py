@@ -1,59 +1,138 @@
-"""What draws responses: the policy, and what else decides them."""
+"""Draws the samples of a run: by transformers or vLLM servers, maybe with an environment."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator
 
-from accelerate import Accelerator
-from torch import nn
+import numpy as np
+import torch
 
-from common import engine
-from common.metrics import Means
-from common.progress import Progress
-from preference_recipes.data import images, rendering
-from preference_recipes.data.dataset import Data
-from preference_recipes.models.packing import Packer
-
-
-class Response(NamedTuple):
-    """One generated response."""
-
-    ids: list[int]  # up to and including its first stop token
-    # Under the distribution that each token was drawn from; none if it was chosen greedily.
-    logps: list[float]
+from common import refuse
+from preference_recipes.data import replies
+from preference_recipes.data.messages import BadRow
+from preference_recipes.rollouts import environments, generation
+from preference_recipes.rollouts.episodes import Stage
+from preference_recipes.rollouts.policy import Policy, Response
+from preference_recipes.rollouts.rollout import Position
+from preference_recipes.rollouts.samples import Samples, repeat_each
+from preference_recipes.rollouts.vllm import Servers
 
 
 @dataclasses.dataclass
-class Sampler:
-    """A policy that responds to prompts. `sources.py` has what draws its responses.
+class Sampler(Policy):
+    """A policy that draws samples: an answer to each prompt or, with an environment, an episode.
 
-    `unwrapped` is the module inside the prepared model; its own `model` is the actor.
+    All processes must call its methods, and get the same samples.
+
+    Attributes:
+        environment: MODULE:CLASS; None: there is none.
+        generator: of the tokens: transformers, or the servers of `--vllm_url`.
+        stage: plays episodes; None: a sample is one answer.
     """
 
-    accelerator: Accelerator
-    args: Any
-    tokenizer: Any
-    model: nn.Module  # the trained one, prepared
-    # These are None where answers are generated for exact match alone.
-    data: Data | None = None  # the run's sets
-    progress: Progress | None = None  # of the run; a sampler only reads it
-    means: Means | None = None  # takes what is logged about sampling
-    packer: Packer | None = None  # lays out samples for the models that read them
+    environment: str | None = None
 
     def __post_init__(self):
-        self.unwrapped = engine.unwrapped(self.accelerator, self.model)
+        super().__post_init__()
+        self.generator = Servers(self) if self.args.vllm_url else Transformers(self)
+        self.stage: Stage | None = None
+        if self.environment is not None:
+            user_class = environments.load(self.environment)
+            try:
+                replies.check_turns(self.tokenizer, user_class.tools)
+            except BadRow as error:  # the chat template has no place for its turns
+                refuse(f"--environment {self.environment}: {error}")
+            self.stage = Stage(self, self.generator, user_class)
 
-    def stop_tokens(self) -> set[int]:
-        """Returns the tokens that end a response."""
-        return rendering.stop_tokens(self.tokenizer, self.unwrapped.model)
+    def sample(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
+        """Draws responses to prompts.
 
-    def pad_token(self) -> int:
-        """Returns what fills rows up; of a pad token that was only added there is no embedding."""
-        most = self.unwrapped.model.get_input_embeddings().num_embeddings - 1
-        return min(self.tokenizer.pad_token_id, most)
+        Args:
+            prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text), `row`
+                (its number) and maybe `images`, each prompt once.
+            uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see
+                `SampleByUniform`; a server draws with seeds that are made from them.
+        """
+        if self.stage is not None:
+            return self.stage.play(prompts, uniforms, temperature)
+        per_prompt = uniforms.shape[1]
+        images = [files or [] for files in prompts.get("images", [])]
+        responses = self.generator.generate(prompts["prompt_ids"], uniforms, temperature, images)
+        stops = self.stop_tokens()
+        return Samples(
+            prompts=repeat_each(prompts["prompt_ids"], per_prompt),
+            responses=[response.ids for response in responses],
+            row_texts=repeat_each(prompts["columns"], per_prompt),
+            data_rows=repeat_each(prompts["row"], per_prompt),
+            ended=torch.tensor([response.ids[-1] in stops for response in responses]),
+            per_prompt=per_prompt,
+            sampler_logps=[response.logps for response in responses],
+            images=repeat_each(images, per_prompt),
+        )
 
-    def tokens_without_probability(self) -> list[int]:
-        """Returns what is never drawn: beyond `LogProbModel.vocabulary`; what stands for images."""
-        n_logits = self.unwrapped.model.get_output_embeddings().out_features
-        processor = getattr(self.tokenizer, "processor", None)
-        never = images.tokens_of(processor) if processor else []
-        return never + list(range(self.unwrapped.vocabulary, n_logits))
+    def sample_round(self, position: Position, prompts: dict, round_number: int = 0) -> Samples:
+        """Draws the responses of a rollout to prompts that `position` has just taken.
+
+        With `--rollouts_ahead` the servers then begin with the next rollout.
+        """
+        uniforms = position.draw_uniforms(self.args, len(prompts["row"]), round_number)
+        samples = self.sample(prompts, uniforms, self.args.temperature)
+        self.generator.sample_ahead(position)
+        samples.check_finite(self)
+        return samples
+
+    def sample_held_out(self, eval_set) -> Samples:
+        """Returns the policy's greedy responses to a held-out set."""
+        unused = np.zeros((len(eval_set), 1, self.args.max_new_tokens))  # nothing is drawn
+        return self.sample(eval_set[:], unused, temperature=0.0)
+
+
+class Transformers:
+    """Generates in the run's own processes, by transformers. `Servers` has the same methods."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    def generate(
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
+    ) -> list[Response]:
+        """Returns the responses to each prompt in turn, see `Sampler.sample`."""
+        _, per_prompt, max_new_tokens = uniforms.shape
+        return generation.generate(
+            self.policy,
+            repeat_each(prompts, per_prompt),
+            max_new_tokens,
+            temperature=temperature,
+            uniforms=uniforms.reshape(-1, max_new_tokens),
+            images=repeat_each(images, per_prompt),
+        )
+
+    def ready(self):
+        """Returns a context in which each process may call `generate_own`."""
+        return generation.ready_to_generate(self.policy)
+
+    def generate_own(
+        self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
+    ) -> Iterator[tuple[int, Response]]:
+        """Yields the number of each prompt with its response, once that has ended.
+
+        For this process alone. `uniforms` are `[prompts, tokens]`.
+        """
+        longest = uniforms.shape[1]
+        at_once = generation.responses_at_once(self.policy, prompts, longest)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
+        for numbers in np.array_split(longest_first, math.ceil(len(prompts) / at_once)):
+            yield from generation.generate_some(
+                self.policy, prompts, numbers.tolist(), longest, temperature, uniforms, images
+            )
+
+    # One process cannot sample and train at once, so nothing is sampled ahead.
+    def sample_ahead(self, position: Position) -> None:
+        pass
+
+    def state(self) -> None:
+        pass
+
+    def load_state(self, state: None) -> None:
+        pass

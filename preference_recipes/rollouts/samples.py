@@ -14,7 +14,7 @@ from common import batches, carried, stopping
 from preference_recipes.data.images import COLUMNS
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.answers import decode_answers
-from preference_recipes.rollouts.sampler import Sampler
+from preference_recipes.rollouts.policy import Policy
 
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted.
 SCORED_TOKENS = 2**15
@@ -35,13 +35,11 @@ class Samples:
     data_rows: list[int]  # its number, from 1
     ended: torch.Tensor  # bool `[samples]`, whether the response ends with a stop token
     per_prompt: int = 1  # how many samples, side by side, answer the same prompt
-    sampler_logps: list[list[float]] = field(default_factory=list)  # see `sampler.Response`
+    sampler_logps: list[list[float]] = field(default_factory=list)  # see `policy.Response`
     is_sampled: list[list[bool]] = field(default_factory=list)
     messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
-    images: list[list[bytes]] = field(
-        default_factory=list
-    )  # files of the prompt's, if any has some
-    # `[samples]` by tag, for the log; not kept by `select` and `joined`.
+    images: list[list[bytes]] = field(default_factory=list)  # files, if any prompt has some
+    # `[samples]` by tag, for the log; not kept by `select_groups` and `joined`.
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)  # of episodes
 
     def __post_init__(self):
@@ -103,34 +101,28 @@ class Samples:
         }
         return batch, values
 
-    def scoring_batches(self, sampler: Sampler) -> Iterator[tuple[list[int], dict]]:
+    def scoring_batches(self, policy: Policy) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the rows of their samples, and what models read.
 
         A process without any reads a padding row, since the others wait for it: `rows` is empty.
         """
-        batch_size = sampler.args.score_batch_size
-        micro_batches = batches.split(
-            sampler.accelerator,
-            np.arange(len(self)),
-            self.group_lengths,
-            batch_size,
-            max_tokens=0 if batch_size else SCORED_TOKENS,
-        )
-        for micro_batch in micro_batches:
-            rows = micro_batch.rows if micro_batch.weights.any() else []
-            yield rows, self.make_batch(micro_batch.rows, sampler.packer)
+        size = policy.args.score_batch_size
+        most = 0 if size else SCORED_TOKENS
+        numbers = np.arange(len(self))
+        for rows, weights in batches.split(
+            policy.accelerator, numbers, self.group_lengths, size, max_tokens=most
+        ):
+            yield rows if weights.any() else [], self.make_batch(rows, policy.packer)
 
-    def check_finite(self, sampler: Sampler, **values: torch.Tensor) -> None:
+    def check_finite(self, policy: Policy, **values: torch.Tensor) -> None:
         """Stops the run if a value `[samples, length or 1]` is not finite, and names its data row.
 
         The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
         """
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
-        # A sum is finite only if all its parts are. The value of a whole sample is added to each of
-        # its tokens.
-        sums = sum(tensors.values())  # [samples, longest response]
+        sums = sum(tensors.values())  # [samples, longest response], finite only if all parts are
         losses = stopping.Losses(self.data_rows, sums, self.mask)
-        stopping.check_finite(sampler.progress, [losses], tensors)
+        stopping.check_finite(policy.progress, [losses], tensors)
 
     def select_groups(self, is_kept: torch.Tensor) -> "Samples":
         """Returns the samples of the prompts that are kept, bool `[prompts]`."""
@@ -171,9 +163,8 @@ class Samples:
             example = {"source": source, "row": self.data_rows[row]}
             example |= {"prompt": prompt, "response": response}
             if self.images and self.images[row]:
-                example["images"] = next(
-                    filter(None, map(json.loads(self.row_texts[row]).get, COLUMNS))
-                )
+                columns = json.loads(self.row_texts[row])
+                example["images"] = next(filter(None, map(columns.get, COLUMNS)))
             if self.messages:
                 example["messages"] = self.messages[row]
             if scores is not None:

@@ -1,7 +1,4 @@
-"""Teachers behind vLLM servers: docs/distill.md.
-
-They tell the log-prob of each token of a response, and those of the k most probable in its place.
-"""
+"""Teachers behind vLLM servers, which tell the k most probable tokens: docs/distill.md."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +9,7 @@ from torch import nn
 
 from common import distributed, refuse
 from preference_recipes.models import teachers
-from preference_recipes.models.teachers import Question, Teachers, Words
+from preference_recipes.models.teachers import Question, Teachers, TopLogps
 from preference_recipes.rollouts.vllm import Server
 
 REQUESTS_AT_ONCE = 32  # of each process: an answer is a text of some kilobytes a token
@@ -25,9 +22,7 @@ class AllTeachers(Teachers):
         """Exits if a server is not what it should be. `model` is the student."""
         super().__init__(accelerator, args, tokenizer, model)
         self.accelerator = accelerator
-        self.vocabulary = self.student.vocabulary
-        self.top_k = min(args.teacher_top_k, self.vocabulary)
-        self.ranks = list(range(1, self.top_k + 1))
+        self.top_k = min(args.teacher_top_k, self.student.vocabulary)
         self.servers: dict[str, list[Server]] = {}  # of each served teacher
         for name, urls in teachers.locations(args).items():
             for url in urls if isinstance(urls, list) else ():
@@ -43,7 +38,7 @@ class AllTeachers(Teachers):
     def prove(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
         """Returns the names of a server's model and of its weights.
 
-        It must make the student's ids of the text of all tokens, and tell what will be asked.
+        Refuses one with another tokenizer, or that does not tell what will be asked.
         """
         model, *_ = server.send("/v1/models", method="GET")["data"]
         if (longest := model["max_model_len"]) <= max_length:  # it adds a token of its own
@@ -59,11 +54,8 @@ class AllTeachers(Teachers):
         self.ask(Question("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
 
-    def words(self, questions: list[Question]) -> list[Words | None]:
-        """Returns what servers say to each question, None where the teacher is here.
-
-        If one of them fails, all processes exit.
-        """
+    def top_logps(self, questions: list[Question]) -> list[TopLogps | None]:
+        """Returns what servers say to each question, None where the teacher is here."""
         if not self.servers:
             return [None] * len(questions)
         accelerator = self.accelerator
@@ -72,7 +64,7 @@ class AllTeachers(Teachers):
         answers = distributed.all_or_none(accelerator, True, self.ask_all, mine)
         return distributed.gather_rows(dict(zip(rows, answers)))
 
-    def ask_all(self, questions: list[Question]) -> list[Words | None]:
+    def ask_all(self, questions: list[Question]) -> list[TopLogps | None]:
         """Returns what servers say; those of one teacher share its questions."""
         chosen: list[Server | None] = []
         for number, question in enumerate(questions):
@@ -81,7 +73,7 @@ class AllTeachers(Teachers):
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             return list(pool.map(self.ask, questions, chosen))
 
-    def ask(self, question: Question, server: Server | None) -> Words | None:
+    def ask(self, question: Question, server: Server | None) -> TopLogps | None:
         if server is None:
             return None
         ids = question.prompt + question.answer
@@ -90,20 +82,22 @@ class AllTeachers(Teachers):
         choice = server.send("/v1/completions", request)["choices"][0]
         told = choice.get("prompt_logprobs") or []
         is_whole = choice.get("prompt_token_ids") == ids and len(told) == len(ids)
-        top_ids = []
-        logps = []
+        rows_of_ids = []
+        rows_of_logps = []
         for place in itertools.compress(itertools.count(len(question.prompt)), question.learned):
             # One entry more than `top_k` if the token itself is not among these.
             entries = told[place] if is_whole else {}
             own = entries.get(str(ids[place]))
             top = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[: self.top_k]
-            if own is None or [entry["rank"] for _, entry in top] != self.ranks:
+            ranks = [entry["rank"] for _, entry in top]
+            if own is None or ranks != list(range(1, self.top_k + 1)):
                 refuse(f"{server.url} does not tell {self.top_k} log-probs of each token asked")
-            top_ids.append([int(token) for token, _ in top])
-            logps.append([entry["logprob"] for _, entry in top] + [own["logprob"]])
-        words = (torch.tensor(top_ids, dtype=torch.int32), torch.tensor(logps))
-        total = words[1][:, :-1].exp().sum(1)
-        if not total.max() <= 1.001 or words[0].max() >= self.vocabulary:
-            others = f"tokens beyond the {self.vocabulary} of the student"
+            rows_of_ids.append([int(token) for token, _ in top])
+            rows_of_logps.append([entry["logprob"] for _, entry in top] + [own["logprob"]])
+        top_ids = torch.tensor(rows_of_ids, dtype=torch.int32)
+        logps = torch.tensor(rows_of_logps)
+        totals = logps[:, :-1].exp().sum(1)
+        if not totals.max() <= 1.001 or top_ids.max() >= self.student.vocabulary:
+            others = f"tokens beyond the {self.student.vocabulary} of the student"
             refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {others}")
-        return words
+        return top_ids, logps

@@ -25,15 +25,15 @@ class NotPlain(Exception):
 
 
 def share(batch, prompt_of_row: list[int]) -> "tuple | None":
-    """Returns a `generation.Batch` without a token yet, and the prompts that its rows share.
+    """Returns a `generation.Batch` without a new token yet, and the prompts that its rows share.
 
-    Its rows begin with the last tokens of their prompts. The cache of `batch` has each prompt once
-    without its last token, and stays as it is. None: sharing does not pay, or the attention is not
-    known to be plain, or keys are in half precision, whose products would be rounded too early.
+    The cache of `batch` has each prompt once without its last token, and stays as it is. None:
+    sharing does not pay, or the attention is not known to be plain, or keys are in half precision,
+    whose products would be rounded too early.
     """
     keys = batch.cache.layers[0].keys  # [prompts, heads, tokens, head size]
     n_saved = 2 * keys[0].numel() * (len(prompt_of_row) - len(keys))
-    is_plain = batch.sampler.unwrapped.model._supports_attention_backend
+    is_plain = batch.policy.unwrapped.model._supports_attention_backend
     if (
         not is_plain
         or keys.dtype != torch.float32

@@ -27,8 +27,8 @@ from common import adapters, engine, refuse, saving
 from common.distributed import on_main_process
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.policy import Policy, Response
 from preference_recipes.rollouts.rollout import Position, n_updates
-from preference_recipes.rollouts.sampler import Response, Sampler
 
 FOLDER = "for_vllm"  # in the run's folder; where the servers find the weights
 ADAPTER = "actor"  # what servers call the adapter of a run
@@ -58,13 +58,13 @@ class Ahead(NamedTuple):
 class Servers:
     """vLLM servers that share the prompts of a rollout.
 
-    All processes must call its methods, and the main process alone talks to the servers. But in
-    episodes each process asks for its own, by `generate_own`.
+    All processes must call its methods. The main process alone talks to the servers, except in
+    `generate_own`.
     """
 
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
-        self.servers = [Server(url) for url in sampler.args.vllm_url]
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.servers = [Server(url) for url in policy.args.vllm_url]
         self.version = ""  # names the weights that the servers were last given
         self.synced_at: int | None = None  # `global_step` of these weights
         # Each server's last log-probs of a probe, and those of training when it first gave these.
@@ -72,33 +72,30 @@ class Servers:
         self.ahead: Ahead | None = None  # see `sample_ahead`
         workers = self.on_main_process(self.workers)
         shortest = min(worker["max_model_len"] for worker in workers)
-        if (longest := sampler.args.max_length) > shortest:  # it might cut responses, unsaid
+        if (longest := policy.args.max_length) > shortest:  # it might cut responses, unsaid
             refuse(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
-        dtypes = [worker["dtype"] for worker in workers]
-        # The coarsest of those in which the servers compute.
-        self.dtype = max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+        self.dtype = coarsest(*(worker["dtype"] for worker in workers))
         self.synchronise()
 
     def on_main_process(self, function: Callable, *args) -> Any:
-        return on_main_process(self.sampler.accelerator, function, *args)
+        return on_main_process(self.policy.accelerator, function, *args)
 
     def workers(self) -> list[dict]:
         return [worker for server in self.servers for worker in server.call("describe")]
 
     # ======================================================== sampling
-
     def generate(
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images=()
     ) -> list[Response]:
-        """Returns the responses to each prompt in turn, see `Source.sample`. None has images."""
-        sampler = self.sampler
-        requests = make_requests(sampler, prompts, uniforms, temperature)
+        """Returns the responses to each prompt in turn, see `Sampler.sample`. None has images."""
+        policy = self.policy
+        requests = make_requests(policy, prompts, uniforms, temperature)
         if self.ahead is not None:
             # Also for other requests: servers sample with one version of the weights at a time.
             responses = self.on_main_process(self.ahead.answer)
             if self.ahead.requests == requests:
-                staleness = sampler.progress.global_step - self.ahead.weights_of
-                sampler.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
+                staleness = policy.progress.global_step - self.ahead.weights_of
+                policy.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
                 self.ahead = None
                 return responses
         self.synchronise()
@@ -117,36 +114,35 @@ class Servers:
 
         `uniforms` are `[prompts, tokens]`.
         """
-        requests = make_requests(self.sampler, prompts, uniforms[:, None], temperature)
+        requests = make_requests(self.policy, prompts, uniforms[:, None], temperature)
         yield from enumerate(self.ask(requests))
 
     def sample_ahead(self, position: Position) -> None:
-        """Lets the servers begin with the responses of the next rollout, with the current weights.
+        """Lets the servers begin with the next rollout, whose prompts come after `position`.
 
-        They answer while the one that was just sampled, and whose prompts `position` has taken, is
-        trained on. Does nothing without `--rollouts_ahead`, nor if the run may end before.
+        Does nothing without `--rollouts_ahead`, nor if the run may end before.
         """
-        sampler = self.sampler
-        args = sampler.args
+        policy = self.policy
+        args = policy.args
         if not args.rollouts_ahead:
             return
         position = dataclasses.replace(position)  # the run's own stays where it is
         updates = n_updates(args, args.rollout_batch_size)
-        at_end_of_run = sampler.progress.updates_seen + updates >= sampler.progress.total_steps
-        at_end_of_data = position.prompts_seen >= args.max_epochs * len(sampler.data.train)
+        at_end_of_run = policy.progress.updates_seen + updates >= policy.progress.total_steps
+        at_end_of_data = position.prompts_seen >= args.max_epochs * len(policy.data.train)
         if at_end_of_run or (at_end_of_data and not args.max_steps):
             return
         position.end_rollout()  # the number of the rollout is part of its seeds
-        prompts = position.take_prompts(sampler, args.rollout_batch_size)
+        prompts = position.take_prompts(policy, args.rollout_batch_size)
         uniforms = position.draw_uniforms(args, len(prompts["row"]))
-        requests = make_requests(sampler, prompts["prompt_ids"], uniforms, args.temperature)
+        requests = make_requests(policy, prompts["prompt_ids"], uniforms, args.temperature)
         self.synchronise()
         answer = None
-        if sampler.accelerator.is_main_process:
+        if policy.accelerator.is_main_process:
             background = ThreadPoolExecutor(1)
             answer = background.submit(self.ask, requests).result
             background.shutdown(wait=False)  # ends the thread once it has the answer
-        self.ahead = Ahead(requests, sampler.progress.global_step, answer)
+        self.ahead = Ahead(requests, policy.progress.global_step, answer)
 
     def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
@@ -177,25 +173,18 @@ class Servers:
         return responses
 
     # ======================================================== weights
-
     def synchronise(self) -> None:
         """Gives the servers the actor's weights, if theirs are others, and proves it by a probe."""
-        sampler = self.sampler
-        step = sampler.progress.global_step
+        policy = self.policy
+        step = policy.progress.global_step
         if self.synced_at == step:
             return
         started = time.perf_counter()
-        folder = Path(sampler.args.output_dir).resolve() / FOLDER
+        folder = Path(policy.args.output_dir).resolve() / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
-        saving.save(
-            sampler.accelerator,
-            sampler.args,
-            sampler.model,
-            {folder: sampler.unwrapped.model},
-            sampler.tokenizer,
-            dtype=dtype,
-        )
-        is_adapter = adapters.has_adapter(sampler.unwrapped)
+        models = {folder: policy.unwrapped.model}
+        saving.save(policy.accelerator, policy.args, policy.model, models, policy.tokenizer, dtype)
+        is_adapter = adapters.has_adapter(policy.unwrapped)
         self.version = self.on_main_process(self.load_weights, str(folder), is_adapter)
         if is_adapter:
             for server in self.servers:
@@ -203,8 +192,8 @@ class Servers:
         difference = max(map(self.prove, self.servers))
         self.synced_at = step
         seconds = time.perf_counter() - started
-        if not sampler.progress.finished:  # else no training line follows
-            means = sampler.means
+        if not policy.progress.finished:  # else no training line follows
+            means = policy.means
             means.add_rollout({"sync/seconds": torch.tensor([seconds])})
             means.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
 
@@ -230,27 +219,27 @@ class Servers:
 
     @torch.no_grad()
     def prove(self, server: "Server") -> float:
-        """Returns the mean absolute difference of log-probs of some responses, server to training.
+        """Returns the mean absolute difference of some log-probs, server to training.
 
-        The run ends if it is too large, or if training's log-probs have changed while those of the
-        server are the same to the last bit.
+        Refuses one that is too large, and a server whose log-probs have not changed at all while
+        those of training have.
         """
-        sampler = self.sampler
-        args = sampler.args
-        prompts = sampler.data.train[:PROBE_PROMPTS]["prompt_ids"]
+        policy = self.policy
+        args = policy.args
+        prompts = policy.data.train[:PROBE_PROMPTS]["prompt_ids"]
         # Every probe draws from seed 0, so that unchanged weights give the same answer.
         same_seed = np.zeros((len(prompts), 1, min(PROBE_TOKENS, args.max_new_tokens)))
-        requests = make_requests(sampler, prompts, same_seed, args.temperature)
+        requests = make_requests(policy, prompts, same_seed, args.temperature)
         responses = self.on_main_process(lambda: [server.complete(r)[0] for r in requests])
-        packer = Packer(sampler.accelerator.device)
+        packer = Packer(policy.accelerator.device)
         batch = packer.make_batch(prompts, [response.ids for response in responses])
-        with checks.evaluation_mode(sampler.model):
-            ours = sampler.model(batch, args.temperature)["logps"].cpu()
+        with checks.evaluation_mode(policy.model):
+            ours = policy.model(batch, args.temperature)["logps"].cpu()
         theirs = pad_sequence([torch.tensor(response.logps) for response in responses], True)
         difference = (theirs - ours)[batch["mask"].cpu()].abs().mean().item()
 
-        of_training = str(engine.half_precision(sampler.accelerator) or torch.float32)
-        dtype = max(of_training.removeprefix("torch."), self.dtype, key=LARGEST_DIFFERENCE.get)
+        in_training = str(engine.half_precision(policy.accelerator) or torch.float32)
+        dtype = coarsest(in_training.removeprefix("torch."), self.dtype)
         last_theirs, last_ours = self.probes.get(server.url, (None, None))
         if last_theirs is None or not torch.equal(theirs, last_theirs):
             self.probes[server.url] = (theirs, ours)
@@ -272,6 +261,10 @@ class Servers:
         return difference
 
 
+def coarsest(*dtypes: str) -> str:
+    return max(dtypes, key=LARGEST_DIFFERENCE.__getitem__)
+
+
 # ============================================================ one server
 class Server:
     """A vLLM server at an address. Every method raises `Refused` if it fails."""
@@ -286,7 +279,7 @@ class Server:
         return self.send("/collective_rpc", content).get("results", [])
 
     def complete(self, request: dict[str, Any]) -> list[Response]:
-        """Returns the responses to a request to `/v1/completions`, refuses what was not asked."""
+        """Returns the responses to a request to `/v1/completions`; refuses what was not asked."""
         answer = self.send("/v1/completions", {"model": self.model, **request})
         responses = []
         for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
@@ -321,15 +314,15 @@ class Server:
 
 
 def make_requests(
-    sampler: Sampler, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    policy: Policy, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
 ) -> list[dict]:
     """Returns a request for each prompt, with `uniforms` `[prompts, responses to each, tokens]`.
 
-    All that a server could add by itself is named: top-p, top-k, penalties, its own end token.
+    It names all that a server could add by itself, such as top-p, penalties and its own end token.
     """
     n, n_tokens = uniforms.shape[1:]
-    never_drawn = sampler.tokens_without_probability()
-    stops = sorted(sampler.stop_tokens())
+    never_drawn = policy.tokens_without_probability()
+    stops = sorted(policy.stop_tokens())
     return [
         {
             "prompt": prompt,
@@ -337,7 +330,7 @@ def make_requests(
             # The server draws response i from seed + i: times n, so that no two prompts share one.
             "seed": int(uniforms[number, 0, 0] * 2**40) * n,
             # In a batch of episodes the others may have less room.
-            "max_tokens": min(n_tokens, sampler.args.max_length - len(prompt)),
+            "max_tokens": min(n_tokens, policy.args.max_length - len(prompt)),
             "temperature": temperature,
             "top_p": 1.0,
             "top_k": 0,

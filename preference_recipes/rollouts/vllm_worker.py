@@ -1,10 +1,8 @@
 """What a vLLM server runs in its worker processes, so that a training run can give it new weights.
 
-The server is started with this repository on its `PYTHONPATH` and
-`--worker-extension-cls preference_recipes.rollouts.vllm_worker.Weights`; see docs/vllm.md.
-vLLM mixes the class into its worker, and a run calls the methods by `POST /collective_rpc`.
-Nothing else of this repository is imported here: the server's environment has neither accelerate
-nor DeepSpeed.
+vLLM mixes the class into its worker, see docs/vllm.md, and a run calls the methods by `POST
+/collective_rpc`. Nothing else of this repository is imported here: the server's environment has
+neither accelerate nor DeepSpeed.
 """
 
 from typing import Any

@@ -38,17 +38,14 @@ def export(
     merge_adapter: bool = False,
     base: str | None = None,
 ) -> None:
-    """Copies `checkpoint/actor`, or another model's folder, to `out`.
+    """Copies a model, `actor` or `critic`, of a checkpoint to `out`, or merges its adapter.
 
     Args:
         checkpoint: a folder `.../checkpoints/global_step_...`; with `merge_adapter` also an
             adapter's folder or hub name.
         out: must not exist, or be an empty folder.
-        dtype: one of `DTYPES`, to which floating-point weights are converted; None leaves them as
-            they are.
-        model: the name of the folder, `actor` or `critic`.
-        merge_adapter: write a whole model instead of an adapter.
-        base: the adapter's base; None: that of its config.
+        dtype: one of `DTYPES`; None: the weights stay as they are.
+        base: of the adapter; None: that of its config.
     """
     out = out.resolve()  # a link would be replaced by a folder next to it
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -88,9 +85,7 @@ def copy_model(checkpoint: Path, model: str, out: Path) -> None:
 def merge(adapter: str, out: Path, base: str | None = None) -> None:
     """Writes the model that an adapter makes of its base to a folder, in fp32, with its tokenizer.
 
-    Args:
-        adapter: a folder or a hub name.
-        base: see `export`.
+    `adapter` is a folder or a hub name; for `base` see `export`.
     """
     from common import adapters, launch  # all of these are slow to import
 
@@ -106,7 +101,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
 
     try:
         folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
-    except Exception as error:  # of the name, the network, the hub
+    except Exception as error:
         refuse(f"{adapter} is no folder here, and not on the hub: {in_one_line(error)}")
     if not (folder / "adapter_config.json").is_file():
         refuse(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
@@ -120,12 +115,12 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
         name, trust_remote_code=False, mistral_format=False
     )
     tokenizer.processor, _ = images.processor_of(name, tokenizer)
-    settings = {"dtype": torch.float32}
-    auto_class = load.class_for(base, tokenizer)
     if config.task_type == "SEQ_CLS":
         auto_class = transformers.AutoModelForSequenceClassification
-        settings["num_labels"] = 1
-    model = load.from_pretrained(auto_class, base, **settings)
+        model = load.from_pretrained(auto_class, base, dtype=torch.float32, num_labels=1)
+    else:
+        auto_class = load.class_for(base, tokenizer)
+        model = load.from_pretrained(auto_class, base, dtype=torch.float32)
     now = load.describe_weights(base, model.config)
     file = folder / adapters.BASE_FILE
     before = folders.read_json(file)["fingerprint"] if file.is_file() else now
@@ -137,7 +132,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     ids = torch.linspace(0, model.get_input_embeddings().num_embeddings - 1, 32).long()[None]
     with torch.no_grad():
         expected = model(ids).logits
-        merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
+        merged = model.merge_and_unload(safe_merge=True)  # it refuses what is not finite
         difference = (merged(ids).logits - expected).abs().max().item()
     largest = expected.abs().max().item()
     # peft 0.21 merges the adapters of all layers that share a matrix, such as tied embeddings.
@@ -179,11 +174,8 @@ def convert(folder: Path, dtype: str) -> None:
 
 @ends_with_refusals()
 def main(words: list[str] | None = None, command: str | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=command, description=__doc__, formatter_class=layout)
     parser.add_argument("checkpoint", type=Path, help="with --merge also an adapter")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as they were trained")

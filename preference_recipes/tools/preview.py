@@ -6,13 +6,14 @@ The rows go through the run's own `Converter`, so what is shown is what would be
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common import counted
+from common import counted, distributed
 from preference_recipes.data import files, images, rendering
 from preference_recipes.data.dataset import Converter, Data
 
@@ -27,8 +28,17 @@ class Sequence(NamedTuple):
     is_trained: list[bool]
 
 
+def show_preview(accelerator, args, data: Data) -> None:
+    """With `--preview N`, prints the first N rows of each training set, and ends the run.
+
+    All processes must call it, before any model is loaded.
+    """
+    if args.preview:
+        distributed.on_main_process(accelerator, print_preview, args, data)
+        sys.exit(0)
+
+
 def print_preview(args, data: Data) -> None:
-    """Prints the first rows of each training set."""
     for name in args.dataset_name:
         rows = files.find(name, args.dataset_split)
         some = rows.select(range(min(args.preview, len(rows))))
@@ -44,11 +54,7 @@ def print_preview(args, data: Data) -> None:
 
 
 def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
-    """Returns lines: a row as given, as text, and token by token.
-
-    Args:
-        values: what `converter` made of it.
-    """
+    """Returns lines: a row as given, and what the converter made of it, as text and as tokens."""
     tokenizer = converter.tokenizer
     short = lambda value: f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
     shown = json.dumps(row, ensure_ascii=False, default=short)

@@ -5,16 +5,17 @@
     python -m preference_recipes.tools.rows RUN --sort rewards/margins --lowest --out FILE --rest
     python -m preference_recipes.tools.rows RUN --sort loss --compare OTHER_RUN
 
-RUN is a run's `--output_dir`. `--step` shows the rows of an update as `--preview` does: those with
-the largest share of its loss first, if the run recorded values (`--values_steps`). `--sort` needs
-recorded values, and orders rows by one of them over the whole run: by its `--mean` (the default),
-its `--last` value or their `--spread`. `--out` writes the rows that it found as data again, and
-with `--rest` all rows but those.
+RUN is a run's `--output_dir`. `--step` shows the rows of an update as `--preview` does, if the run
+recorded values (`--values_steps`) those with the largest share of its loss first. `--sort` needs
+recorded values, and orders rows by one of them over the whole run. `--out` writes the rows that it
+found as data again, and with `--rest` all rows but those.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import os
@@ -35,28 +36,25 @@ from common import batches, folders, log, replaced
 from common.values import VALUES
 
 COUNT = ":count"  # after the name of a metric, in the name of the column that counts it
+WAYS = {"mean": "mean", "last": "last", "spread": "stddev"}  # what pyarrow calls them
 
 
 # ============================================================ what a run has recorded
 def read(run: Path, source: str | None, metrics: list[str] | None = None) -> pyarrow.Table:
-    """Returns the recorded values of a run, in the order of its updates.
-
-    Args:
-        source: None: that of training.
-        metrics: those that are wanted; None: all.
-    """
+    """Returns recorded values: without a source those of training, without metrics all of them."""
     parts = sorted((run / VALUES).glob("*.parquet"))
     if not parts:
         sys.exit(f"{run} has no recorded values: its run needs --values_steps")
-    names = ["global_step", "source", "row", "response", "weight"]
-    names += [f"{name}{suffix}" for name in metrics or [] for suffix in ("", COUNT)]
+    names = None
+    if metrics:
+        names = ["global_step", "source", "row", "weight"]
+        names += [f"{name}{suffix}" for name in metrics for suffix in ("", COUNT)]
     tables = []
     for part in parts:
-        # Names that a part lacks are passed over.
-        table = pyarrow.parquet.ParquetFile(part).read(names if metrics else None)
+        table = pyarrow.parquet.ParquetFile(part).read(names)  # those that the part has
         of_training = pc.invert(pc.starts_with(table["source"], "eval"))
         tables.append(table.filter(pc.equal(table["source"], source) if source else of_training))
-    table = pyarrow.concat_tables(tables, promote_options="default").sort_by("global_step")
+    table = pyarrow.concat_tables(tables, promote_options="default")
     if not len(table):
         sys.exit(f"{run} has recorded nothing of {source or 'training'}")
     for name in set(metrics or []).difference(table.column_names):
@@ -66,8 +64,8 @@ def read(run: Path, source: str | None, metrics: list[str] | None = None) -> pya
     return table
 
 
-def by_row(run: Path, source: str | None, metric: str, way: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of rows, and a metric of each over the run: `mean`, `last` or `spread`.
+def by_row(run: Path, source: str | None, metric: str, way: str) -> pyarrow.Table:
+    """Returns rows, `row`, and a metric of each over the run, `value`: mean, last or spread.
 
     What a row has in one update, such as several responses, counts as one value: their mean.
 
@@ -76,27 +74,20 @@ def by_row(run: Path, source: str | None, metric: str, way: str) -> tuple[np.nda
     """
     first, *others = metric.split(" - ")
     table = read(run, source, [first, *others])
-    weights = table["weight"].to_numpy() * table[first + COUNT].fill_null(0.0).to_numpy()
-    column = table[first]
+    values = table[first]
     for other in others:
-        column = pc.subtract(column, table[other])  # null where one of them is
-    weights = np.where(column.is_null().to_numpy(), 0.0, weights)
-    values = column.fill_null(0.0).to_numpy()
-    rows, steps = table["row"].to_numpy(), table["global_step"].to_numpy()
-    order = np.lexsort((steps, rows))
-    order = order[weights[order] > 0]
-    rows, steps, values, weights = (each[order] for each in (rows, steps, values, weights))
-    starts = np.flatnonzero(np.diff(rows, prepend=-1) | np.diff(steps, prepend=-1))  # of an update
-    sums = np.add.reduceat(values * weights, starts)
-    values = sums / np.add.reduceat(weights, starts)
-    rows, starts, counts = np.unique(rows[starts], return_index=True, return_counts=True)
-    if way == "last":
-        return rows, values[starts + counts - 1]
-    means = np.add.reduceat(values, starts) / counts
-    if way == "mean":
-        return rows, means
-    squares = (values - np.repeat(means, counts)) ** 2
-    return rows, np.sqrt(np.add.reduceat(squares, starts) / counts)
+        values = pc.subtract(values, table[other])  # null where one of them is
+    weights = pc.multiply(table["weight"], table[first + COUNT])
+    weighted = pc.multiply(values, weights)
+    table = table.select(["row", "global_step"])
+    table = table.append_column("weighted", weighted).append_column("weight", weights)
+    table = table.filter(pc.and_(pc.is_valid(weighted), pc.greater(weights, 0)))
+    table = table.group_by(["row", "global_step"], use_threads=False)
+    table = table.aggregate([("weighted", "sum"), ("weight", "sum")]).sort_by("global_step")
+    table = table.append_column("value", pc.divide(table["weighted_sum"], table["weight_sum"]))
+    # Without threads, or the last row of a group would be any.
+    table = table.group_by("row", use_threads=False).aggregate([("value", WAYS[way])])
+    return table.rename_columns(["row", "value"]).sort_by("row")
 
 
 # ============================================================ the rows themselves
@@ -114,8 +105,9 @@ def rows_of(settings: SimpleNamespace, source: str | None) -> Iterator[tuple[int
 
     name, split = settings.dataset_name[0], settings.dataset_split
     if source:
-        is_it = lambda name: source in ("eval", f"eval/{files.stem(name)}")
-        name, split = next(filter(is_it, settings.eval_dataset_name)), settings.eval_dataset_split
+        split = settings.eval_dataset_split
+        names = settings.eval_dataset_name
+        name = next(n for n in names if source in ("eval", f"eval/{files.stem(n)}"))
     before = settings.start["data_files"].get(name)
     if before is not None and before != folders.describe(Path(name)):
         sys.exit(f"{name} has changed since the run read it: its rows may be others now")
@@ -162,40 +154,40 @@ def rows_of_update(run: Path, step: int, args, data) -> list[int]:
     return data.train[places]["row"]
 
 
+def recorded_samples(run: Path, source: str | None, step: int) -> list[dict]:
+    """Returns what was recorded of an update's samples, the largest share of its loss first."""
+    table = read(run, source)
+    of_step = table.filter(pc.equal(table["global_step"], step)).drop(["global_step", "source"])
+    if not len(of_step):
+        last = sorted(pc.unique(table["global_step"]).to_pylist())[-5:]
+        sys.exit(f"--step {step}: not recorded; the last that were: {', '.join(map(str, last))}")
+    weights = pc.multiply(of_step["weight"], of_step["loss" + COUNT])
+    losses = pc.multiply(of_step["loss"], weights).fill_null(0.0)
+    shares = pc.divide(losses, pc.sum(pc.abs(losses)).as_py() or 1.0)
+    samples = of_step.append_column("share of loss", shares).to_pylist()
+    return sorted(samples, key=lambda sample: -abs(sample["share of loss"]))
+
+
 def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: int):
     """Prints the rows of an update, or of an evaluation, as `--preview` does."""
-    samples = []
-    if (run / VALUES).exists():
-        table = read(run, source)
-        of_step = table.filter(pc.equal(table["global_step"], step))
-        if not len(of_step):
-            last = ", ".join(map(str, pc.unique(table["global_step"]).to_pylist()[-5:]))
-            sys.exit(f"--step {step}: not recorded; the last that were: {last}")
-        samples = of_step.drop(["global_step", "source"]).to_pylist()
-        for sample in samples:
-            counts = sample["weight"] * (sample.get("loss" + COUNT) or 0.0)
-            sample["share of loss"] = (sample.get("loss") or 0.0) * counts
-        whole = sum(abs(sample["share of loss"]) for sample in samples) or 1.0
-        samples = [{**each, "share of loss": each["share of loss"] / whole} for each in samples]
-        samples.sort(key=lambda sample: -abs(sample["share of loss"]))
-    args, data = as_read(run, settings)
-    if not samples:
-        samples = [{"row": row} for row in rows_of_update(run, step, args, data)]
-    from preference_recipes.tools import preview
+    from preference_recipes.tools import preview  # slow to import
 
-    wanted = {sample["row"] for sample in samples[:top]}
+    args, data = as_read(run, settings)
+    if (run / VALUES).exists():
+        samples = recorded_samples(run, source, step)[:top]
+    else:
+        samples = [{"row": row} for row in rows_of_update(run, step, args, data)[:top]]
+    wanted = {sample["row"] for sample in samples}
     given = {row: values for row, values in rows_of(settings, source) if row in wanted}
-    for sample in samples[:top]:
+    for sample in samples:
         row = sample.pop("row")
         print(f"\nrow {row}")
         values = data.converter.convert_row(given[row], row - 1)
         print("\n".join(preview.describe_row(given[row], values, data.converter)))
-        logps = np.array(sample.pop("logps", None) or [])
+        logps = sample.pop("logps", None) or []
+        parts = preview.sequences_of(values)
         trained = [
-            token
-            for part in preview.sequences_of(values)
-            for token, is_trained in zip(part.ids, part.is_trained)
-            if is_trained
+            token for part in parts for token in itertools.compress(part.ids, part.is_trained)
         ]
         if 0 < len(logps) == len(trained):  # not of responses, nor of a row of several sequences
             least = preview.Sequence("", [trained[k] for k in np.argsort(logps)[:5]], [True] * 5)
@@ -208,29 +200,32 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
 # ============================================================ --sort
 def show_sorted(run: Path, settings: SimpleNamespace, args: argparse.Namespace) -> None:
     """Prints the rows at one end of an order, or writes them, or all others, as data."""
-    numbers, values = by_row(run, args.source, args.sort, args.way)
-    columns = [values]
+    table = by_row(run, args.source, args.sort, args.way)
+    columns = ["value"]
+    order = "value"
     if args.compare:
         if settings_of(args.compare).start["data_files"] != settings.start["data_files"]:
             sys.exit(f"{run} and {args.compare} read other data: their rows are not the same")
-        others, values_of_other = by_row(args.compare, args.source, args.sort, args.way)
-        numbers, mine, theirs = np.intersect1d(numbers, others, return_indices=True)
-        columns = [values[mine], values_of_other[theirs]]
-        values = abs(columns[0] - columns[1])
-    order = np.argsort(values if args.lowest else -values, kind="stable")
-    top = math.ceil(round(args.top * len(order), 6)) if args.top < 1 else int(args.top)
-    chosen = {int(numbers[place]): place for place in order[:top]}
-    texts = {}
-    with open(args.out or os.devnull, "x" if args.out else "w", encoding="utf-8") as file:
-        for row, given in rows_of(settings, args.source):
-            text = json.dumps(given, ensure_ascii=False, default=str)
-            if row in chosen:
-                texts[row] = text
-            if (row in chosen) != args.rest:
-                file.write(f"{text}\n")
-    for row, place in chosen.items() if not args.out else ():
-        numbers_of_row = "  ".join(f"{column[place]:>11.5g}" for column in columns)
-        print(f"row {row:>8}  {numbers_of_row}  {texts[row]}")
+        other = by_row(args.compare, args.source, args.sort, args.way)
+        table = table.join(other, "row", join_type="inner", right_suffix=" there")
+        columns = ["value", "value there"]
+        order = "difference"
+        table = table.append_column(order, pc.abs(pc.subtract(*table.select(columns))))
+    direction = "ascending" if args.lowest else "descending"
+    table = table.sort_by([(order, direction), ("row", "ascending")])
+    top = math.ceil(round(args.top * len(table), 6)) if args.top < 1 else int(args.top)
+    chosen = {sample["row"]: sample for sample in table[:top].to_pylist()}
+    as_text = functools.partial(json.dumps, ensure_ascii=False, default=str)
+    if args.out:
+        with open(args.out, "x", encoding="utf-8") as file:
+            for row, given in rows_of(settings, args.source):
+                if (row in chosen) != args.rest:
+                    file.write(as_text(given) + "\n")
+        return
+    texts = {row: as_text(given) for row, given in rows_of(settings, args.source) if row in chosen}
+    for row, sample in chosen.items():
+        values = "  ".join(f"{sample[column]:>11.5g}" for column in columns)
+        print(f"row {row:>8}  {values}  {texts[row]}")
 
 
 def main(words: list[str] | None = None, command: str | None = None) -> None:

@@ -17,7 +17,7 @@ from preference_recipes.models import load
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.rewards import given_to_functions
 from preference_recipes.rollouts.samples import Samples
-from rollout.bare_runs import bare_source
+from rollout.bare_runs import bare_sampler
 from runs import slow_but
 from vlms import FAMILIES, save_vlm, some_rows
 
@@ -51,9 +51,9 @@ def test_responses_are_those_of_plain_transformers(prompts_of, accelerator, fami
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32
     ).eval()
-    source = bare_source(accelerator, tokenizer, model, max_new_tokens=NEW, max_length=900)
+    sampler = bare_sampler(accelerator, tokenizer, model, max_new_tokens=NEW, max_length=900)
     never = images.tokens_of(tokenizer.processor)
-    greedy = source.sample(columns, np.zeros((5, 1, NEW)), 0.0)
+    greedy = sampler.sample(columns, np.zeros((5, 1, NEW)), 0.0)
     how = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=tokenizer.eos_token_id)
     for number, row in enumerate(some_rows()):
         messages, files = row["messages"][:-1], row["images"]
@@ -66,7 +66,7 @@ def test_responses_are_those_of_plain_transformers(prompts_of, accelerator, fami
         assert greedy.responses[number] == made[0, inputs["input_ids"].shape[1] :].tolist()
 
     uniforms = np.random.default_rng(0).random((5, 2, NEW))
-    samples = source.sample(columns, uniforms, TEMPERATURE)
+    samples = sampler.sample(columns, uniforms, TEMPERATURE)
     assert samples.images[0] == samples.images[1] == some_rows()[0]["images"]
     batch = samples.make_batch(
         [*range(10)], Packer(torch.device("cpu"), processor=tokenizer.processor)
@@ -91,8 +91,8 @@ def test_reward_functions_see_images_and_samples_name_their_files(prompts_of, ac
         ended=torch.ones(5, dtype=torch.bool),
         images=files,
     )
-    source = bare_source(accelerator, tokenizer)
-    given = given_to_functions(source, samples, [1, 2], ["prompt", "images"])
+    sampler = bare_sampler(accelerator, tokenizer)
+    given = given_to_functions(sampler, samples, [1, 2], ["prompt", "images"])
     assert [image.size for image in given["images"][0]] == [(32, 64), (48, 48)]
     assert given["images"][1] == []
     assert given["prompts"][0][0]["content"] == "Compare \ufffc with \ufffc."

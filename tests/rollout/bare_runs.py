@@ -1,4 +1,4 @@
-"""Sources without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
+"""Samplers without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
 
 import types
 
@@ -12,7 +12,6 @@ from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.rewards import Judge
 from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.sources import Source
 
 # As in the recipes' defaults, but for what a test names.
 ARGS = dict(generate_batch_size=0, score_batch_size=4, max_length=64, max_new_tokens=8)
@@ -46,11 +45,6 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
         means=Means(accelerator),
         packer=SHARING,
     )
-
-
-def bare_source(*of_sampler, **settings) -> Source:
-    """What draws samples by `bare_sampler`."""
-    return Source(bare_sampler(*of_sampler, **settings))
 
 
 def bare_judge(**settings) -> Judge:

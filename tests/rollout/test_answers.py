@@ -15,7 +15,7 @@ from plain_rollouts import alone
 from preference_recipes.data import chat, dataset
 from preference_recipes.rollouts import answers, results, rewards
 from preference_recipes.rollouts.answers import decode_answers
-from preference_recipes.rollouts.sampler import Response
+from preference_recipes.rollouts.policy import Response
 
 # What a response says, the column `answer`, and whether the response is right.
 TABLE = [

@@ -23,7 +23,6 @@ from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import decode, encode
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts import environments, episodes
-from preference_recipes.rollouts.sources import Source
 from runs import say
 
 # As a user writes them; used by whole runs, and in this process.
@@ -90,8 +89,7 @@ def play(accelerator, tokenizer):
         has_step = hasattr(instance, "step")
         tools = [] if has_step else [environments.get_json_schema(instance.add)]
         user_class = environments.UserClass("E", make, False, tools)
-        source = Source(sampler)
-        source.stage = episodes.Stage(sampler, source.generator, user_class)
+        sampler.stage = episodes.Stage(sampler, sampler.generator, user_class)
         rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
         prompts = {
             "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"]).ids for row in rows],
@@ -99,7 +97,7 @@ def play(accelerator, tokenizer):
             "row": [1, 2],
         }
         uniforms = np.random.default_rng(3).random((2, per_prompt, args["max_new_tokens"]))
-        return source, prompts, uniforms, source.sample(prompts, uniforms, 1.0)
+        return sampler, prompts, uniforms, sampler.sample(prompts, uniforms, 1.0)
 
     return played
 
@@ -109,11 +107,9 @@ def play(accelerator, tokenizer):
 
 def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
     """Log-probs of one pass over the whole episode are those with which its tokens were drawn."""
-    source, _, uniforms, found = play(MINE.Echo, dtype=torch.float64)
+    sampler, _, uniforms, found = play(MINE.Echo, dtype=torch.float64)
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
-    logps = LogProbModel(source.sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))[
-        "logps"
-    ]
+    logps = LogProbModel(sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
     drawn = found.padded_sampler_logps
     assert torch.equal(found.mask, drawn != 0)
     assert (logps - drawn).abs().max() < 2e-6
@@ -125,7 +121,7 @@ def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
         assert found.is_sampled[row][-1]
         # The k-th token that the model draws is the one that the k-th number chooses, in any turn.
         whole = torch.tensor([found.prompts[row] + ids])
-        logits = source.sampler.unwrapped.model(whole).logits[0, -len(ids) - 1 : -1]
+        logits = sampler.unwrapped.model(whole).logits[0, -len(ids) - 1 : -1]
         cumulative = logits[found.is_sampled[row]].softmax(-1).cumsum(-1)
         numbers = torch.tensor(uniforms.reshape(4, -1)[row, : len(cumulative), None])
         chosen = torch.searchsorted(cumulative, numbers)[:, 0]
@@ -133,9 +129,9 @@ def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
 
 
 def test_an_environment_of_one_turn_changes_nothing(play):
-    source, prompts, uniforms, found = play(MINE.Once)
-    source.stage = None
-    plain = source.sample(prompts, uniforms, 1.0)
+    sampler, prompts, uniforms, found = play(MINE.Once)
+    sampler.stage = None
+    plain = sampler.sample(prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
 
@@ -160,8 +156,8 @@ def test_what_an_environment_says_becomes_plain_messages(play, said):
 
 def test_limits_truncate_an_episode(play):
     for settings in (dict(max_turns=1), dict(max_new_tokens=3), dict(max_length=30)):
-        source, _, _, found = play(MINE.Echo, **settings)
-        args = source.sampler.args
+        sampler, _, _, found = play(MINE.Echo, **settings)
+        args = sampler.args
         for prompt, ids, flags in zip(found.prompts, found.responses, found.is_sampled):
             assert sum(flags) <= args.max_new_tokens
             assert len(prompt) + len(ids) <= args.max_length and flags[-1]
@@ -294,10 +290,10 @@ def test_an_environment_that_fails_ends_the_run(play):
         play(Blocks, environment_timeout=0.5)
 
 
-def rewards_of(source, samples) -> list[float]:
+def rewards_of(sampler, samples) -> list[float]:
     judge = bare_judge()
     judge.weights = {"environment": 1.0}
-    return judge.scores_of_functions(source, samples)["environment"]
+    return judge.scores_of_functions(sampler, samples)["environment"]
 
 
 # ============================================================ whole runs
@@ -352,12 +348,12 @@ def test_reward_functions_get_conversations_and_environments(play):
             assert conversation[-1]["content"].startswith(response[:1])
         return [10 * len(environment.said) for environment in environments]
 
-    source, _, _, found = play(MINE.Echo)
-    said = [len(instance.said) for instance in source.stage.instances.values()]
+    sampler, _, _, found = play(MINE.Echo)
+    said = [len(instance.said) for instance in sampler.stage.instances.values()]
     judge = bare_judge()
     judge.functions = {"told": told}
     judge.weights = {"told": 1.0, "environment": 2.0}
-    scores = judge.score(source, found)
+    scores = judge.score(sampler, found)
     assert scores.parts["told"].tolist() == [10 * each for each in said] and max(said) > 0
     assert torch.equal(scores.total, scores.parts["told"] + 2 * scores.parts["environment"])
 
@@ -390,11 +386,11 @@ def test_the_examples_of_the_page(play, name):
         make = type(
             "WithAnswer", (make,), {"reset": lambda self, **_: names[name].reset(self, "046")}
         )
-    source, _, _, found = play(make, max_length=400, max_turns=2)
+    sampler, _, _, found = play(make, max_length=400, max_turns=2)
     turns_of = found.statistics["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
-        assert rewards_of(source, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
+        assert rewards_of(sampler, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, build
-from bare_runs import bare_sampler, bare_source
+from bare_runs import bare_sampler
 from plain_rollouts import STOPS, alone
 from preference_recipes.rollouts import decoding, generation
 from preference_recipes.rollouts.generation import ALONE
@@ -64,8 +64,8 @@ def test_responses_of_a_prompt_share_its_prefill(
         ]
         monkeypatch.setattr(type(model), "forward", watched)
         read.clear()
-        source = bare_source(accelerator, tokenizer, model, generate_batch_size=batch_size)
-        samples = source.sample(columns, uniforms.reshape(len(PROMPTS), n, ROOM), temperature)
+        sampler = bare_sampler(accelerator, tokenizer, model, generate_batch_size=batch_size)
+        samples = sampler.sample(columns, uniforms.reshape(len(PROMPTS), n, ROOM), temperature)
         monkeypatch.undo()
         assert samples.responses == [response for response, _ in expected]
         assert samples.data_rows == [row for row in range(1, 8) for _ in range(n)]

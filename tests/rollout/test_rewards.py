@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from bare_runs import bare_judge, bare_source, data_of
+from bare_runs import bare_judge, bare_sampler, data_of
 from preference_recipes.rollouts import rewards
 from preference_recipes.rollouts.samples import Samples
 from runs import LAUNCHERS, REPOSITORY, launch, refuses
@@ -42,9 +42,9 @@ def judge_of(weights: dict | None = None, **functions) -> rewards.Judge:
 
 
 def score(accelerator, tokenizer, judge, samples=None, step: int = 7) -> rewards.Scores:
-    source = bare_source(accelerator, tokenizer)
-    source.sampler.progress.global_step = step
-    return judge.score(source, samples or samples_of(tokenizer))
+    sampler = bare_sampler(accelerator, tokenizer)
+    sampler.progress.global_step = step
+    return judge.score(sampler, samples or samples_of(tokenizer))
 
 
 def length(prompts, responses):

@@ -197,7 +197,7 @@ def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp
     for later in checkpoint.parent.glob("global_step_*"):
         if later != checkpoint:  # the kill came late
             shutil.rmtree(later)
-    assert torch.load(checkpoint / "sampled_ahead.pt") is not None
+    assert torch.load(checkpoint / "ahead.pt") is not None
     server.restart()  # it lost its weights, too
     run(inputs, tmp_path / "half", dict(settings, resume="auto"), server.url)
     assert runs.timeless(tmp_path / "half") == runs.timeless(tmp_path / "whole")
