@@ -15,6 +15,7 @@ from preference_recipes.data.dataset import Converter
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts import environments, episodes
 from preference_recipes.rollouts.rewards import given_to_functions
 from preference_recipes.rollouts.samples import Samples
 from rollout.bare_runs import bare_sampler
@@ -68,16 +69,57 @@ def test_responses_are_those_of_plain_transformers(prompts_of, accelerator, fami
     uniforms = np.random.default_rng(0).random((5, 2, NEW))
     samples = sampler.sample(columns, uniforms, TEMPERATURE)
     assert samples.images[0] == samples.images[1] == some_rows()[0]["images"]
-    batch = samples.make_batch(
-        [*range(10)], Packer(torch.device("cpu"), processor=tokenizer.processor)
-    )
+    expect_training_to_agree(samples, model, tokenizer.processor)
+
+
+def expect_training_to_agree(samples, model, processor):
+    """Drawn tokens have the log-probs of a forward pass over what is trained on."""
+    batch = samples.make_batch([*range(10)], Packer(torch.device("cpu"), processor=processor))
     with torch.no_grad():
         logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1) / TEMPERATURE
     # Without what stands for an image, which is never drawn.
-    logits = logits[batch["predictors"]].index_fill(1, torch.tensor(never), -torch.inf)
+    never = torch.tensor(images.tokens_of(processor))
+    logits = logits[batch["predictors"]].index_fill(1, never, -torch.inf)
     expected = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]
     drawn = samples.padded_sampler_logps[batch["mask"]]
     torch.testing.assert_close(drawn, expected, rtol=0, atol=2e-5)
+
+
+class Asks:
+    """Adds to the question, and asks once more."""
+
+    def reset(self, prompt, **columns):
+        self.asked = prompt[-1]
+        self.n_asked = 0
+        return " Look."
+
+    def step(self, message):
+        self.n_asked += 1
+        return [{"role": "user", "content": "Sure?"}] if self.n_asked == 1 else None
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_an_episode_keeps_the_images_of_its_prompt(prompts_of, accelerator, family):
+    """Also where `reset` adds to it: the log-probs of all drawn tokens are those of training."""
+    folder, tokenizer, columns = prompts_of(family)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    settings = dict(max_new_tokens=3 * NEW, max_length=900, max_turns=2, environment_timeout=5.0)
+    sampler = bare_sampler(
+        accelerator, tokenizer, model, strings_as_messages=False, micro_train_tokens=0, **settings
+    )
+    user_class = environments.UserClass("Asks", Asks, False, [])
+    sampler.stage = episodes.Stage(sampler, sampler.generator, user_class)
+    uniforms = np.random.default_rng(0).random((5, 2, 3 * NEW))
+    samples = sampler.sample(columns, uniforms, TEMPERATURE)
+    assert sampler.stage.instances[0].asked["content"] == "\ufffcHow many red dots?"
+    assert samples.images[0] == samples.images[1] == some_rows()[0]["images"]
+    assert samples.messages[0][0]["content"] == "\ufffcHow many red dots? Look."
+    assert samples.statistics["environment/turns"].max() == 2
+    texts = [tokenizer.decode(ids) for ids in samples.prompts]
+    assert all(" Look.<|im_end|>" in text for text in texts)
+    expect_training_to_agree(samples, model, tokenizer.processor)
 
 
 def test_reward_functions_see_images_and_samples_name_their_files(prompts_of, accelerator):
