@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
-from common import Refused, arguments, carried, console, errors, launch, optim
+from common import Refused, arguments, carried, console, errors, launch, optim, refuse
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -117,7 +117,7 @@ def token_losses(
 
     Args:
         lessons: what the teachers say of the batch.
-        stored: `Rollout.tokens` of the same samples.
+        stored: `Rollout.stored` of the same samples.
         is_first: whether no update was applied since the rollout was made. Then the log-probs of
             this very pass are the old ones, so all ratios are exactly 1.
         in_training: False in an evaluation, which does not ask who drew the tokens.
@@ -205,8 +205,8 @@ def make_rollout(run: Run, sampler: Sampler, state: State) -> TaughtRollout:
     if args.loss_type == "sampled" and made.n_updates(args) > 1:
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         with run.timed("score"):
-            made.tokens |= rollout.compute_logps(sampler, samples, ("logps",), reference=None)
-            samples.check_finite(sampler, logps=made.tokens["logps"])
+            made.stored |= rollout.compute_logps(sampler, samples, ("logps",), reference=None)
+            samples.check_finite(sampler, logps=made.stored["logps"])
     return made
 
 
@@ -222,12 +222,12 @@ def taught(run: Run, samples: Samples, columns: dict) -> TaughtRollout:
     # Without --teacher_prompt a teacher reads what the student reads.
     prompts_of_teachers = columns.get("teacher_prompt_ids", columns["prompt_ids"])
     known = list(teachers.locations(run.args))
-    tokens = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
-    tokens["teacher"] = torch.tensor([[known.index(name)] for name in names])
+    stored = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
+    stored["teacher"] = torch.tensor([[known.index(name)] for name in names])
     return TaughtRollout(
         samples,
         run.global_step,
-        tokens,
+        stored,
         is_trained=torch.ones(len(samples), dtype=torch.bool),
         teachers=names,
         teacher_prompts=repeat_each(prompts_of_teachers, samples.per_prompt),
@@ -320,17 +320,17 @@ def main():
                     checkpoint.save()  # with what was sampled: a resumed run asks again
                 raise
         samples = state.rollout.samples
-        tokens = state.rollout.tokens
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = state.rollout.rows_of_update(state.position, args)
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.as_read(samples.lengths_for_split(packer))
         update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
-        response_tokens = int(tokens["mask"][update_rows].sum())  # the loss is their mean
+        # The loss is a mean over so many.
+        response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:
             with run.timed("data"):
-                batch, stored = samples.collate(rows, tokens, packer)
+                batch, stored = samples.collate(rows, state.rollout.stored, packer)
                 data_rows = [samples.data_rows[row] for row in rows]
                 token_weights = stored["mask"] * weights[:, None]
             with run.timed("teacher"):  # what the teachers say about the same tokens
@@ -383,7 +383,7 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, all_teachers: AllTeachers
             made.top_logps = all_teachers.top_logps(made.questions)
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(samples)), made.as_read(samples.lengths)):
-                batch, stored = samples.collate(rows, made.tokens, packer)
+                batch, stored = samples.collate(rows, made.stored, packer)
                 lessons = made.lessons(all_teachers, rows, batch, packer)
                 _, values = token_losses(
                     actor.model, batch, lessons, stored, run.args, is_first=True, in_training=False
@@ -404,13 +404,13 @@ def check_settings(args: Args) -> None:
     teachers.check_settings(args)  # exits if none is named, or one twice
     rollout.check_rollout_size(args)
     if args.loss_type == "sampled" and args.beta != 1:
-        sys.exit(
+        refuse(
             f"--beta {args.beta:g} --loss_type sampled: sampled tokens estimate the reverse KL "
             "alone. Take --beta 1, or --loss_type divergence"
         )
     for name in ("sampler_correction", "sampler_correction_max"):
         if args.loss_type == "divergence" and getattr(args, name) != getattr(Args, name):
-            sys.exit(f"--{name} {getattr(args, name)}: only --loss_type sampled is corrected")
+            refuse(f"--{name} {getattr(args, name)}: only --loss_type sampled is corrected")
 
 
 if __name__ == "__main__":

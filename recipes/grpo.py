@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: i
 import torch
 
 import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
-from common import arguments, console, errors, launch, optim
+from common import arguments, console, errors, launch, optim, refuse
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -200,7 +200,7 @@ def sample_losses(
     """Returns the losses of samples, the weight of each in their mean, and values to log.
 
     Args:
-        stored: `Rollout.tokens` of the same samples.
+        stored: `Rollout.stored` of the same samples.
         is_first: whether no update was applied since the rollout was made. Then the log-probs of
             this very pass are the old ones, so all ratios are exactly 1.
     """
@@ -260,15 +260,15 @@ def make_rollout(
     if not is_trained.any():
         return None
     advantages = advantages_of(scores, is_trained.view_as(scores), args)
-    tokens = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
-    tokens["advantages"] = advantages.view(-1, 1)
-    made = Rollout(samples, run.global_step, tokens, is_trained)
+    stored = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
+    stored["advantages"] = advantages.view(-1, 1)
+    made = Rollout(samples, run.global_step, stored, is_trained)
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         names = ("logps",) if made.n_updates(args) > 1 else ()
         computed = rollout.compute_logps(sampler, samples, names, reference)
         samples.check_finite(sampler, **computed)
-    made.tokens |= computed
+    made.stored |= computed
     return made
 
 
@@ -359,18 +359,18 @@ def main():
             rollout.skip(run, state, means)  # warns; ends the run after an epoch without an update
         else:
             samples = state.rollout.samples
-            tokens = state.rollout.tokens
             # All processes agree on the samples of this update. Each takes its share of them.
             update_rows = state.rollout.rows_of_update(state.position, args)
             lengths = samples.lengths_for_split(packer)
             update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
             # The loss is a mean over so many: the update's tokens, or its samples.
-            by_token = args.average == "token"
-            n_averaged = int(tokens["mask"][update_rows].sum()) if by_token else len(update_rows)
+            n_averaged = len(update_rows)
+            if args.average == "token":
+                n_averaged = int(state.rollout.stored["mask"][update_rows].sum())
             is_first = run.global_step == state.rollout.started_at
             for rows, weights in update.micro_batches:
                 with run.timed("data"):
-                    batch, stored = samples.collate(rows, tokens, packer)
+                    batch, stored = samples.collate(rows, state.rollout.stored, packer)
                     data_rows = [samples.data_rows[row] for row in rows]
                 with accelerator.accumulate(model):
                     losses, shares, values = sample_losses(model, batch, stored, args, is_first)
@@ -429,9 +429,9 @@ def check_settings(args: Args) -> None:
     rewards.check_settings(args)
     if args.n_samples_per_prompt == 1 and args.baseline != "none":
         group = f"--n_samples_per_prompt 1 --baseline {args.baseline}"
-        sys.exit(f"{group}: there is nothing to compare with. Take 2 or more, or --baseline none")
+        refuse(f"{group}: there is nothing to compare with. Take 2 or more, or --baseline none")
     if args.baseline == "none" and args.advantage_std == "group":
-        sys.exit("--baseline none --advantage_std group divides equal scores by almost zero")
+        refuse("--baseline none --advantage_std group divides equal scores by almost zero")
     rollout.check_rollout_size(args)
 
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: i
 import torch
 
 import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
-from common import arguments, batches, console, errors, launch, optim
+from common import arguments, batches, console, errors, launch, optim, refuse
 from common.actor import Actor
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -207,7 +207,7 @@ def token_losses(
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
 
     Args:
-        stored: `Rollout.tokens` of the same samples.
+        stored: `Rollout.stored` of the same samples.
         is_first: whether no update was applied since the rollout was made. Then the log-probs of
             this very pass are the old ones, so all ratios are exactly 1.
     """
@@ -271,11 +271,11 @@ def make_rollout(
     advantages, returns = gae(
         per_token_rewards, computed["values"], mask, args.gamma, args.gae_lambda
     )
-    tokens = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
-    tokens |= {"returns": returns, "advantages": whiten(advantages, mask)}
-    log_rollout(run, sampler, samples, scores, tokens, kl, per_token_rewards)
+    stored = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
+    stored |= {"returns": returns, "advantages": whiten(advantages, mask)}
+    log_rollout(run, sampler, samples, scores, stored, kl, per_token_rewards)
     is_trained = torch.ones(len(samples), dtype=torch.bool)
-    return Rollout(samples, run.global_step, tokens, is_trained)
+    return Rollout(samples, run.global_step, stored, is_trained)
 
 
 def score(sampler: Sampler, judge: Judge, samples: Samples) -> Scores:
@@ -291,32 +291,32 @@ def log_rollout(
     sampler: Sampler,
     samples: Samples,
     scores: Scores,
-    tokens: dict[str, torch.Tensor],
+    stored: dict[str, torch.Tensor],
     kl: torch.Tensor,
     per_token_rewards: torch.Tensor,
 ) -> None:
     """Adds a rollout's metrics to the next log line, and records its samples.
 
     Args:
-        tokens: as in `Rollout.tokens`.
+        stored: as in `Rollout.stored`.
         kl: to the reference, `[N, T]`.
         per_token_rewards: `[N, T]`.
     """
-    mask = tokens["mask"]
+    mask = stored["mask"]
     rlhf_rewards = per_token_rewards.sum(1)
-    explained = explained_variance(tokens["values"], tokens["returns"], mask)
+    explained = explained_variance(stored["values"], stored["returns"], mask)
     values = {
-        "objective/entropy": -tokens["logps"].sum(1),
+        "objective/entropy": -stored["logps"].sum(1),
         "objective/scores": scores.total,
         "objective/kl_coef": torch.full_like(scores.total, run.args.kl_coef),
         "objective/non_score_reward": rlhf_rewards - scores.total,
         "objective/rlhf_reward": rlhf_rewards,
         "val/explained_variance": explained.expand(len(samples)),
-        "val/returns_avg": tokens["returns"].where(mask, torch.nan),  # NaN counts nowhere
+        "val/returns_avg": stored["returns"].where(mask, torch.nan),  # NaN counts nowhere
         "responses/length": mask.sum(1),
         "responses/eos_rate": samples.ended,
     }
-    if "ref_logps" in tokens:
+    if "ref_logps" in stored:
         values["objective/kl"] = kl.sum(1)
     results.log_responses(sampler, samples, scores, "responses", values)
     run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
@@ -411,7 +411,6 @@ def main():
         if state.rollout is None:
             state.rollout = make_rollout(run, sampler, judge, reference, state)
         samples = state.rollout.samples
-        tokens = state.rollout.tokens
         # All processes agree on the samples of this update. Each takes its share of them. A pass
         # over a rollout is like an epoch of a data set.
         seed = state.position.order_seed(args)
@@ -420,11 +419,12 @@ def main():
         )
         n_tokens = state.rollout.n_tokens(update_rows)
         update = run.update_of(update_rows, samples.lengths, n_tokens)
-        response_tokens = int(tokens["mask"][update_rows].sum())  # the loss is their mean
+        # The loss is a mean over so many.
+        response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:
             with run.timed("data"):
-                batch, stored = samples.collate(rows, tokens, packer)
+                batch, stored = samples.collate(rows, state.rollout.stored, packer)
                 data_rows = [samples.data_rows[row] for row in rows]
                 token_weights = stored["mask"] * weights[:, None]
             with accelerator.accumulate(model):
@@ -491,12 +491,12 @@ def check_settings(args: Args) -> None:
     # Sizes whose samples make whole updates are the multiples of this one.
     fewest = math.lcm(args.train_batch_size, args.n_samples_per_prompt) // args.n_samples_per_prompt
     if args.rollout_batch_size % fewest:
-        sys.exit(
+        refuse(
             f"{arithmetic} are not a multiple of --train_batch_size {args.train_batch_size}: "
             f"give a --rollout_batch_size of {fewest}, or a multiple of that"
         )
     if args.kl_in == "loss" and args.kl_estimator == "k1":
-        sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3")
+        refuse("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def weighted(
     Args:
         losses: of the policy, `[samples, length]` or `[samples, 1]`.
         logps: of the policy before the update, which took itself for the sampler.
-        stored: `Rollout.tokens` of the same samples.
+        stored: `Rollout.stored` of the same samples.
         is_first: whether the policy is still the one that sampled, up to rounding.
     """
     mask = stored["mask"].to(logps.dtype)

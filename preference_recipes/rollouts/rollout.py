@@ -67,7 +67,7 @@ class Rollout:
     samples: Samples
     started_at: int  # `global_step` before the rollout's first update
     # By name `[samples, longest response]`, or `[samples, 1]` if all tokens have the same value.
-    tokens: dict[str, torch.Tensor]
+    stored: dict[str, torch.Tensor]
     is_trained: torch.Tensor  # bool `[samples]`
 
     def updates_per_pass(self, args) -> int:

@@ -90,14 +90,14 @@ class Samples:
         return packer.make_batch(prompts, responses, is_sampled, images)
 
     def collate(
-        self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
+        self, rows: list[int], stored: dict[str, torch.Tensor], packer: Packer
     ) -> tuple[dict, dict]:
-        """Returns some of the samples as models read them, and their part of `Rollout.tokens`."""
+        """Returns some of the samples as models read them, and their part of `Rollout.stored`."""
         batch = self.make_batch(rows, packer)
         longest = batch["mask"].shape[1]
         values = {
             name: batches.send(tensor[rows, :longest], packer.device)
-            for name, tensor in tokens.items()
+            for name, tensor in stored.items()
         }
         return batch, values
 

@@ -198,7 +198,7 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
         logits = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         return logits.gather(1, torch.tensor(response)[:, None])[:, 0]
 
-    found = made.tokens["advantages"]
+    found = made.stored["advantages"]
     gain = logp(taught.prompts[1], responses[1]) - logp(prompts[0], responses[1])
     expected = (0.75 * -0.5 + 0.25 * gain).tolist()
     assert found[1, : len(responses[1])].tolist() == pytest.approx(expected, abs=1e-5)
