@@ -34,8 +34,8 @@ def patched(recipe: str, chosen: list[str]) -> str:
         for name in chosen:
             if recipe_of(name) != recipe:
                 refuse(f"{name} changes recipes/{recipe_of(name)}.py, not recipes/{recipe}.py")
-            words = ["patch", "--fuzz=0", "--silent", "--forward", file, FORKS / f"{name}.diff"]
-            if subprocess.run(words, capture_output=True).returncode:
+            command = ["patch", "--fuzz=0", "--silent", "--forward", str(file)]
+            if subprocess.run([*command, FORKS / f"{name}.diff"], capture_output=True).returncode:
                 others = " and ".join(chosen[: chosen.index(name)]) or f"recipes/{recipe}.py"
                 refuse(f"{name} cannot be added to {others}: both change the same lines")
         return file.read_text(encoding="utf-8")
