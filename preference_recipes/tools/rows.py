@@ -53,7 +53,8 @@ def read(run: Path, source: str | None, metrics: list[str] | None = None) -> pya
     for part in parts:
         table = pyarrow.parquet.ParquetFile(part).read(names)  # those that the part has
         of_training = pc.invert(pc.starts_with(table["source"], "eval"))
-        tables.append(table.filter(pc.equal(table["source"], source) if source else of_training))
+        is_wanted = pc.equal(table["source"], source) if source else of_training
+        tables.append(table.filter(is_wanted).drop("source"))
     table = pyarrow.concat_tables(tables, promote_options="default")
     if not len(table):
         sys.exit(f"{run} has recorded nothing of {source or 'training'}")
@@ -78,13 +79,16 @@ def by_row(run: Path, source: str | None, metric: str, way: str) -> pyarrow.Tabl
     for other in others:
         values = pc.subtract(values, table[other])  # null where one of them is
     weights = pc.multiply(table["weight"], table[first + COUNT])
-    weighted = pc.multiply(values, weights)
-    table = table.select(["row", "global_step"])
-    table = table.append_column("weighted", weighted).append_column("weight", weights)
-    table = table.filter(pc.and_(pc.is_valid(weighted), pc.greater(weights, 0)))
-    table = table.group_by(["row", "global_step"], use_threads=False)
-    table = table.aggregate([("weighted", "sum"), ("weight", "sum")]).sort_by("global_step")
-    table = table.append_column("value", pc.divide(table["weighted_sum"], table["weight_sum"]))
+    table = table.append_column("value", values).append_column("samples", weights)
+    table = table.filter(pc.and_(pc.is_valid(values), pc.greater(weights, 0)))
+    names = ("row", "global_step", "value", "samples")
+    rows, steps, values, weights = (table[name].to_numpy() for name in names)
+    order = np.lexsort((steps, rows))
+    changes = np.diff(rows[order], prepend=-1) | np.diff(steps[order], prepend=-1)
+    starts = np.flatnonzero(changes)  # of a row's values in an update
+    sums = np.add.reduceat((values * weights)[order], starts)
+    means = sums / np.add.reduceat(weights[order], starts)
+    table = pyarrow.table({"row": rows[order][starts], "value": means})
     # Without threads, or the last row of a group would be any.
     table = table.group_by("row", use_threads=False).aggregate([("value", WAYS[way])])
     return table.rename_columns(["row", "value"]).sort_by("row")
@@ -157,7 +161,7 @@ def rows_of_update(run: Path, step: int, args, data) -> list[int]:
 def recorded_samples(run: Path, source: str | None, step: int) -> list[dict]:
     """Returns what was recorded of an update's samples, the largest share of its loss first."""
     table = read(run, source)
-    of_step = table.filter(pc.equal(table["global_step"], step)).drop(["global_step", "source"])
+    of_step = table.filter(pc.equal(table["global_step"], step)).drop("global_step")
     if not len(of_step):
         last = sorted(pc.unique(table["global_step"]).to_pylist())[-5:]
         sys.exit(f"--step {step}: not recorded; the last that were: {', '.join(map(str, last))}")
