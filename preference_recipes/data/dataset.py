@@ -30,8 +30,8 @@ import transformers
 from accelerate.utils import gather_object
 
 from common import display, distributed, folders, in_one_line, refuse
-from preference_recipes.data import files, formats, images, rendering
-from preference_recipes.data.messages import BadRow, LeftOut
+from preference_recipes.data import files, formats, rendering
+from preference_recipes.data.messages import IMAGE_COLUMNS, BadRow, LeftOut, has_image_part
 
 ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
 MOST_PROCESSES = 32
@@ -44,6 +44,7 @@ PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
 )
+NO_IMAGES = "this recipe, or --vllm_url, reads no images: docs/images.md"
 # Stands between the right answers of a row, which are kept as one text: ASCII's record separator.
 BETWEEN = "\x1e"
 
@@ -70,7 +71,11 @@ class Data(NamedTuple):
         """Stand for the content of the sets: their rows, the tokenizer, what was cut."""
         held_out = {prefix: rows._fingerprint for prefix, rows in self.eval_sets.items()}
         found = {"data": self.train._fingerprint, "held-out data": held_out}
-        return found | ({"images": images.describe(self.processor)} if self.processor else {})
+        if self.processor is not None:
+            from preference_recipes.data import images  # only here: text needs none
+
+            found["images"] = images.describe(self.processor)
+        return found
 
     @property
     def processor(self) -> Any:
@@ -113,7 +118,7 @@ def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **s
         settings: passed to `function`, besides `max_length` and `strings_as_messages`.
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
-    refusal = getattr(tokenizer, "no_images", images.UNREAD) if reads_images else images.UNREAD
+    refusal = getattr(tokenizer, "no_images", NO_IMAGES) if reads_images else NO_IMAGES
     converter = Converter(
         function, tokenizer, formats.column_names(args.columns), settings, refusal
     )
@@ -184,7 +189,7 @@ class Converter:
     tokenizer: transformers.PreTrainedTokenizerBase
     columns: dict[str, str]
     settings: dict
-    image_refusal: str = images.UNREAD
+    image_refusal: str = NO_IMAGES
     folder: Path = Path()
 
     def convert_row(self, row: dict, index: int) -> dict:
@@ -195,7 +200,12 @@ class Converter:
         """
         try:
             row = formats.standard(row, self.columns)
-            row, pictures, spelled = images.find(row, formats.TEXTS, self)
+            if self.image_refusal and self.has_images(row):
+                raise BadRow(f"images: {self.image_refusal}")
+            if not self.image_refusal:
+                from preference_recipes.data import images  # only here: text needs none
+
+                row, pictures, spelled = images.find(row, formats.TEXTS, self)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
             if not self.image_refusal:
                 values |= images.columns_of(values, pictures, spelled, self.tokenizer)
@@ -216,6 +226,12 @@ class Converter:
             except ValueError as error:
                 notes.append(str(error))
         return {"reason": "", **values, "notes": notes, "row": index + 1, "answer": answer}
+
+    def has_images(self, row: dict) -> bool:
+        """Whether a message of a row has an image, or a column that the model could read."""
+        has_processor = getattr(self.tokenizer, "processor", None) is not None
+        has_column = has_processor and any(map(row.get, IMAGE_COLUMNS))
+        return has_column or any(has_image_part(row.get(name)) for name in formats.TEXTS)
 
 
 def answer_text(answer: Any) -> str:

@@ -15,8 +15,9 @@ PRINTED = re.compile(
 )
 # Where the parts of a content go, by their type.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
-# Parts that are images, the keys under which one may have it, and what stands for it in a text:
-# Unicode's "object replacement character". See `data/images.py`.
+# Columns of images, parts that are images, the keys under which one may have it, and what stands
+# for it in a text: Unicode's "object replacement character". See `data/images.py`.
+IMAGE_COLUMNS = ("images", "image")
 IMAGES = ("image", "image_url", "input_image")
 SOURCES = ("image", "image_url", "url", "path", "base64")
 PLACE = "\ufffc"
@@ -96,6 +97,14 @@ def has_text(messages: list[dict]) -> bool:
 def text_of(messages: list[dict]) -> str:
     """Returns the contents of messages, without roles and calls."""
     return "".join(message["content"] for message in messages)
+
+
+def has_image_part(value: Any) -> bool:
+    """Whether a column holds messages with parts that are images."""
+    messages = (message for message in as_list(value) if isinstance(message, dict))
+    contents = (message.get("content", message.get("value")) for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
 
 
 # ============================================================ one form

@@ -16,8 +16,8 @@ import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
 from common import refuse
-from preference_recipes.data import images, thoughts
-from preference_recipes.data.messages import BadRow
+from preference_recipes.data import thoughts
+from preference_recipes.data.messages import PLACE, BadRow
 
 # For trials: a question, and an answer. No template and no data write these words by themselves.
 QUESTION = {"role": "user", "content": "zqz"}
@@ -109,7 +109,11 @@ def fingerprint(tokenizer) -> str:
     content = backend_of(tokenizer).to_str()
     date = getattr(tokenizer, "chat_date", None)
     processor = getattr(tokenizer, "processor", None)
-    sizes = f"\0{images.describe(processor)}" if processor else ""
+    sizes = ""
+    if processor is not None:
+        from preference_recipes.data import images  # only here: text needs none
+
+        sizes = f"\0{images.describe(processor)}"
     return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}{sizes}"
 
 
@@ -138,7 +142,11 @@ def render(
         add_generation_prompt=add_generation_prompt,
     )
     processor = getattr(tokenizer, "processor", None)
-    return images.spell_out(processor, text, messages) if processor else text
+    if processor is not None:
+        from preference_recipes.data import images  # only here: text needs none
+
+        text = images.spell_out(processor, text, messages)
+    return text
 
 
 def write(tokenizer, messages: list[dict], tools: list[dict] | None = None, **settings) -> str:
@@ -149,9 +157,18 @@ def write(tokenizer, messages: list[dict], tools: list[dict] | None = None, **se
     if any("image_sources" in message for message in messages):
         raise BadRow("a message has an image: only `dataset.Converter` reads images")
     all_parts = needs_parts(tokenizer)
-    given = [images.as_parts(m) if all_parts or m.get("spellings") else m for m in messages]
+    given = [as_parts(m) if all_parts or m.get("spellings") else m for m in messages]
     template = template_of(tokenizer, has_tools=tools is not None)
     return template(messages=given, tools=tools, **settings)
+
+
+def as_parts(message: dict) -> dict:
+    """Returns a message whose content is a list of parts, as templates read images."""
+    pieces = [message["content"]]
+    if "spellings" in message:
+        pieces = [piece for piece in re.split(f"({PLACE})", message["content"]) if piece]
+    parts = [{"type": "image"} if p == PLACE else {"type": "text", "text": p} for p in pieces]
+    return {key: value for key, value in message.items() if key != "spellings"} | {"content": parts}
 
 
 @functools.lru_cache(maxsize=16)
@@ -159,7 +176,7 @@ def needs_parts(tokenizer) -> bool:
     """Whether a template writes contents that are lists of parts alone."""
     template = template_of(tokenizer, has_tools=False)
     is_written = []
-    for question in (QUESTION, images.as_parts(QUESTION)):
+    for question in (QUESTION, as_parts(QUESTION)):
         try:
             is_written.append(QUESTION["content"] in template(messages=[question]))
         except Exception:  # a template raises what it likes

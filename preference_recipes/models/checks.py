@@ -1,17 +1,13 @@
 """Whether a model is read correctly, tried before training: log-probs, prompts that are shared."""
 
 import contextlib
-import io
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from common import engine, in_one_line, refuse
-from preference_recipes.data import images as pictures
-from preference_recipes.data import rendering
+from common import engine, refuse
 from preference_recipes.models import architecture
 from preference_recipes.models.packing import Packer
 
@@ -62,63 +58,20 @@ def make_packer(
     readers = [model for model in models if model is not None]
     of_images: dict[str, Any] = {"processor": processor}
     if processor is not None:
+        from preference_recipes.models import vision  # only here: text needs none
+
         for model in readers:
-            check_images(accelerator, model, processor)
+            with evaluation_mode(model):
+                logps, own_logps = vision.trial(accelerator, model, processor)
+            refuse_difference(accelerator, model, logps, own_logps, ", with images")
         if accelerator.num_processes > 1:
-            file = random_image(32, 32)
-            [spelling] = pictures.spellings(processor, [file])
-            of_images["example"] = rendering.encode(processor.tokenizer, spelling), file
-        # Such architectures make positions or masks of the kinds of tokens.
-        share = share and pictures.types_name(processor) is None
+            of_images["example"] = vision.example(processor)
+        share = share and vision.can_share(processor)
     if not share or not all(can_share(accelerator, model, max_length) for model in readers):
         return Packer(accelerator.device, **of_images)
     inside = [model for reader in readers for model in architecture.whole_models(reader).values()]
     widest = max(model.config.get_text_config().hidden_size for model in inside)
     return Packer(accelerator.device, True, width=widest, **of_images)
-
-
-def random_image(width: int, height: int) -> bytes:
-    """Returns the file of an image that no processor takes for padding, always the same one."""
-    from PIL import Image
-
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-@torch.no_grad()
-def check_images(accelerator: Accelerator, model: nn.Module, processor: Any) -> None:
-    """Compares our log-probs after images with the model's own, of inputs that the processor makes.
-
-    All processes must call it. The rows are of different lengths, and have two images and one.
-    """
-    packer = Packer(accelerator.device, processor=processor)
-    files = [random_image(50, 30), random_image(32, 64)]
-    images = [files, files[1:]]
-    ids, own_logps = [], []
-    try:
-        with evaluation_mode(model):
-            for some in images:
-                text = "?".join([processor.image_token] * len(some)) + " What is it?"
-                settings = dict(add_special_tokens=False, return_tensors="pt")
-                made = pictures.processed(processor, some, text, **settings)
-                ids.append(made["input_ids"][0].tolist())
-                spellings = pictures.spellings(processor, some)
-                spelled = pictures.spell_out(processor, text, [{"spellings": spellings}])
-                if rendering.encode(processor.tokenizer, spelled) != ids[-1]:
-                    raise ValueError("its processor writes other tokens")
-                batch = packer.make_batch([ids[-1][:-3]], [ids[-1][-3:]], images=[some])
-                del made["attention_mask"]  # nothing is padded
-                batch["inputs"] = made.to(accelerator.device)
-                own_logps.append(model(batch, check=True)["own_logps"])
-            ends = [row[-3:] for row in ids]
-            batch = packer.make_batch([row[:-3] for row in ids], ends, images=images)
-            logps = model(batch)["logps"]
-    except Exception as error:  # whatever a processor or a model raises
-        which = f"{processor.tokenizer.name_or_path}: its way to read images is not supported"
-        refuse(f"{which}: {in_one_line(error)}")
-    refuse_difference(accelerator, model, logps, torch.cat(own_logps), ", with images")
 
 
 @torch.no_grad()

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once, refuse
-from preference_recipes.data import images, rendering
+from preference_recipes.data import rendering
 from preference_recipes.models import architecture
 
 
@@ -61,8 +62,21 @@ def tokenizer_of(
         rendering.set_defaults(tokenizer, chat_template_kwargs)
     prints_date = "strftime_now" in str(tokenizer.chat_template)
     tokenizer.chat_date = date if prints_date else None
-    tokenizer.processor, tokenizer.no_images = images.processor_of(name, tokenizer)
+    add_processor(tokenizer, name)
     return tokenizer
+
+
+def add_processor(tokenizer, name: str) -> None:
+    """Gives a tokenizer its model's `processor` of images; or None, and as `no_images` why."""
+    tokenizer.processor, tokenizer.no_images = None, f"{name!r} has no processor of images"
+    lenient = dict(
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    files = ("processor_config.json", "preprocessor_config.json")
+    if any(cached_file(name, file, **lenient) for file in files):
+        from preference_recipes.data import images  # only here: text needs none
+
+        tokenizer.processor, tokenizer.no_images = images.processor_of(name, tokenizer)
 
 
 def date_of_run(args) -> str:

@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 from common import batches
-from preference_recipes.data import images as pictures
 
 # The most bytes that the mask of shared rows may take: those of one row of 16,384 tokens.
 MOST_MASK = 2**28
@@ -97,7 +96,9 @@ class Packer:
         ids, positions, pieces, prompt_pieces = tokens
         inputs = {"input_ids": batches.send(ids, self.device)}
         if in_order:
-            inputs |= image_inputs(self.processor, ids, in_order, self.device)
+            from preference_recipes.data import images as pictures  # only here: text needs none
+
+            inputs |= pictures.inputs_of(self.processor, ids, in_order, self.device)
         if len(rows) < len(answers):
             inputs["position_ids"] = batches.send(positions, self.device)
             numbers = [batches.send(array, self.device) for array in (pieces, prompt_pieces)]
@@ -154,14 +155,6 @@ class Packer:
     def describe(self) -> str:
         """Says whether prompts are shared."""
         return "prompts are computed once" if self.share else "prompts are computed for each answer"
-
-
-def image_inputs(processor, ids: np.ndarray, files: list[bytes], device) -> dict:
-    """Returns the pixels of images, in the order of the rows, and which tokens stand for them."""
-    inputs = pictures.pixels(processor, files)
-    if name := pictures.types_name(processor):
-        inputs[name] = torch.tensor(processor.create_mm_token_type_ids(ids))
-    return {name: batches.send(tensor, device) for name, tensor in inputs.items()}
 
 
 def place_tokens(rows: list[Row], length: int, prompts: Sequence, answers: Sequence) -> tuple:
