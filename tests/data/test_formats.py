@@ -299,8 +299,6 @@ TRANSCRIPTS = {"chosen": HH + " Because.", "rejected": HH + " No."}
     ({"prompt": [], **INSIDE}, False),
     ({"prompt": "Why?", **INSIDE}, False),
     ({"conversations": [said("human", "Why?")], "chosen": YES, "rejected": NO}, False),
-    # Axolotl's.
-    ({"messages": [QUESTION], "prompt": None, "chosen": YES, "rejected": "No."}, False),
     ({"messages": [QUESTION, YES], **INSIDE}, False),
 ])  # fmt: skip
 def test_a_column_system_begins_the_chat(row, as_messages):
