@@ -64,9 +64,7 @@ class Data(NamedTuple):
         held_out = {prefix: rows._fingerprint for prefix, rows in self.eval_sets.items()}
         found = {"data": self.train._fingerprint, "held-out data": held_out}
         if self.processor is not None:
-            from preference_recipes.data import images  # only here: text needs none
-
-            found["images"] = images.describe(self.processor)
+            found["images"] = rendering.describe_processor(self.processor)
         return found
 
     @property
@@ -94,8 +92,7 @@ class Data(NamedTuple):
 
 
 def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **settings) -> Data:
-    """Loads the training sets and the held-out sets that the arguments name. All processes must
-    call it.
+    """Loads the data sets that the arguments name. All processes must call it.
 
     Args:
         function, settings: see `Converter`; `max_length` and `strings_as_messages` are added.

@@ -1,9 +1,7 @@
 """Reads the rows of a data set from the hub, a local file or a folder of files.
 
-JSON is read by `json.loads` row by row, and a CSV as text, so that every value stays as it is.
-`datasets` would guess a column's type from ten megabytes at a time: one list in them would put
-quotes around the strings of other rows, and a number would make 7 of "007". It reads what has types
-of its own, such as parquet.
+JSON is read row by row, and a CSV as text, so that every value stays as it is. `datasets` would
+guess a column's type: a number would make 7 of "007". It reads what has types, such as parquet.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ csv.field_size_limit(2**31 - 1)
 def find(name: str, split: str) -> TypedRows | TextFiles:
     """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
-    A single file is the split `train`. As on the hub, the file names in a folder say the split; if
-    none does, all files are `train`. The name of a file or a folder is never a pattern. What
-    cannot be found or read ends the run with one line.
+    A single file is the split `train`; file names in a folder say the split, as on the hub.
     """
     path = Path(name)
     is_local = path.exists()
@@ -90,10 +86,7 @@ def is_data_file(path: Path) -> bool:
 
 # ============================================================ JSON and CSV
 class TextFiles:
-    """The rows of JSON and CSV files, of which one at a time is in memory.
-
-    Like a `datasets.Dataset` it has `len` and `select`. Nothing is read before the first question.
-    """
+    """The rows of JSON and CSV files, of which one at a time is in memory."""
 
     def __init__(self, files: list[Path]):
         self.files = files
@@ -143,7 +136,7 @@ def rows_of(path: Path) -> Iterator[dict]:
 
 
 def parsed(file, is_csv: bool) -> Iterable:
-    """Returns the rows of an open file. An array is in memory as a whole, of other rows one."""
+    """Returns the rows of an open file; those of a JSON array are all in memory."""
     if is_csv:
         reader = csv.DictReader(file, strict=True)
         refuse_repeated("columns", filter(None, reader.fieldnames or []))
@@ -174,8 +167,7 @@ def refuse_repeated(kind: str, names: Iterable[str]) -> None:
 class TypedRows:
     """The rows of a data set whose columns have types, which give a dict the keys of all others.
 
-    What a message, a call or a tool does not have is null there, and templates ask whether a key is
-    there. So `select` takes these keys out again.
+    Templates ask whether a key is there, so `select` takes those out that are null.
     """
 
     def __init__(self, dataset: datasets.Dataset, folder: Path = Path()):
@@ -204,10 +196,7 @@ def keep_files(feature) -> None:
 
 
 def unpadded(value: Any, feature, in_chat: bool = False) -> Any:
-    """Returns a value without the keys that are null because the type of a chat has them.
-
-    Other columns, which reward functions get, keep theirs; so does what a type holds as JSON.
-    """
+    """Returns a value without the keys that are null because the type of a chat has them."""
     if isinstance(feature, dict) and value is not None:
         in_chat = in_chat or any(keys <= feature.keys() for keys in CHAT_KEYS)
         return {

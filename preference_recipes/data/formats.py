@@ -1,5 +1,7 @@
-"""Recognises the formats of rows: `standard` gives the columns of other tools our names, a reader,
-such as `read_pair`, makes a `Conversation` of them, and `row_of_answers` token ids of that.
+"""Recognises the formats of rows, and reads each into one form.
+
+`standard` gives the columns of other tools our names, a reader, such as `read_pair`, makes a
+`Conversation` of them, and `row_of_answers` token ids of that.
 """
 
 import re

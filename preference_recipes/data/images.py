@@ -1,9 +1,8 @@
 """Images in rows: where one stands, the tokens that stand for it, the pixels that a model reads.
 
 A message's text has `PLACE` where an image is, and under `spellings` what the model's processor
-writes there, such as `<image><image><image>`. It is put into the text, since the tokens around it
-may depend on it. A row keeps the files as they are; pixels are made for each batch. Both is done by
-the call of transformers' own processor, so its config decides about sizes and tiles.
+writes there, such as `<image><image><image>`. A row keeps the files as they are; pixels are made
+for each batch. Both is done by the call of transformers' own processor.
 """
 
 import base64
@@ -42,11 +41,6 @@ def processor_of(name: str, tokenizer) -> tuple[Any, str]:
     processor.tokenizer = tokenizer  # it is saved with it
     processor.chat_template = tokenizer.chat_template
     return processor, ""
-
-
-def describe(processor) -> str:
-    """Returns what pixels and tokens depend on, also whether torchvision or PIL computes them."""
-    return f"{type(processor.image_processor).__name__} {processor.to_json_string()}"
 
 
 def opened(file: bytes):
@@ -113,11 +107,7 @@ def find(row: dict, names: tuple[str, ...], converter) -> tuple[dict, list[bytes
     """Returns a row whose messages hold the spellings of their images; their files, and spellings.
 
     A part has its image itself, or it is the next of the column `images` or `image`. If no part is
-    an image, those of the column are where texts have `<image>`, else before the user's first text.
-
-    Args:
-        names: of the columns with messages.
-        converter: the `dataset.Converter` of the row's set.
+    an image, see `mark_places`. `names` are those of the columns with messages.
     """
     column = next(filter(row.get, IMAGE_COLUMNS), "images")
     given = as_list(row.get(column) or [])
@@ -161,7 +151,7 @@ def sources_of(messages: list[dict]) -> list:
 
 
 def mark_places(messages: list[dict], n_images: int) -> None:
-    """Gives messages so many places of images, where no part is one."""
+    """Gives messages places of images: where texts have `MARK`, else before the first question."""
     n_marks = sum(message["content"].count(MARK) for message in messages)
     if n_marks not in (0, n_images):
         raise BadRow(f"images: {n_images}, and the texts have {n_marks} times {MARK!r}")
@@ -197,10 +187,9 @@ def load(source: Any, folder: Path) -> tuple[bytes, str]:
 
 
 def columns_of(values: dict, files: list[bytes], spelled: list[str], tokenizer) -> dict:
-    """Returns what a row's columns need for images: their files, `images`, in their order.
+    """Returns the columns of a row for its images; raises `LeftOut` if one of them was cut.
 
-    In rows of several sequences, these read the first `images_of_sequence` of them. Raises
-    `LeftOut` if an image was cut.
+    `images` are the files, and each of several sequences reads its first `images_of_sequence`.
     """
     ends = np.cumsum([0, *(count_tokens(tokenizer, text) for text in spelled)]).tolist()
     if "sequence_lengths" not in values:

@@ -1,8 +1,4 @@
-"""Texts and token ids: what a tokenizer and its chat template make of texts and of messages.
-
-A template is rendered here and nowhere else. How it ends an answer is found out by a few trials,
-once for each: see `Ending`.
-"""
+"""Texts and token ids: what a tokenizer and its chat template make of texts and of messages."""
 
 import datetime
 import functools
@@ -28,10 +24,7 @@ MARKED = {"role": "assistant", "content": MARK}
 # ============================================================ texts and ids
 @functools.lru_cache(maxsize=32)
 def encode(tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text, without what a tokenizer puts around every text.
-
-    The last ones are kept, because each answer asks for its prompt again: do not change the list.
-    """
+    """Returns the token ids of a text alone. They are kept: do not change the list."""
     # Without offsets, which nothing reads here, it takes half the time.
     return backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=False)[0].ids
 
@@ -46,8 +39,8 @@ def backend_of(tokenizer):
 def encode_after(tokenizer, before: str, text: str) -> list[int]:
     """Returns the ids of a text as a model would write it after another.
 
-    They are those of both texts together, cut between them: a tokenizer may put a space in front of
-    a first word. If a token spans the border, the text is tokenised alone.
+    They are those of both texts together, cut between them. If a token spans the border, the text
+    is tokenised alone.
     """
     before = end_of(tokenizer, before)
     before_ids = encode(tokenizer, before)
@@ -58,7 +51,7 @@ def encode_after(tokenizer, before: str, text: str) -> list[int]:
 
 
 def end_of(tokenizer, text: str) -> str:
-    """Returns as much of a text's end as decides how what follows the text is tokenised.
+    """Returns as much of a text's end as decides how what follows is tokenised: it takes less time.
 
     It begins with the last marker, where a tokenizer cuts texts first; else between two words, at
     least twenty characters before the end, if its tokens are the text's own.
@@ -109,12 +102,13 @@ def fingerprint(tokenizer) -> str:
     content = backend_of(tokenizer).to_str()
     date = getattr(tokenizer, "chat_date", None)
     processor = getattr(tokenizer, "processor", None)
-    sizes = ""
-    if processor is not None:
-        from preference_recipes.data import images  # only here: text needs none
-
-        sizes = f"\0{images.describe(processor)}"
+    sizes = f"\0{describe_processor(processor)}" if processor is not None else ""
     return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}{sizes}"
+
+
+def describe_processor(processor) -> str:
+    """Returns what pixels and tokens depend on, also whether torchvision or PIL computes them."""
+    return f"{type(processor.image_processor).__name__} {processor.to_json_string()}"
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
@@ -186,10 +180,7 @@ def needs_parts(tokenizer) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
-    """Returns what renders a tokenizer's chat template; there may be another one for tools.
-
-    As `apply_chat_template` does, but for what that does anew for each row.
-    """
+    """Returns what renders a chat template as `apply_chat_template` does, but quickly."""
     if tokenizer.chat_template is None:
         raise BadRow(
             "messages, but the tokenizer has no chat template: give one by --chat_template FILE, "
@@ -206,8 +197,7 @@ def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
 def to_write(tokenizer, message: dict) -> dict:
     """Returns a message as a template reads it: thinking in all fields, a content without its end.
 
-    A template knows one of the fields, and writes the token that ends an answer itself. Thinking in
-    the content stays there, unless the template would take it for the answer.
+    Thinking in the content stays there, unless the template would take it for the answer.
     """
     if message["role"] != "assistant":
         return message
@@ -278,10 +268,8 @@ class Ending(NamedTuple):
 def ending_of(tokenizer) -> Ending:
     """Returns what a tokenizer's template writes after an answer.
 
-    The token that ends an answer also ends one that is followed: Phi-3 writes `<|end|><eos>` after
-    the last one, but `<|end|>` after others. If they have nothing in common (gpt-oss), the last
-    answer's own counts. An EOS is the end wherever it is; of other tokens the last one that both
-    have (Cohere).
+    The token that ends an answer also ends one that is followed (not so Phi-3's last `<eos>`), or
+    the last answer's own counts (gpt-oss). An EOS is the end wherever it is.
     """
     whole, followed = (
         os.path.commonprefix([trial(tokenizer, answer, *more)[::-1] for answer in "ab"])[::-1]

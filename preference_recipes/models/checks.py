@@ -14,10 +14,7 @@ from preference_recipes.models.packing import Packer
 
 @torch.no_grad()
 def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -> None:
-    """Compares our log-probs with those of the architecture's own logits, on some ids.
-
-    All processes must call it. The model is a `LogProbModel`, prepared.
-    """
+    """Compares a prepared model's log-probs with its own logits. All processes must call it."""
     row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
     batch = Packer(accelerator.device).make_batch([row[:1]], [row[1:]])
     with evaluation_mode(model):
@@ -45,12 +42,9 @@ def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: st
 def make_packer(
     accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
 ) -> Packer:
-    """Returns how answers are laid out as rows, so that these models read each as if alone.
-
-    All processes must call it.
+    """Returns how these models, or None, read answers as rows. All processes must call it.
 
     Args:
-        models: all that will read the rows, prepared, or None.
         processor: of their images, see `Data.processor`.
         max_length: tokens of the longest row.
         share: whether prompts are shared, if that changes no log-prob of any of the models.
@@ -78,8 +72,7 @@ def make_packer(
 def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) -> bool:
     """Whether a model reads several answers in one row as it reads each alone.
 
-    It does not where attention or positions are of another kind than usual, or where something
-    besides attention carries information between tokens (recurrent layers).
+    Not with other kinds of attention or positions than usual, nor with recurrent layers.
     """
     # Those of whole models: the parts of one have other configs, such as a vision tower's.
     for model in architecture.whole_models(prepared).values():

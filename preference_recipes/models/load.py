@@ -40,8 +40,7 @@ def tokenizer_of(
 
     Args:
         chat_template: a file that replaces the chat template.
-        chat_template_kwargs: variables of the chat template, JSON. They become its defaults, so
-            that they are saved with it and hold at inference.
+        chat_template_kwargs: JSON; these values become the template's defaults, and are saved.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
     """
     # mistral-common would read a folder's tekken.json, and not its chat template.
@@ -97,7 +96,6 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
-        args: `SharedArgs`.
         frozen: the model is only read: neither checkpointed nor packed into 4 bits.
     """
     if name != tokenizer.name_or_path:
@@ -134,11 +132,7 @@ def class_for(name: str, tokenizer):
 
 
 def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
-    """Loads a model in fp32; `settings` are further arguments of `from_pretrained`.
-
-    Returns:
-        the model; the names of the weights that its folder lacks; of those that it has no use for.
-    """
+    """Loads a model in fp32; returns it, and the names of weights that are missing and unused."""
     in_4bit = args.load_in_4bit and not frozen
     if in_4bit:
         from preference_recipes.models import lora
@@ -185,8 +179,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
 def from_pretrained(auto_class, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with its error in one line.
 
-    Code that a model brings along is never run. transformers would ask on standard input whether
-    it may, and take a line of a pipe for the answer. An adapter would load its base, too.
+    Code that a model brings along is never run: transformers would ask on standard input.
     """
     if is_adapter(name):
         refuse(
@@ -211,10 +204,7 @@ def is_adapter(name: str) -> bool:
 
 
 def refuse_another_vocabulary(name: str, tokenizer) -> None:
-    """Refuses a reference policy whose own tokenizer, if any, gives a token id another meaning.
-
-    Tokens that only one of both has, such as an added pad token, are no difference.
-    """
+    """Refuses a model whose own tokenizer, if any, gives a token id of both another meaning."""
     try:
         own_tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, mistral_format=False
@@ -236,7 +226,7 @@ def check_embeddings(data, name: str, *others: str | None, draws: bool = False) 
     """Returns how many tokens each of these models has an embedding for, by their configs alone.
 
     Ends the run where one lacks that of a token in a run's `Data` or, with `draws`, of one that the
-    first model may draw and the others read. A padded rest is none.
+    first model may draw and the others read.
     """
     sizes = {}
     for each in (name, *filter(None, others)):
@@ -254,10 +244,10 @@ def check_embeddings(data, name: str, *others: str | None, draws: bool = False) 
 
 
 class PublishedGenerationConfig(GenerationConfig):
-    """The generation config of a published model. It may have faults, and is saved as it is."""
+    """The generation config of a published model, which transformers might refuse to save."""
 
     def validate(self, *args, **kwargs) -> None:
-        """Accepts all: transformers would refuse to save some configs that it has loaded itself."""
+        """Accepts all."""
 
 
 # ============================================================ which weights these are
@@ -284,10 +274,7 @@ def describe_weights(name: str, config) -> str:
 
 
 def base_fingerprints(wrapper: nn.Module) -> dict[str, str]:
-    """Returns the fingerprints of the bases below adapters, by what messages call them.
-
-    A checkpoint holds the adapters alone.
-    """
+    """Returns the fingerprints of the bases below adapters, by what messages call them."""
     found = {}
     for path, model in architecture.whole_models(wrapper).items():
         if hasattr(model, "base_fingerprint"):

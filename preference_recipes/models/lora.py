@@ -22,10 +22,9 @@ ALL_LINEAR = "all-linear"
 
 # ============================================================ the adapters
 def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
-    """Freezes the models in a module and gives each an adapter.
+    """Freezes the models in a module and gives each an adapter, drawn from the seed alone.
 
-    A score head is trained whole, and saved with the adapter. The adapters' weights follow from the
-    seed alone, whatever random numbers the engine used up.
+    A score head is trained whole, and saved with the adapter.
     """
     import peft
 
@@ -74,10 +73,7 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
     With `all-linear` these are all linear layers except output layer and score head, and except
     those that text never reaches, such as a vision tower's, or does not call, such as a router.
-
-    Args:
-        targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
-            ends after a dot, such as `q_proj`.
+    Else `targets` are names of layers, or their ends after a dot, such as `q_proj`.
     """
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
     unreached = architecture.unreached_parameters(model)
@@ -110,9 +106,8 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
 class WithoutAdapters(nn.Module):
     """A prepared model with its adapters off: the policy before training, without a second copy.
 
-    It sees the same shards and the same precision. Call it under `torch.no_grad`, and not between
-    the policy's forward and backward pass: gradient checkpointing runs layers again, adapters on.
-    Its forward pass is always given the `settings`.
+    Call it under `torch.no_grad`, and not between the policy's forward and backward pass: gradient
+    checkpointing runs layers again, adapters on. Its forward pass is given the `settings`.
     """
 
     def __init__(self, prepared: nn.Module, **settings):
@@ -125,8 +120,7 @@ class WithoutAdapters(nn.Module):
 
     def forward(self, *args, **kwargs):
         """Returns what the prepared model returns without its adapters."""
-        # peft's own switch would also freeze and unfreeze the adapters' weights, which engines that
-        # cut weights do not expect.
+        # peft's own switch would also freeze weights, which engines that cut them do not expect.
         with replaced(*((layer, "_disable_adapters", True) for layer in self.adapted)):
             return self.prepared(*args, **kwargs, **self.settings)
 

@@ -73,9 +73,8 @@ def names(args) -> list[str]:
 def shared_vocabulary(args, data, student: nn.Module) -> int:
     """Returns how many tokens the student and its teachers here have in common, from the first.
 
-    Output layers are often padded beyond the tokenizer, to different sizes: 151,936 rows in the
-    small Qwen2.5 models and 152,064 in the large ones. If all are of one size they are used whole.
-    Otherwise only tokens that the tokenizer has are given a probability.
+    Output layers may be padded to different sizes (Qwen2.5: 151,936 and 152,064 rows). Then only
+    tokens that the tokenizer has are given a probability.
     """
     paths = [path for path in locations(args).values() if not isinstance(path, list)]
     by_model = load.check_embeddings(data, args.model_name_or_path, *paths, draws=True)
@@ -96,20 +95,15 @@ class Teacher(NamedTuple):
 
 
 class Teachers:
-    """Models here that a student learns from, each on its own rows of the data.
-
-    Attributes:
-        by_name: these teachers by what the column `teacher` calls them.
-        fingerprints: of teachers that are models of their own, for the identity of a checkpoint.
-    """
+    """Models here that a student learns from, each on its own rows of the data."""
 
     def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module):
         """Loads what the arguments name. All processes must call it; `model` is the student."""
         self.is_sharded = engine.is_sharded(accelerator)
         self.have_own_prompts = args.teacher_prompt is not None
         self.temperature = args.temperature
-        self.fingerprints: dict[str, str] = {}
-        self.by_name: dict[str, Teacher] = {}
+        self.fingerprints: dict[str, str] = {}  # of models of their own, for a checkpoint
+        self.by_name: dict[str, Teacher] = {}  # by what the column `teacher` calls them
         self.student = student = engine.unwrapped(accelerator, model)
         for name, path in locations(args).items():
             if path is None and args.lora_r:
@@ -131,8 +125,7 @@ class Teachers:
     ) -> list[Lesson | TopLesson]:
         """Returns what the teachers say at the targets of a batch, each of its own answers.
 
-        Where the engine cuts weights, every teacher reads on all processes, also where it has no
-        answer: all must call it equally often.
+        All processes must call it equally often, because engines may cut weights.
 
         Args:
             batch: of the answers in these questions, as the student reads them.
