@@ -85,10 +85,8 @@ class Data(NamedTuple):
                 if largest >= n_rows:
                     row = next(row["row"] for row in rows if largest in row[column])
                     token = tokenizer.convert_ids_to_tokens(largest)
-                    refuse(
-                        f"data set {name!r}, row {row}: {column} has token {largest}, {token!r}, "
-                        f"and the embedding of {model_name!r} has {n_rows} rows: resize it"
-                    )
+                    where = f"data set {name!r}, row {row}: {column} has token {largest}, {token!r}"
+                    refuse(f"{where}: the embedding of {model_name!r} has {n_rows} rows: resize it")
 
 
 def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **settings) -> Data:
@@ -190,12 +188,8 @@ class Converter:
         kinds = {type(row[name]) for name in formats.TEXTS if row.get(name) is not None}
         if could_turn_strings and self.tokenizer.chat_template and kinds == {str}:
             notes.append(PLAIN_STRINGS)
-        answer = ""
-        if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate
-            try:
-                answer = answer_text(row.get("answer"))
-            except ValueError as error:
-                notes.append(str(error))
+        # An empty prompt asks nothing.
+        answer = answer_text(row.get("answer")) if values.get("prompt_ids") != [] else ""
         return {"reason": "", **values, "notes": notes, "row": index + 1, "answer": answer}
 
     def has_images(self, row: dict) -> bool:
@@ -206,10 +200,10 @@ class Converter:
 
 
 def answer_text(answer: Any) -> str:
-    """Returns a column `answer`, or several answers of which any is right, as a text."""
+    """Returns a column `answer`, any of whose parts is right, as a text; objects are no answer."""
     values = answer if isinstance(answer, (list, tuple)) else [answer]
     if any(isinstance(value, (dict, list, tuple)) for value in values):
-        raise ValueError("column 'answer' holds an object, which no response is compared with")
+        return ""
     return BETWEEN.join(str(value) for value in values if value is not None and value != "")
 
 

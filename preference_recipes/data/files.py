@@ -53,10 +53,9 @@ def find_local(path: Path, split: str) -> TypedRows | TextFiles:
     if not files:
         is_arrow = any(file.suffix == ".arrow" for file in splits.get(split, []))
         advice = ". `save_to_disk` wrote it: write it with `to_parquet`" if is_arrow else ""
-        refuse(
-            f"data set {str(path)!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or in "
-            f"one of them and .gz; its splits: {', '.join(splits)}{advice}"
-        )
+        wanted = f"no {' '.join(SUFFIXES)}, or one of these and .gz"
+        found = f"its splits: {', '.join(splits)}{advice}"
+        refuse(f"data set {str(path)!r}, split {split!r}: {wanted}; {found}")
     if any(file.suffix != ".parquet" for file in files):
         return TextFiles(files)
     names = [glob.escape(str(file)) for file in files]
@@ -224,10 +223,8 @@ def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     in_folder = filter(is_data_file, sorted(folder.rglob("*")))
     unread = [str(file.relative_to(folder)) for file in in_folder if file.resolve() not in read]
     if unread:
-        print_once(
-            f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
-            f"{sorted(splits)}, so not read: {', '.join(unread[:5])}"
-        )
+        number = f"{counted(len(unread), 'file')} in none of the splits {sorted(splits)}"
+        print_once(f"NOTE: folder {str(folder)!r}: {number}, so not read: {', '.join(unread[:5])}")
     return splits
 
 

@@ -81,9 +81,7 @@ def row_of_answers(
     is_transcript = conversation.is_text and text_of(conversation.prompt).endswith(HH_MARKER)
     for answer in conversation.answers:
         if is_transcript and "\n\nHuman:" in text_of(answer):
-            raise LeftOut(
-                "transcripts that differ before the last answer, without --strings_as_messages"
-            )
+            raise LeftOut("transcripts that differ before the last answer (--strings_as_messages)")
         if answer and answer[-1]["role"] != "assistant":
             raise LeftOut("answer that does not end with an assistant message")
         if not has_text(answer[-1:]) or not learned_turns(answer):
@@ -174,10 +172,7 @@ def read_demonstration(row: dict) -> Conversation:
     conversation = conversation_of(row, row["prompt"], row["completion"])
     roles = [message["role"] for message in conversation.prompt[-1:] + conversation.answers[0][:1]]
     if roles in (["user", "user"], ["user", "system"]):  # the model would be asked twice
-        raise BadRow(
-            "'completion' holds a prompt, too: remove that, or in sft and kto read it all with "
-            "--columns messages=completion"
-        )
+        raise BadRow("'completion' has a prompt, too: remove it, or --columns messages=completion")
     return conversation
 
 
@@ -214,10 +209,7 @@ def completed(
         return conversation
     refuse_unless(isinstance(row["system"], str), row, "system", "a string")
     if conversation.is_text:
-        raise BadRow(
-            "column 'system' is next to strings, and plain text has no system message: where the "
-            "prompt is not empty, --strings_as_messages makes them turns that begin with it"
-        )
+        raise BadRow("column 'system' is next to strings: give messages, or --strings_as_messages")
     first = next((messages[0]["role"] for messages in (prompt, *answers) if messages), "")
     system = [{"role": "system", "content": row["system"]}] if first != "system" else []
     return conversation._replace(prompt=system + prompt)
@@ -229,10 +221,8 @@ def require(row: dict, *columns: str, expected: str) -> None:
         value = row.get(column)
         if value is None:
             found = sorted(name for name in row if row[name] is not None)
-            raise BadRow(
-                f"no {column!r}: expected columns {expected}; found {found} "
-                f"(--columns {column}=YOURS names another)"
-            )
+            expected = f"{expected} (--columns {column}=YOURS names another)"
+            raise BadRow(f"no {column!r}: expected columns {expected}; found {found}")
         fits = isinstance(value, str) or is_messages(value) or is_message(value)
         refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
@@ -260,10 +250,8 @@ def split_conversations(pair: Conversation) -> Conversation:
         if begin and chosen[end - 1]["role"] != "assistant":
             break
     else:
-        raise BadRow(
-            "'chosen' and 'rejected' do not begin with the same prompt, then an answer "
-            "(--columns prompt=YOURS names a column with the prompt)"
-        )
+        expected = "with the same prompt (--columns prompt=YOURS names one), then an answer"
+        raise BadRow(f"'chosen' and 'rejected' do not begin {expected}")
     shared = [message["content"].strip() for message in chosen[:end]]
     if not all(message["content"].strip() in shared for message in pair.prompt):
         raise BadRow("'chosen' and 'rejected' do not begin with all of the prompt in the row")
@@ -281,10 +269,8 @@ def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, 
         end = place + len(HH_MARKER)
         return chosen[:end], chosen[end:], rejected[end:]
     if prompt is None:
-        raise BadRow(
-            "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
-            f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
-        )
+        shared = f"'chosen' and 'rejected' do not begin alike up to a {HH_MARKER!r}"
+        raise BadRow(f"no column 'prompt' (--columns prompt=YOURS names another), and {shared}")
     return prompt, chosen, rejected
 
 
@@ -309,10 +295,9 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     for pair in pairs or []:
         column, _, users_name = pair.partition("=")
         if column not in FORMAT_COLUMNS or column in columns or not users_name:
-            refuse(
-                f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
-                "each once, such as prompt=question"
-            )
+            known = "|".join(FORMAT_COLUMNS)
+            expected = f"{known}=YOUR_COLUMN, each once, such as prompt=question"
+            refuse(f"--columns {' '.join(pairs)}: expected {expected}")
         columns[column] = users_name
     return columns
 

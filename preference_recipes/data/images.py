@@ -210,9 +210,8 @@ def spell_out(processor, text: str, messages: list[dict]) -> str:
     token = processor.image_token
     others = {*processor.all_special_multimodal_tokens} - {token}  # such as those of videos
     if text.count(token) != len(spelled) or any(other in text for other in others):
-        raise BadRow(
-            f"the chat template writes {text.count(token)} {token!r} for {len(spelled)} images: a "
-            "text spells that token or one of videos, or the template has no place for the images"
-        )
+        written = f"{text.count(token)} {token!r} for {len(spelled)} images"
+        why = "a text spells that token or one of videos, or there is no place for images"
+        raise BadRow(f"the chat template writes {written}: {why}")
     left = iter(spelled)
     return re.sub(re.escape(token), lambda _: next(left), text)

@@ -142,10 +142,8 @@ def check_answer(message: dict, where: str) -> None:
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
         is_unknown = key.startswith("train_") and value not in ("", [], {})
         if is_unclear or is_unknown or (value and key.startswith(("skip", "mask"))):
-            raise BadRow(
-                f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
-                "give train: false to a turn that is not learned"
-            )
+            expected = "remove the key, or give train: false to a turn that is not learned"
+            raise BadRow(f"{where}, {key} {value!r}: every learned turn counts alike; {expected}")
         if value and "call" in key.lower() and not has_text([message]):
             raise LeftOut(f"a call in {key!r}, and none in 'tool_calls'")  # an empty turn without
 
@@ -190,10 +188,8 @@ def as_call(call: Any, where: str) -> dict:
     given = next((function[key] for key in ARGUMENTS if key in function), None)
     arguments = from_json(from_json(given))  # some files quote them twice
     if not isinstance(arguments, (dict, type(None))):
-        raise BadRow(
-            f"{where}: the arguments of a call of {function['name']!r}: expected an object or its "
-            f"JSON, found {arguments!r:.80}"
-        )
+        call_of = f"{where}: the arguments of a call of {function['name']!r}"
+        raise BadRow(f"{call_of}: expected an object or its JSON, found {arguments!r:.80}")
     renamed = {"arguments" if key in ARGUMENTS else key: function[key] for key in function}
     return {**call, "function": {**renamed, "arguments": Arguments(arguments or {})}}
 
@@ -204,10 +200,8 @@ def from_text(column: str, value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"', "array(")):
         return value
     if PRINTED.match(value):
-        raise BadRow(
-            f"column {column!r} holds messages as Python prints them: expected a list of messages, "
-            f"or its JSON, as `json.dumps` writes it, found {value!r:.80}"
-        )
+        found = f"messages as Python prints them, not as `json.dumps` writes them: {value!r:.80}"
+        raise BadRow(f"column {column!r} holds {found}")
     given = from_json(from_json(value))  # some files quote it twice
     found = as_list(given)
     speakers = {part.get("role") or part.get("from") for part in found if is_message(part)}

@@ -36,10 +36,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
     if len(parts) == 1:
         return parts[0]
-    refuse(
-        f"{type(model).__name__}: we could not find which of its parts gives the hidden states: "
-        "this architecture is not supported yet"
-    )
+    refuse(f"{type(model).__name__} is not supported yet: no part gives its hidden states")
 
 
 def longest_row(model: PreTrainedModel) -> float:
@@ -119,10 +116,7 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     if softcap:
         expected = softcap * torch.tanh(expected / softcap)
     if result.shape != output.shape or not torch.allclose(result, expected, rtol=1e-5, atol=1e-6):
-        refuse(
-            f"{type(model).__name__}: its logits are not its head's output, scaled and soft-capped "
-            "as we know it: this architecture is not supported yet"
-        )
+        refuse(f"{type(model).__name__}: its logits are made in a way that is not supported yet")
     return multiplier, softcap
 
 
@@ -213,12 +207,7 @@ def freeze_unreached(accelerator, wrapper: nn.Module) -> None:
         for name in sorted(unreached):
             model.get_parameter(name).requires_grad_(False)
         if unreached:
-            accelerator.print(
-                f"not trained: {len(unreached)} weights, such as {min(unreached)} "
-                "(text never reaches them)"
-            )
+            number = f"{len(unreached)} weights, such as {min(unreached)}"
+            accelerator.print(f"not trained: {number} (text never reaches them)")
         if getattr(model.config.get_text_config(), "output_router_logits", False):
-            accelerator.print(
-                "not trained: the router's auxiliary loss, for which the config asks by "
-                "output_router_logits (no recipe's loss includes it)"
-            )
+            accelerator.print("not trained: the router's auxiliary loss (output_router_logits)")

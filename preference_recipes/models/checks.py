@@ -32,11 +32,9 @@ def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: st
     tolerance = 1e-2 if engine.half_precision(accelerator) else 1e-5
     if not typical <= tolerance * (1 + largest):  # also where weights are not finite
         [inside, *_] = architecture.whole_models(model).values()
-        refuse(
-            f"{inside.config.name_or_path}{where}: its head's log-probs differ from its own "
-            f"logits' by {typical:.3g}: this architecture is not supported yet, or its weights are "
-            "not finite"
-        )
+        found = f"its head's log-probs differ from its own logits' by {typical:.3g}"
+        why = "it is not supported yet, or its weights are not finite"
+        refuse(f"{inside.config.name_or_path}{where}: {found}: {why}")
 
 
 def make_packer(
@@ -52,7 +50,8 @@ def make_packer(
     readers = [model for model in models if model is not None]
     of_images: dict[str, Any] = {"processor": processor}
     if processor is not None:
-        from preference_recipes.models import vision  # only here: text needs none
+        from preference_recipes.data import images  # only here: text needs none
+        from preference_recipes.models import vision
 
         for model in readers:
             with evaluation_mode(model):
@@ -60,7 +59,8 @@ def make_packer(
             refuse_difference(accelerator, model, logps, own_logps, ", with images")
         if accelerator.num_processes > 1:
             of_images["example"] = vision.example(processor)
-        share = share and vision.can_share(processor)
+        # Such architectures make positions or masks of the kinds of tokens.
+        share = share and images.types_name(processor) is None
     if not share or not all(can_share(accelerator, model, max_length) for model in readers):
         return Packer(accelerator.device, **of_images)
     inside = [model for reader in readers for model in architecture.whole_models(reader).values()]

@@ -49,10 +49,7 @@ def tokenizer_of(
         # transformers makes an empty one of Qwen, GPT-2 and Gemma where there is no file.
         refuse(f"{name!r} holds no tokenizer: save the model's into its folder")
     if tokenizer.eos_token_id is None:
-        refuse(
-            f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: "
-            "set tokenizer.eos_token and save it"
-        )
+        refuse(f"the tokenizer of {name!r} has no EOS token: set tokenizer.eos_token and save it")
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if chat_template is not None:
@@ -104,16 +101,11 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:
-            refuse(
-                f"{name!r} is a {kind}, such as a reward model, not a language model: "
-                "give a causal language model as the policy, such as recipes/sft.py saves"
-            )
+            refuse(f"{name!r} is a {kind}, such as a reward model, not a causal language model")
     if unused:
         parts = sorted({weight.split(".")[0] for weight in unused})
-        print_once(
-            f"NOTE: {name!r} has {len(unused)} weights that {type(model).__name__} does not have, "
-            f"of {', '.join(parts)}: they are not loaded, and no saved actor has them"
-        )
+        number = f"{len(unused)} weights that {type(model).__name__} does not have"
+        print_once(f"NOTE: {name!r} has {number}, of {', '.join(parts)}: no saved actor has them")
     if missing:
         refuse(f"{name!r} lacks weights, such as {min(missing)}: they would have started at random")
     # The saved actor must end its answers as it does here.
@@ -147,10 +139,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         **settings,
     )
     if not in_4bit and getattr(model, "hf_quantizer", None) is not None:
-        refuse(
-            f"{name!r} holds quantized weights, which are not trained as they are: give the model "
-            "that they were made from, with --lora_r and --load_in_4bit to pack it"
-        )
+        refuse(f"{name!r} holds quantized weights: give the model that they were made from")
     if args.max_length > (most := architecture.longest_row(model)):
         refuse(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
     if args.lora_r and not frozen:  # each saved adapter says what it belongs to
@@ -182,10 +171,8 @@ def from_pretrained(auto_class, name: str, **settings):
     Code that a model brings along is never run: transformers would ask on standard input.
     """
     if is_adapter(name):
-        refuse(
-            f"{name!r} is an adapter, not a whole model: merge it into its base with "
-            f"`python -m preference_recipes.tools.export {name} OUT --merge`, and give OUT instead"
-        )
+        merge = f"`python -m preference_recipes.tools.export {name} OUT --merge`"
+        refuse(f"{name!r} is an adapter, not a whole model: {merge}, and give OUT")
     if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists():
         refuse(f"the model's folder {name!r} does not exist (looked in {Path.cwd()})")
     try:
@@ -215,11 +202,9 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         own_token = own_tokens.get(token_id, token)
         if own_token != token:
-            refuse(
-                f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
-                f"is {own_token!r} there and {token!r} here. The reference policy reads the "
-                "policy's token ids: give the model that the policy was trained from"
-            )
+            difference = f"token {token_id} is {own_token!r} there and {token!r} here"
+            others = f"another tokenizer than {tokenizer.name_or_path!r}, whose ids it reads"
+            refuse(f"{name!r} has {others}: {difference}")
 
 
 def check_embeddings(data, name: str, *others: str | None, draws: bool = False) -> dict[str, int]:
@@ -236,10 +221,8 @@ def check_embeddings(data, name: str, *others: str | None, draws: bool = False) 
     tokenizer = data.converter.tokenizer
     for token, token_id in tokenizer.get_vocab().items() if draws else ():
         if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
-            refuse(
-                f"{smallest!r} has {sizes[smallest]} embeddings, and none for token {token_id}, "
-                f"{token!r}, which {name!r} may draw: resize it as that was resized"
-            )
+            drawn = f"token {token_id}, {token!r}, which {name!r} may draw: resize it"
+            refuse(f"{smallest!r} has {sizes[smallest]} embeddings, and none for {drawn}")
     return sizes
 
 

@@ -52,10 +52,8 @@ class LogProbModel(ModelWrapper):
         super().__init__(model)
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
-            refuse(
-                f"{type(model).__name__}: the output layer is {type(head).__name__}, "
-                "only a plain nn.Linear is supported"
-            )
+            found = f"the output layer is {type(head).__name__}, only nn.Linear is supported"
+            refuse(f"{type(model).__name__}: {found}")
         head.__class__ = LogProbHead  # same parameters and names: saving does not notice
         self.vocabulary = head.out_features
         self.multiplier, self.softcap = architecture.logits_formula(model)

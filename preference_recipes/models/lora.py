@@ -94,11 +94,8 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     for target in targets:  # peft would leave out what it does not find
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             kinds = sorted({layer.rpartition(".")[2] for layer in layers})
-            refuse(
-                f"--lora_target_modules {target}: no linear layer of {type(model).__name__} that "
-                f"could get an adapter has this name. There are {', '.join(kinds)} (embeddings, "
-                "the output layer and score heads get none)"
-            )
+            found = f"no linear layer of {type(model).__name__} that could get an adapter"
+            refuse(f"--lora_target_modules {target}: {found}; there are {', '.join(kinds)}")
     return [name for name in layers if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
@@ -129,10 +126,7 @@ def packed_in_4bit() -> dict:
     """Returns what `from_pretrained` takes for QLoRA: NormalFloat, and the scales packed again."""
     state = AcceleratorState()
     if engine.is_sharded(state):
-        refuse(
-            "--load_in_4bit does not work under DeepSpeed and FSDP2, which cannot shard packed "
-            "weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
-        )
+        refuse("--load_in_4bit: DeepSpeed and FSDP2 cannot shard packed weights: take ddp.yaml")
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -100,10 +100,7 @@ class Packer:
         last = []
         for number, (answer, flags) in enumerate(zip(answers, learned)):
             if not prompts[number] and any(flags[:1]):
-                raise ValueError(
-                    f"answer {number} has an empty prompt, so nothing predicts its first token: "
-                    "that token cannot be a target"
-                )
+                raise ValueError(f"answer {number} has an empty prompt: nothing predicts its start")
             end = starts[number] + len(answer)
             before = [prompt_ends[number] - 1, *range(starts[number], end - 1)]
             targets += itertools.compress(answer, flags)

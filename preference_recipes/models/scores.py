@@ -67,20 +67,14 @@ def score_model(
         new_head: gives a model without a score head a new one.
     """
     if load.tokenizer_of(name).get_vocab() != tokenizer.get_vocab():
-        refuse(
-            f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
-            "the reward model or critic reads the policy's token ids, "
-            "so both need the same vocabulary"
-        )
+        refuse(f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}")
     model, missing, _ = load.load(
         AutoModelForSequenceClassification, name, args, frozen, num_labels=1
     )
     lacks_backbone = missing - {"score.weight"}
     if lacks_backbone or (missing and not new_head):
-        refuse(
-            f"{name!r} lacks weights, such as {min(missing)}: "
-            "expected a reward model with one label, as recipes/reward.py saves it"
-        )
+        expected = "expected a reward model with one label, as recipes/reward.py saves it"
+        refuse(f"{name!r} lacks weights, such as {min(missing)}: {expected}")
     if missing:
         print_once(f"{name!r} has no score head: a new one is drawn from the seed")
         draw_score_head(model)
@@ -123,11 +117,9 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     tried = own if pad_token is None else [pad_token]
     found = [token for token in tried if token in tokenizer.get_vocab() and token != eos]
     if not found:
-        refuse(
-            f"the tokenizer of {tokenizer.name_or_path!r}: none of {tried} is a pad token other "
-            f"than its EOS, {eos!r}: transformers would read a saved reward model's score before "
-            "the EOS. Give --pad_token TOKEN: one of its vocabulary that never ends an answer"
-        )
+        expected = "give --pad_token TOKEN: one of its vocabulary that never ends an answer"
+        name = tokenizer.name_or_path
+        refuse(f"{name!r}: none of {tried} is a pad token other than its EOS, {eos!r}: {expected}")
     if found[0] != tokenizer.pad_token:
         print_once(f"NOTE: padding with {found[0]!r} instead of {tokenizer.pad_token!r}")
     tokenizer.pad_token = found[0]

@@ -46,23 +46,18 @@ def locations(args) -> dict[str, str | list[str] | None]:
     found = here | servers
     is_clear = len(found) == len(pairs) + len(servers) and all(found.values())
     if not is_clear or (ONLY in found and len(found) > 1):
-        refuse(
-            "expected one teacher, or several as --teacher NAME=PATH and --teacher_url NAME=URL, "
-            f"each name once: a row's column `teacher` names its own. Got {[*here, *servers]}"
-        )
+        expected = "one teacher, or several as --teacher NAME=PATH and --teacher_url NAME=URL"
+        refuse(f"expected {expected}, each name once. Got {[*here, *servers]}")
     if servers and args.temperature != 1:
-        temperature = f"--temperature {args.temperature:g}"
-        refuse(f"{temperature}: a --teacher_url tells log-probs of given tokens at 1 only")
+        refuse(f"--temperature {args.temperature:g}: a --teacher_url tells log-probs at 1 only")
     return found or {ONLY: None}
 
 
 def check_settings(args) -> None:
     """Refuses arguments that name no teacher, or one twice."""
     if None in locations(args).values() and not (args.lora_r and args.teacher_prompt):
-        refuse(
-            "there is no teacher: give --teacher_model_name_or_path, --teacher_url, or --lora_r "
-            "with --teacher_prompt to make the student's base its teacher"
-        )
+        own = "--lora_r with --teacher_prompt, for the student's base"
+        refuse(f"no teacher: give --teacher_model_name_or_path, --teacher_url, or {own}")
 
 
 def names(args) -> list[str]:

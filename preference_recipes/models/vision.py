@@ -29,11 +29,6 @@ def example(processor) -> tuple[list[int], bytes]:
     return rendering.encode(processor.tokenizer, spelling), file
 
 
-def can_share(processor) -> bool:
-    """Whether an architecture makes neither positions nor masks of the kinds of tokens."""
-    return pictures.types_name(processor) is None
-
-
 @torch.no_grad()
 def trial(
     accelerator: Accelerator, model: nn.Module, processor

@@ -321,7 +321,7 @@ def test_a_column_system_beside_other_columns():
     strings = {"prompt": "Why?", "completion": "Because.", "system": "Be brief."}
     assert conversation(strings, True) == ([SYSTEM, QUESTION], [YES])
     for row, as_messages in [(strings, False), (strings | {"prompt": ""}, True)]:
-        with pytest.raises(BadRow, match=r"column 'system' is next to strings.*not empty"):
+        with pytest.raises(BadRow, match=r"column 'system' is next to strings"):
             conversation(row, as_messages)
 
 
