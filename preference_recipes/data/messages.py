@@ -200,8 +200,8 @@ def from_text(column: str, value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"', "array(")):
         return value
     if PRINTED.match(value):
-        found = f"messages as Python prints them, not as `json.dumps` writes them: {value!r:.80}"
-        raise BadRow(f"column {column!r} holds {found}")
+        shown = f"messages as Python prints them, not as `json.dumps` writes them: {value!r:.80}"
+        raise BadRow(f"column {column!r} holds {shown}")
     given = from_json(from_json(value))  # some files quote it twice
     found = as_list(given)
     speakers = {part.get("role") or part.get("from") for part in found if is_message(part)}

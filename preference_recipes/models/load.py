@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -254,13 +253,3 @@ def describe_weights(name: str, config) -> str:
             [file.name, *found] for file, found in zip(files, pool.map(folders.describe, files))
         ]
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
-
-
-def base_fingerprints(wrapper: nn.Module) -> dict[str, str]:
-    """Returns the fingerprints of the bases below adapters, by what messages call them."""
-    found = {}
-    for path, model in architecture.whole_models(wrapper).items():
-        if hasattr(model, "base_fingerprint"):
-            part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-            found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
-    return found

@@ -26,7 +26,6 @@ class ModelWrapper(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.fingerprints: dict[str, str] = {}  # of the weights below adapters, for a checkpoint
         architecture.backbone_of(model)  # refuses a model without one
         # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
         # that are not there, such as the parts of a text tower in Gemma 3's list.
@@ -39,6 +38,16 @@ class ModelWrapper(nn.Module):
     @property
     def config(self):
         return self.model.config
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the bases below adapters, which a checkpoint does not hold, for its identity."""
+        found = {}
+        for path, model in architecture.whole_models(self).items():
+            if hasattr(model, "base_fingerprint"):
+                part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
+                found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
+        return found
 
 
 class LogProbModel(ModelWrapper):

@@ -64,7 +64,6 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
         from preference_recipes.models import lora
 
         lora.add_adapters(accelerator, model, args)
-        model.fingerprints = load.base_fingerprints(model)
 
 
 def disable_dropout(wrapper: nn.Module) -> None:
