@@ -6,7 +6,6 @@ guess a column's type: a number would make 7 of "007". It reads what has types, 
 
 from __future__ import annotations
 
-import collections
 import csv
 import functools
 import glob
@@ -138,7 +137,7 @@ def parsed(file, is_csv: bool) -> Iterable:
     """Returns the rows of an open file; those of a JSON array are all in memory."""
     if is_csv:
         reader = csv.DictReader(file, strict=True)
-        refuse_repeated("columns", filter(None, reader.fieldnames or []))
+        object_of([(name, None) for name in reader.fieldnames or [] if name], kind="columns")
         return reader
     decoder = json.JSONDecoder(object_pairs_hook=object_of)
     is_array = file.read(1000).lstrip().startswith("[")
@@ -148,18 +147,14 @@ def parsed(file, is_csv: bool) -> Iterable:
     return map(decoder.decode, filter(None, map(str.strip, file)))
 
 
-def object_of(pairs: list[tuple[str, Any]]) -> dict:
-    """Returns a JSON object whose keys are all different."""
-    refuse_repeated("keys", (name for name, _ in pairs))
-    return dict(pairs)
-
-
-def refuse_repeated(kind: str, names: Iterable[str]) -> None:
-    """Raises `ValueError` if two names are the same: the last value would be read."""
-    counts = collections.Counter(names)
-    for name in counts:
-        if counts[name] > 1:
-            raise ValueError(f"two {kind} are named {name!r}")
+def object_of(pairs: list[tuple[str, Any]], kind: str = "keys") -> dict:
+    """Returns a JSON object; raises `ValueError` if two names are the same: one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two {kind} are named {twice!r}")
+    return found
 
 
 # ============================================================ parquet, and others with types

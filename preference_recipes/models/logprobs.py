@@ -92,10 +92,8 @@ class LogProbModel(ModelWrapper):
             batch["targets"], self.multiplier / temperature, self.softcap / temperature, extras
         )
 
-        def by_chunks(hidden, weight, bias) -> tuple[torch.Tensor, ...]:
-            # As `log_softmax` of all logits, in less memory. In here ZeRO-3 has the whole weight.
-            return ByChunks.apply(hidden, weight, bias, job)  # fp32 `[targets]` each
-
+        # As `log_softmax` of all logits, in less memory: fp32 `[targets]` each.
+        by_chunks = lambda *layer: ByChunks.apply(*layer, job)
         values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
         named = dict(zip(("logps", *extras), values))
         if check:
