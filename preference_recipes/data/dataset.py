@@ -188,8 +188,10 @@ class Converter:
         kinds = {type(row[name]) for name in formats.TEXTS if row.get(name) is not None}
         if could_turn_strings and self.tokenizer.chat_template and kinds == {str}:
             notes.append(PLAIN_STRINGS)
-        # An empty prompt asks nothing.
-        answer = answer_text(row.get("answer")) if values.get("prompt_ids") != [] else ""
+        answer = ""
+        if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate
+            with contextlib.suppress(ValueError):  # an object is named as not read
+                answer = answer_text(row.get("answer"))
         return {"reason": "", **values, "notes": notes, "row": index + 1, "answer": answer}
 
     def has_images(self, row: dict) -> bool:
@@ -200,10 +202,10 @@ class Converter:
 
 
 def answer_text(answer: Any) -> str:
-    """Returns a column `answer`, any of whose parts is right, as a text; objects are no answer."""
+    """Returns a column `answer`, or several of which any is right, as a text."""
     values = answer if isinstance(answer, (list, tuple)) else [answer]
     if any(isinstance(value, (dict, list, tuple)) for value in values):
-        return ""
+        raise ValueError("column 'answer' holds an object, which no response is compared with")
     return BETWEEN.join(str(value) for value in values if value is not None and value != "")
 
 
