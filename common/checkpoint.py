@@ -236,7 +236,7 @@ class Checkpoint:
         engine.reshard(self.model)
         settings = {}
         if self.is_deepspeed:
-            # The base below adapters is not in the checkpoint, see `load.base_fingerprints`.
+            # The base below adapters is not in the checkpoint, see `ModelWrapper.fingerprints`.
             settings["load_module_strict"] = not adapters.has_adapter(self.actor.unwrapped)
         accelerator.load_state(str(path / "engine"), **settings)
         # DeepSpeed's Adam for CPUs has other groups since it was loaded.

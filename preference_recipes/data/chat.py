@@ -1,9 +1,8 @@
 """Prompts and answers as token ids: a prompt as a model reads it, an answer as it would write it.
 
 One rule: an answer is what the chat template writes after the generation prompt, up to and with
-the token that ends the turn. The template writes the prompt, then the prompt with its answer, and
-what that has more is the answer. Texts are cut, and tokenised at the very end, prompt and answer
-apart, as at inference. Where a template does otherwise, `odd_templates` finds the answer.
+the token that ends the turn. Texts are cut, and tokenised at the very end, prompt and answer apart,
+as at inference. Where a template does otherwise, `odd_templates` finds the answer.
 """
 
 from typing import NamedTuple
@@ -39,10 +38,7 @@ def encode_answers(
     """Returns the token ids of a conversation's prompt and of its answers, and notes.
 
     If the generation prompt opens a thought (`<bot><think>`), answers with a thought and without
-    one still share the prompt `<bot>`: `<think>` becomes a part of the answer that has it.
-
-    Raises:
-        LeftOut: the template does not write an answer, or not in one sequence.
+    one share the prompt `<bot>`. Raises `LeftOut` for an answer that is not in one sequence.
     """
     if is_text:
         prompt_ids, *answer_ids = encode_plain(tokenizer, *map(text_of, (prompt, *answers)))
@@ -94,15 +90,12 @@ def encode_conversation(
 
     There is one sequence, unless the template writes earlier turns differently once later ones
     follow. Then each answer has its own, with the history as the model reads it before that answer.
+    Raises `LeftOut` if nothing is left to learn.
 
     Args:
         turns: which messages are answers to learn.
         learn_all: learn what precedes the answers, too, in one sequence.
-        learn_each: leave out the row if the template does not write one of the answers; by
-            default only if it writes none.
-
-    Raises:
-        LeftOut: nothing is left to learn.
+        learn_each: raise `LeftOut` also if the template does not write one of several answers.
     """
     sequences: list[Sequence] = []
     prompt_ids: list[int] = []
@@ -135,10 +128,7 @@ def encode_conversation(
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> Prompt:
-    """Returns what a model reads before it answers these messages; nothing if there are none.
-
-    Notes name the roles that the template leaves out without a word, as it does at inference.
-    """
+    """Returns what a model reads before it answers messages; notes name roles that are left out."""
     text = rendering.render(tokenizer, messages, tools, add_generation_prompt=True)
     notes = [
         f"{DROPS_ROLE} (role {message['role']!r})"
@@ -185,10 +175,7 @@ def encode_turn(
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
-    """Returns an answer up to and with the token that ends it, and whether there is one.
-
-    A tool call may end with another token than other answers (gpt-oss).
-    """
+    """Returns an answer up to and with the token that ends it, and whether there is one."""
     whole, end, _ = rendering.ending_of(tokenizer)
     if text.endswith(whole):
         return text.removesuffix(whole) + end, bool(end)
@@ -197,16 +184,13 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
     if eos and not rest.strip():  # at most the next turn's header (Command A)
         return answer + eos, True
     ends = [found.end() for found in rendering.added_tokens(tokenizer).finditer(text)]
-    if end and ends and not text[ends[-1] :].strip():
+    if end and ends and not text[ends[-1] :].strip():  # such as a tool call's (gpt-oss)
         return text[: ends[-1]], True
     return text, False
 
 
 def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
-    """Returns the ids of a prompt and of each answer, for strings without a chat template.
-
-    The prompt gets a BOS if this tokenizer adds one, each answer an EOS, unless they have them.
-    """
+    """Returns the ids of a prompt, with the tokenizer's BOS, and of each answer, with an EOS."""
     prompt_ids = rendering.encode(tokenizer, prompt)
     answer_ids = [rendering.encode_after(tokenizer, prompt, answer) for answer in answers]
     eos = [tokenizer.eos_token_id]

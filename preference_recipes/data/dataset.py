@@ -1,7 +1,7 @@
-"""Loads the data sets of a run as token ids.
+"""Loads the data sets of a run as token ids, which are kept on disk.
 
-The way of a row: `load_data` -> `load` -> `tokenise`, once for a set, whose result is kept on disk
--> `write_rows` -> `Converter.convert_row` -> a row function, such as `formats.preference_row`.
+The way of a row: `load_data` -> `load` -> `tokenise` -> `write_rows` -> `Converter.convert_row` ->
+a row function, such as `formats.preference_row`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,14 +28,14 @@ import pyarrow
 import pyarrow.compute
 import transformers
 from accelerate.utils import gather_object
+from datasets.arrow_writer import ArrowWriter
 
 from common import display, distributed, folders, in_one_line, refuse
-from preference_recipes.data import files, formats, images, rendering
-from preference_recipes.data.messages import BadRow, LeftOut
+from preference_recipes.data import files, formats, rendering
+from preference_recipes.data.messages import IMAGE_COLUMNS, BadRow, LeftOut, has_image_part
 
 ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
 MOST_PROCESSES = 32
-ROWS_AT_A_TIME = 1_000  # that are in memory
 
 ABOUT = "about.json"  # next to the token ids: their fingerprint, and notes for the user
 NOT_KEPT = ("reason", "truncated", "notes")  # columns of a row function that are only counted
@@ -44,33 +44,28 @@ PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
 )
+NO_IMAGES = "this recipe, or --vllm_url, reads no images: docs/images.md"
 # Stands between the right answers of a row, which are kept as one text: ASCII's record separator.
 BETWEEN = "\x1e"
 
 
 class Data(NamedTuple):
-    """The data of a run, as token ids.
+    """The data of a run, as token ids."""
 
-    Attributes:
-        train: the usable rows of all training sets one after the other.
-        starts: the first row of each training set.
-        eval_sets: the held-out sets by the prefixes of their tags.
-        converter: turns a row into token ids; all these sets went through it.
-        sets: the training sets and the held-out ones, each with its name.
-    """
-
-    train: datasets.Dataset
-    starts: list[int]
-    eval_sets: dict[str, datasets.Dataset]
-    converter: Converter
-    sets: Sequence[tuple[str, datasets.Dataset]] = ()
+    train: datasets.Dataset  # the usable rows of all training sets one after the other
+    starts: list[int]  # the first row of each training set
+    eval_sets: dict[str, datasets.Dataset]  # by the prefixes of their tags
+    converter: Converter  # made all of these
+    sets: Sequence[tuple[str, datasets.Dataset]] = ()  # all, each with its name
 
     @property
     def fingerprints(self) -> dict[str, Any]:
         """Stand for the content of the sets: their rows, the tokenizer, what was cut."""
         held_out = {prefix: rows._fingerprint for prefix, rows in self.eval_sets.items()}
         found = {"data": self.train._fingerprint, "held-out data": held_out}
-        return found | ({"images": images.describe(self.processor)} if self.processor else {})
+        if self.processor is not None:
+            found["images"] = rendering.describe_processor(self.processor)
+        return found
 
     @property
     def processor(self) -> Any:
@@ -78,42 +73,31 @@ class Data(NamedTuple):
         has_images = any("images" in rows.column_names for _, rows in self.sets)
         return self.converter.tokenizer.processor if has_images else None
 
-    def refuse_ids_beyond(
-        self, n_rows: int, model_name: str, columns: Collection[str] | None = None
-    ) -> None:
-        """Ends the run where a set has a token id beyond the rows of a model's embedding.
-
-        Args:
-            columns: that the model reads, such as `prompt_ids`; None: all.
-        """
+    def refuse_ids_beyond(self, n_rows: int, model_name: str) -> None:
+        """Ends the run where a set has a token id beyond the rows of a model's embedding."""
         tokenizer = self.converter.tokenizer
         if max(tokenizer.get_vocab().values()) < n_rows:  # as usual: no set need be looked at
             return
         for name, rows in self.sets:
-            for column in columns or [name for name in rows.column_names if name.endswith("_ids")]:
+            for column in [name for name in rows.column_names if name.endswith("_ids")]:
                 ids = pyarrow.compute.list_flatten(rows.with_format("arrow")[column][:])
                 largest = pyarrow.compute.max(ids).as_py() or 0
                 if largest >= n_rows:
                     row = next(row["row"] for row in rows if largest in row[column])
                     token = tokenizer.convert_ids_to_tokens(largest)
-                    refuse(
-                        f"data set {name!r}, row {row}: {column} has token {largest}, {token!r}, "
-                        f"and the embedding of {model_name!r} has {n_rows} rows: resize it"
-                    )
+                    where = f"data set {name!r}, row {row}: {column} has token {largest}, {token!r}"
+                    refuse(f"{where}: the embedding of {model_name!r} has {n_rows} rows: resize it")
 
 
 def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **settings) -> Data:
-    """Loads and tokenises the training sets and the held-out sets that the arguments name.
-
-    All processes must call it.
+    """Loads the data sets that the arguments name. All processes must call it.
 
     Args:
-        function: makes token ids of a row, see `Converter`.
+        function, settings: see `Converter`; `max_length` and `strings_as_messages` are added.
         reads_images: whether the recipe does; else a row with one ends the run.
-        settings: passed to `function`, besides `max_length` and `strings_as_messages`.
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
-    refusal = getattr(tokenizer, "no_images", images.UNREAD) if reads_images else images.UNREAD
+    refusal = getattr(tokenizer, "no_images", NO_IMAGES) if reads_images else NO_IMAGES
     converter = Converter(
         function, tokenizer, formats.column_names(args.columns), settings, refusal
     )
@@ -140,10 +124,7 @@ def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **s
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
-    """Returns the usable rows of a data set as token ids; prints which were left out, and why.
-
-    Columns: those of the row function; `row`, the number in the file, from 1; maybe `answer`.
-    """
+    """Returns the usable rows of a data set as token ids; prints how many were not, and why."""
     accelerator.print(f"reading {name} ...", flush=True)
     # The first process of each machine fills the cache, and the others read what it wrote.
     is_first = accelerator.is_local_main_process
@@ -169,33 +150,31 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
 class Converter:
     """Applies a row function to rows.
 
-    Attributes:
-        function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns columns;
-            among them `length`, the tokens of the row (of a pair, those of both sequences),
-            `truncated`, whether something was cut off, and maybe `notes` for the user. It raises
-            `LeftOut` and `BadRow`.
-        columns: the user's columns by the format's, see `formats.column_names`.
-        settings: passed to the function; `max_length` among them.
-        image_refusal: why images are not read; "" if they are.
-        folder: that paths of images are relative to, that of the set's first file.
+    The function is called as `function(row, tokenizer=tokenizer, **settings)`. It returns columns;
+    among them `length`, the tokens of the row (of a pair, those of both sequences), `truncated`,
+    whether something was cut off, and maybe `notes` for the user. It raises `LeftOut` and `BadRow`.
     """
 
     function: Callable[..., dict]
     tokenizer: transformers.PreTrainedTokenizerBase
-    columns: dict[str, str]
+    columns: dict[str, str]  # the user's by the format's
     settings: dict
-    image_refusal: str = images.UNREAD
-    folder: Path = Path()
+    image_refusal: str = NO_IMAGES  # why images are not read; "" if they are
+    folder: Path = Path()  # that paths of images are relative to
 
     def convert_row(self, row: dict, index: int) -> dict:
-        """Returns what the row function makes of a row, and columns of our own.
+        """Returns the columns of a row, its number from 1 as `row`, and its `answer`, maybe "".
 
-        `reason` says why the row is left out; then it has only `notes` besides. Else it is "", and
-        there are `row`, its number from 1, and `answer`, "" if it has none.
+        `reason` is "", or says why the row is left out; then it has only `notes` besides.
         """
         try:
             row = formats.standard(row, self.columns)
-            row, pictures, spelled = images.find(row, formats.TEXTS, self)
+            if self.image_refusal and self.has_images(row):
+                raise BadRow(f"images: {self.image_refusal}")
+            if not self.image_refusal:
+                from preference_recipes.data import images  # only here: text needs none
+
+                row, pictures, spelled = images.find(row, formats.TEXTS, self)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
             if not self.image_refusal:
                 values |= images.columns_of(values, pictures, spelled, self.tokenizer)
@@ -211,15 +190,19 @@ class Converter:
             notes.append(PLAIN_STRINGS)
         answer = ""
         if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate
-            try:
+            with contextlib.suppress(ValueError):  # an object is named as not read
                 answer = answer_text(row.get("answer"))
-            except ValueError as error:
-                notes.append(str(error))
         return {"reason": "", **values, "notes": notes, "row": index + 1, "answer": answer}
+
+    def has_images(self, row: dict) -> bool:
+        """Whether a message of a row has an image, or a column that the model could read."""
+        has_processor = getattr(self.tokenizer, "processor", None) is not None
+        has_column = has_processor and any(map(row.get, IMAGE_COLUMNS))
+        return has_column or any(has_image_part(row.get(name)) for name in formats.TEXTS)
 
 
 def answer_text(answer: Any) -> str:
-    """Returns a column `answer` as a text; its answers, any of which is right, are its parts."""
+    """Returns a column `answer`, or several of which any is right, as a text."""
     values = answer if isinstance(answer, (list, tuple)) else [answer]
     if any(isinstance(value, (dict, list, tuple)) for value in values):
         raise ValueError("column 'answer' holds an object, which no response is compared with")
@@ -263,10 +246,7 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
 
 
 def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, Any]:
-    """Writes the usable rows of a data set into a folder; returns what `load` reads about them.
-
-    One process of each machine tokenises, with as many others as pay in its share of the cores.
-    """
+    """Writes the usable rows of a data set into a folder; returns what `load` reads about them."""
     processes = 1
     if sys.platform.startswith("linux"):  # elsewhere forks are not safe
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -307,34 +287,28 @@ def write_rows(
     """
     counts: collections.Counter[str] = collections.Counter()
     checksums: list[int] = []
-    numbered = enumerate(rows.select(range(start, stop)), start)
-    with contextlib.ExitStack() as stack:
-        writer = None
-        while some := list(itertools.islice(numbered, ROWS_AT_A_TIME)):
-            usable = []
-            for index, row in some:
-                values = converter.convert_row(row, index)
-                if values["reason"]:
-                    counts[f"left out ({values['reason']})"] += 1
-                    continue
-                counts.update({*values["notes"]})
-                if values["truncated"]:
-                    counts["truncated"] += 1
-                usable.append({name: values[name] for name in values if name not in NOT_KEPT})
-                checksums.append(zlib.crc32(marshal.dumps(usable[-1], 0)))
-            if usable and writer is None:
-                schema = pyarrow.schema(
-                    [(name, type_of(name, usable[0][name])) for name in usable[0]]
-                )
-                sink = stack.enter_context(pyarrow.OSFile(str(file), "wb"))
-                writer = stack.enter_context(pyarrow.ipc.new_stream(sink, schema))
-            if usable:
-                writer.write_batch(pyarrow.RecordBatch.from_pylist(usable, schema))
+    writer = None
+    for index, row in enumerate(rows.select(range(start, stop)), start):
+        values = converter.convert_row(row, index)
+        if values["reason"]:
+            counts[f"left out ({values['reason']})"] += 1
+            continue
+        counts.update({*values["notes"]})
+        if values["truncated"]:
+            counts["truncated"] += 1
+        kept = {name: values[name] for name in values if name not in NOT_KEPT}
+        checksums.append(zlib.crc32(marshal.dumps(kept, 0)))
+        if writer is None:
+            schema = pyarrow.schema([(name, type_of(name, kept[name])) for name in kept])
+            writer = ArrowWriter(path=str(file), schema=schema)
+        writer.write(kept)
+    if writer is not None:
+        writer.finalize()
     return counts, checksums
 
 
 def type_of(name: str, value) -> pyarrow.DataType:
-    """Returns the type of a column, which the row function's value of any row tells."""
+    """Returns the type of a column, which its value of any row tells."""
     if name == "images":
         return pyarrow.list_(pyarrow.large_binary())
     if isinstance(value, list):

@@ -1,14 +1,11 @@
 """Reads the rows of a data set from the hub, a local file or a folder of files.
 
-JSON is read by `json.loads` row by row, and a CSV as text, so that every value stays as it is.
-`datasets` would guess a column's type from ten megabytes at a time: one list in them would put
-quotes around the strings of other rows, and a number would make 7 of "007". It reads what has types
-of its own, such as parquet.
+JSON is read row by row, and a CSV as text, so that every value stays as it is. `datasets` would
+guess a column's type: a number would make 7 of "007". It reads what has types, such as parquet.
 """
 
 from __future__ import annotations
 
-import collections
 import csv
 import functools
 import glob
@@ -36,9 +33,7 @@ csv.field_size_limit(2**31 - 1)
 def find(name: str, split: str) -> TypedRows | TextFiles:
     """Finds a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
-    A single file is the split `train`. As on the hub, the file names in a folder say the split; if
-    none does, all files are `train`. The name of a file or a folder is never a pattern. What
-    cannot be found or read ends the run with one line.
+    A single file is the split `train`; file names in a folder say the split, as on the hub.
     """
     path = Path(name)
     is_local = path.exists()
@@ -57,10 +52,9 @@ def find_local(path: Path, split: str) -> TypedRows | TextFiles:
     if not files:
         is_arrow = any(file.suffix == ".arrow" for file in splits.get(split, []))
         advice = ". `save_to_disk` wrote it: write it with `to_parquet`" if is_arrow else ""
-        refuse(
-            f"data set {str(path)!r}, split {split!r}: no file ends in {' '.join(SUFFIXES)}, or in "
-            f"one of them and .gz; its splits: {', '.join(splits)}{advice}"
-        )
+        wanted = f"no {' '.join(SUFFIXES)}, or one of these and .gz"
+        found = f"its splits: {', '.join(splits)}{advice}"
+        refuse(f"data set {str(path)!r}, split {split!r}: {wanted}; {found}")
     if any(file.suffix != ".parquet" for file in files):
         return TextFiles(files)
     names = [glob.escape(str(file)) for file in files]
@@ -90,10 +84,7 @@ def is_data_file(path: Path) -> bool:
 
 # ============================================================ JSON and CSV
 class TextFiles:
-    """The rows of JSON and CSV files, of which one at a time is in memory.
-
-    Like a `datasets.Dataset` it has `len` and `select`. Nothing is read before the first question.
-    """
+    """The rows of JSON and CSV files, of which one at a time is in memory."""
 
     def __init__(self, files: list[Path]):
         self.files = files
@@ -143,10 +134,10 @@ def rows_of(path: Path) -> Iterator[dict]:
 
 
 def parsed(file, is_csv: bool) -> Iterable:
-    """Returns the rows of an open file. An array is in memory as a whole, of other rows one."""
+    """Returns the rows of an open file; those of a JSON array are all in memory."""
     if is_csv:
         reader = csv.DictReader(file, strict=True)
-        refuse_repeated("columns", filter(None, reader.fieldnames or []))
+        object_of([(name, None) for name in reader.fieldnames or [] if name], kind="columns")
         return reader
     decoder = json.JSONDecoder(object_pairs_hook=object_of)
     is_array = file.read(1000).lstrip().startswith("[")
@@ -156,26 +147,21 @@ def parsed(file, is_csv: bool) -> Iterable:
     return map(decoder.decode, filter(None, map(str.strip, file)))
 
 
-def object_of(pairs: list[tuple[str, Any]]) -> dict:
-    """Returns a JSON object whose keys are all different."""
-    refuse_repeated("keys", (name for name, _ in pairs))
-    return dict(pairs)
-
-
-def refuse_repeated(kind: str, names: Iterable[str]) -> None:
-    """Raises `ValueError` if two names are the same: the last value would be read."""
-    counts = collections.Counter(names)
-    for name in counts:
-        if counts[name] > 1:
-            raise ValueError(f"two {kind} are named {name!r}")
+def object_of(pairs: list[tuple[str, Any]], kind: str = "keys") -> dict:
+    """Returns a JSON object; raises `ValueError` if two names are the same: one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two {kind} are named {twice!r}")
+    return found
 
 
 # ============================================================ parquet, and others with types
 class TypedRows:
     """The rows of a data set whose columns have types, which give a dict the keys of all others.
 
-    What a message, a call or a tool does not have is null there, and templates ask whether a key is
-    there. So `select` takes these keys out again.
+    Templates ask whether a key is there, so `select` takes those out that are null.
     """
 
     def __init__(self, dataset: datasets.Dataset, folder: Path = Path()):
@@ -204,10 +190,7 @@ def keep_files(feature) -> None:
 
 
 def unpadded(value: Any, feature, in_chat: bool = False) -> Any:
-    """Returns a value without the keys that are null because the type of a chat has them.
-
-    Other columns, which reward functions get, keep theirs; so does what a type holds as JSON.
-    """
+    """Returns a value without the keys that are null because the type of a chat has them."""
     if isinstance(feature, dict) and value is not None:
         in_chat = in_chat or any(keys <= feature.keys() for keys in CHAT_KEYS)
         return {
@@ -235,10 +218,8 @@ def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     in_folder = filter(is_data_file, sorted(folder.rglob("*")))
     unread = [str(file.relative_to(folder)) for file in in_folder if file.resolve() not in read]
     if unread:
-        print_once(
-            f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
-            f"{sorted(splits)}, so not read: {', '.join(unread[:5])}"
-        )
+        number = f"{counted(len(unread), 'file')} in none of the splits {sorted(splits)}"
+        print_once(f"NOTE: folder {str(folder)!r}: {number}, so not read: {', '.join(unread[:5])}")
     return splits
 
 

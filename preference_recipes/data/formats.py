@@ -1,7 +1,7 @@
-"""Recognises the formats of rows, and reads each into one form, a `Conversation`.
+"""Recognises the formats of rows, and reads each into one form.
 
-The way of a row: `standard` gives the columns of other tools our names, a reader, such as
-`read_pair`, makes a `Conversation` of them, and `row_of_answers` token ids of that.
+`standard` gives the columns of other tools our names, a reader, such as `read_pair`, makes a
+`Conversation` of them, and `row_of_answers` token ids of that.
 """
 
 import re
@@ -9,7 +9,6 @@ import re
 from common import refuse
 from preference_recipes.data import chat, rendering
 from preference_recipes.data.messages import (
-    SENDERS,
     BadRow,
     Conversation,
     LeftOut,
@@ -52,8 +51,8 @@ def preference_row(
 def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
     """Returns what `row_of_answers` does, and `n_answers`, for KTO.
 
-    A pair has a good answer, the chosen one, and a bad one, so that is 2. Any other row has one
-    answer and a `label`: its ids are `chosen_ids` or `rejected_ids`, and the other list is empty.
+    A pair has two answers. Any other row has one and a `label`, which says whether its ids are
+    `chosen_ids` or `rejected_ids`; the other list is empty.
     """
     if is_pair(row):
         return {**preference_row(row, tokenizer, max_length, strings_as_messages), "n_answers": 2}
@@ -74,22 +73,15 @@ def row_of_answers(
 ) -> dict:
     """Returns the token ids of a prompt, and of two answers or one; that is chosen if it `is_good`.
 
-    What is longer than `max_length` is cut at the end; prompt and one answer count together.
-
-    Returns:
-        `prompt_ids`, `chosen_ids` and `rejected_ids`; `chosen_learned` and `rejected_learned`,
-        which tokens of the answers count; `length`, the tokens of all sequences together, the
-        prompt in each; `truncated notes`, see `dataset.Converter`.
-
-    Raises:
-        LeftOut: nothing is left to learn, or to compare.
+    A prompt and one answer longer than `max_length` are cut at the end. The keys are `prompt_ids
+    chosen_ids rejected_ids`, `chosen_learned rejected_learned`, which tokens of the answers count,
+    and `length truncated notes`, see `dataset.Converter`. Raises `LeftOut` if nothing is left to
+    learn, or to compare.
     """
     is_transcript = conversation.is_text and text_of(conversation.prompt).endswith(HH_MARKER)
     for answer in conversation.answers:
         if is_transcript and "\n\nHuman:" in text_of(answer):
-            raise LeftOut(
-                "transcripts that differ before the last answer, without --strings_as_messages"
-            )
+            raise LeftOut("transcripts that differ before the last answer (--strings_as_messages)")
         if answer and answer[-1]["role"] != "assistant":
             raise LeftOut("answer that does not end with an assistant message")
         if not has_text(answer[-1:]) or not learned_turns(answer):
@@ -180,10 +172,7 @@ def read_demonstration(row: dict) -> Conversation:
     conversation = conversation_of(row, row["prompt"], row["completion"])
     roles = [message["role"] for message in conversation.prompt[-1:] + conversation.answers[0][:1]]
     if roles in (["user", "user"], ["user", "system"]):  # the model would be asked twice
-        raise BadRow(
-            "'completion' holds a prompt, too: remove that, or in sft and kto read it all with "
-            "--columns messages=completion"
-        )
+        raise BadRow("'completion' has a prompt, too: remove it, or --columns messages=completion")
     return conversation
 
 
@@ -202,8 +191,7 @@ def completed(
 ) -> Conversation:
     """Returns a conversation with strings as turns, if asked for, after column `system`.
 
-    Args:
-        must_ask: leave out a row with an empty prompt: nothing is asked.
+    With `must_ask` a row with an empty prompt is left out.
     """
     prompt, answers, _, is_text = conversation
     if is_text and strings_as_messages and has_text(prompt):
@@ -221,29 +209,20 @@ def completed(
         return conversation
     refuse_unless(isinstance(row["system"], str), row, "system", "a string")
     if conversation.is_text:
-        raise BadRow(
-            "column 'system' is next to strings, and plain text has no system message: where the "
-            "prompt is not empty, --strings_as_messages makes them turns that begin with it"
-        )
+        raise BadRow("column 'system' is next to strings: give messages, or --strings_as_messages")
     first = next((messages[0]["role"] for messages in (prompt, *answers) if messages), "")
     system = [{"role": "system", "content": row["system"]}] if first != "system" else []
     return conversation._replace(prompt=system + prompt)
 
 
 def require(row: dict, *columns: str, expected: str) -> None:
-    """Raises `BadRow` unless every column is there and holds a string, a message or several.
-
-    Args:
-        expected: the columns that the format needs, which the error names.
-    """
+    """Raises `BadRow`, which names the columns `expected`, unless each holds text or messages."""
     for column in columns:
         value = row.get(column)
         if value is None:
             found = sorted(name for name in row if row[name] is not None)
-            raise BadRow(
-                f"no {column!r}: expected columns {expected}; found {found} "
-                f"(--columns {column}=YOURS names another)"
-            )
+            expected = f"{expected} (--columns {column}=YOURS names another)"
+            raise BadRow(f"no {column!r}: expected columns {expected}; found {found}")
         fits = isinstance(value, str) or is_messages(value) or is_message(value)
         refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
@@ -262,9 +241,8 @@ def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
 def split_conversations(pair: Conversation) -> Conversation:
     """Returns a pair of conversations that begin alike with that beginning as their prompt.
 
-    Both answers begin with the assistant, have at least one message, and the prompt does not end
-    with the assistant: U1 A1 U2 A2 and U1 A1 U3 A3 share U1. A prompt that the data state besides
-    must be among the messages that both share.
+    Both answers begin with the assistant, and the prompt does not end with it: U1 A1 U2 A2 and
+    U1 A1 U3 A3 share U1. A prompt that the row states besides must be among what both share.
     """
     chosen, rejected = pair.answers
     for end in range(rendering.n_common(chosen[:-1], rejected[:-1]), 0, -1):
@@ -272,7 +250,8 @@ def split_conversations(pair: Conversation) -> Conversation:
         if begin and chosen[end - 1]["role"] != "assistant":
             break
     else:
-        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt, then an answer")
+        expected = "with the same prompt (--columns prompt=YOURS names one), then an answer"
+        raise BadRow(f"'chosen' and 'rejected' do not begin {expected}")
     shared = [message["content"].strip() for message in chosen[:end]]
     if not all(message["content"].strip() in shared for message in pair.prompt):
         raise BadRow("'chosen' and 'rejected' do not begin with all of the prompt in the row")
@@ -280,10 +259,9 @@ def split_conversations(pair: Conversation) -> Conversation:
 
 
 def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
-    r"""Returns the prompt and the answers of a pair of strings, the prompt stated once.
+    """Returns the prompt and the answers of a pair of strings, the prompt stated once.
 
-    hh-rlhf's transcripts share their beginning, `\n\nHuman: Why?\n\nAssistant:`. That is the
-    prompt, unless column `prompt` states another.
+    It is what hh-rlhf's transcripts share, up to `HH_MARKER`, unless `prompt` states another.
     """
     shared = chosen[: rendering.n_common(chosen, rejected)]
     place = shared.rfind(HH_MARKER)
@@ -291,10 +269,8 @@ def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, 
         end = place + len(HH_MARKER)
         return chosen[:end], chosen[end:], rejected[end:]
     if prompt is None:
-        raise BadRow(
-            "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
-            f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
-        )
+        shared = f"'chosen' and 'rejected' do not begin alike up to a {HH_MARKER!r}"
+        raise BadRow(f"no column 'prompt' (--columns prompt=YOURS names another), and {shared}")
     return prompt, chosen, rejected
 
 
@@ -319,21 +295,18 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     for pair in pairs or []:
         column, _, users_name = pair.partition("=")
         if column not in FORMAT_COLUMNS or column in columns or not users_name:
-            refuse(
-                f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
-                "each once, such as prompt=question"
-            )
+            known = "|".join(FORMAT_COLUMNS)
+            expected = f"{known}=YOUR_COLUMN, each once, such as prompt=question"
+            refuse(f"--columns {' '.join(pairs)}: expected {expected}")
         columns[column] = users_name
     return columns
 
 
 def standard(row: dict, columns: dict[str, str]) -> dict:
-    """Returns a row with the columns that readers know, whichever format it has.
-
-    Its own columns stay: a reward function may ask for them.
+    """Returns a row with the columns that readers know, besides its own, for reward functions.
 
     Args:
-        columns: see `column_names`. The user's columns take precedence over the data's own: with
+        columns: see `column_names`. They take precedence over the data's own: with
             `{"prompt": "question"}` a column `messages`, looked for before `prompt`, is left out.
     """
     for column, users_name in columns.items():
@@ -353,19 +326,9 @@ def standard(row: dict, columns: dict[str, str]) -> dict:
     leading = leading_column(row)
     if leading == "conversations":  # ShareGPT's
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
-    elif leading == "messages" and is_pair(row) and row.get("prompt") is None:  # Axolotl's
-        row = {**row, "prompt": prompt_of_pair(row["messages"])}
     elif leading == "instruction":
         row = {**row, **from_alpaca(row)}
     return {**row, "tools": standard_tools(row["tools"])} if row.get("tools") else row
-
-
-def prompt_of_pair(messages) -> list[dict] | None:
-    """Returns messages that end with a question; others may hold the answer of a pair."""
-    if not messages or not is_messages(messages):
-        return None
-    sender = messages[-1].get("role") or SENDERS.get(messages[-1]["from"])
-    return messages if sender in ("user", "tool") else None
 
 
 def from_alpaca(row: dict) -> dict:
@@ -380,10 +343,7 @@ def from_alpaca(row: dict) -> dict:
 
 
 def standard_tools(tools) -> list[dict] | None:
-    """Returns tools, which may be JSON, as templates read them; None for an empty list.
-
-    A flat tool is a function's schema alone, or next to its `type` (OpenAI's Responses API).
-    """
+    """Returns tools, nested or flat (OpenAI's Responses API), as templates read them, or None."""
     given = from_json(tools) or []
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")

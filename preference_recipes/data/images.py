@@ -1,9 +1,8 @@
 """Images in rows: where one stands, the tokens that stand for it, the pixels that a model reads.
 
 A message's text has `PLACE` where an image is, and under `spellings` what the model's processor
-writes there, such as `<image><image><image>`. It is put into the text, since the tokens around it
-may depend on it. A row keeps the files as they are; pixels are made for each batch. Both is done by
-the call of transformers' own processor, so its config decides about sizes and tiles.
+writes there, such as `<image><image><image>`. A row keeps the files as they are; pixels are made
+for each batch. Both is done by the call of transformers' own processor.
 """
 
 import base64
@@ -13,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers.utils import cached_file
+import torch
+from transformers import AutoProcessor
 
-from common import in_one_line
+from common import batches, in_one_line
 from preference_recipes.data.messages import (
-    IMAGES,
+    IMAGE_COLUMNS,
     PLACE,
     BadRow,
     LeftOut,
@@ -26,21 +26,14 @@ from preference_recipes.data.messages import (
 )
 
 MARK = "<image>"  # how other programs mark the place of an image in a string
-COLUMNS = ("images", "image")
 ASKING = ("messages", "prompt")  # the columns that a conversation begins with
-UNREAD = "this recipe, or --vllm_url, reads no images: docs/images.md"
 
 
 # ============================================================ the processor of a model
 def processor_of(name: str, tokenizer) -> tuple[Any, str]:
     """Returns what makes pixels for a model that reads images, else None and why there is none."""
-    names = ("processor_config.json", "preprocessor_config.json")
-    processor = None
     try:
-        if any(cached_file(name, n, _raise_exceptions_for_missing_entries=False) for n in names):
-            from transformers import AutoProcessor  # only here: texts need none
-
-            processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # such as a missing torchvision
         return None, f"{in_one_line(error)}: pip install 'preference-recipes[images]'"
     if not hasattr(processor, "image_processor") or not getattr(processor, "image_token", None):
@@ -48,11 +41,6 @@ def processor_of(name: str, tokenizer) -> tuple[Any, str]:
     processor.tokenizer = tokenizer  # it is saved with it
     processor.chat_template = tokenizer.chat_template
     return processor, ""
-
-
-def describe(processor) -> str:
-    """Returns what pixels and tokens depend on, also whether torchvision or PIL computes them."""
-    return f"{type(processor.image_processor).__name__} {processor.to_json_string()}"
 
 
 def opened(file: bytes):
@@ -83,6 +71,14 @@ def pixels(processor, files: list[bytes]) -> dict:
     return {name: value for name, value in made.items() if name not in for_text}
 
 
+def inputs_of(processor, ids: np.ndarray, files: list[bytes], device) -> dict:
+    """Returns the pixels of images, in the order of the rows, and which tokens stand for them."""
+    inputs = pixels(processor, files)
+    if name := types_name(processor):
+        inputs[name] = torch.tensor(processor.create_mm_token_type_ids(ids))
+    return {name: batches.send(tensor, device) for name, tensor in inputs.items()}
+
+
 def types_name(processor) -> str | None:
     """Returns under which name a model is told which tokens are of images, if it is."""
     names = ("mm_token_type_ids", "token_type_ids")
@@ -111,19 +107,12 @@ def find(row: dict, names: tuple[str, ...], converter) -> tuple[dict, list[bytes
     """Returns a row whose messages hold the spellings of their images; their files, and spellings.
 
     A part has its image itself, or it is the next of the column `images` or `image`. If no part is
-    an image, those of the column are where texts have `<image>`, else before the user's first text.
-
-    Args:
-        names: of the columns with messages.
-        converter: the `dataset.Converter` of the row's set.
+    an image, see `mark_places`. `names` are those of the columns with messages.
     """
-    processor = getattr(converter.tokenizer, "processor", None)
-    column = next(filter(row.get, COLUMNS), "images")
-    given = as_list(row.get(column) or []) if processor else []
-    if not given and not any(has_parts(row.get(name)) for name in names):
+    column = next(filter(row.get, IMAGE_COLUMNS), "images")
+    given = as_list(row.get(column) or [])
+    if not converter.has_images(row):
         return row, [], []
-    if converter.image_refusal:
-        raise BadRow(f"images: {converter.image_refusal}")
     as_turns = converter.settings.get("strings_as_messages", False)
     chats = {
         name: as_messages(row[name], "user" if name in ASKING else "assistant")
@@ -148,7 +137,7 @@ def find(row: dict, names: tuple[str, ...], converter) -> tuple[dict, list[bytes
     if any(images != first for images in others):
         raise BadRow(f"{' and '.join(map(repr, loaded))} have different images")
     files, shown = map(list, zip(*first))
-    spelled = spellings(processor, files)
+    spelled = spellings(converter.tokenizer.processor, files)
     for name in loaded:
         left = iter(spelled)
         for message in chats[name]:
@@ -157,20 +146,12 @@ def find(row: dict, names: tuple[str, ...], converter) -> tuple[dict, list[bytes
     return {**row, **chats, column: shown}, files, spelled
 
 
-def has_parts(value: Any) -> bool:
-    """Whether a column holds messages with parts that are images."""
-    messages = (message for message in as_list(value) if isinstance(message, dict))
-    contents = (message.get("content", message.get("value")) for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
-
-
 def sources_of(messages: list[dict]) -> list:
     return [source for message in messages for source in message.get("image_sources", [])]
 
 
 def mark_places(messages: list[dict], n_images: int) -> None:
-    """Gives messages so many places of images, where no part is one."""
+    """Gives messages places of images: where texts have `MARK`, else before the first question."""
     n_marks = sum(message["content"].count(MARK) for message in messages)
     if n_marks not in (0, n_images):
         raise BadRow(f"images: {n_images}, and the texts have {n_marks} times {MARK!r}")
@@ -206,10 +187,9 @@ def load(source: Any, folder: Path) -> tuple[bytes, str]:
 
 
 def columns_of(values: dict, files: list[bytes], spelled: list[str], tokenizer) -> dict:
-    """Returns what a row's columns need for images: their files, `images`, in their order.
+    """Returns the columns of a row for its images; raises `LeftOut` if one of them was cut.
 
-    In rows of several sequences, these read the first `images_of_sequence` of them. Raises
-    `LeftOut` if an image was cut.
+    `images` are the files, and each of several sequences reads its first `images_of_sequence`.
     """
     ends = np.cumsum([0, *(count_tokens(tokenizer, text) for text in spelled)]).tolist()
     if "sequence_lengths" not in values:
@@ -224,24 +204,14 @@ def columns_of(values: dict, files: list[bytes], spelled: list[str], tokenizer) 
 
 
 # ============================================================ images in texts
-def as_parts(message: dict) -> dict:
-    """Returns a message whose content is a list of parts, as templates read images."""
-    pieces = [message["content"]]
-    if "spellings" in message:
-        pieces = [piece for piece in re.split(f"({PLACE})", message["content"]) if piece]
-    parts = [{"type": "image"} if p == PLACE else {"type": "text", "text": p} for p in pieces]
-    return {key: value for key, value in message.items() if key != "spellings"} | {"content": parts}
-
-
 def spell_out(processor, text: str, messages: list[dict]) -> str:
     """Returns a rendered text with the spelling of each image in place of its token."""
     spelled = [spelling for message in messages for spelling in message.get("spellings", [])]
     token = processor.image_token
     others = {*processor.all_special_multimodal_tokens} - {token}  # such as those of videos
     if text.count(token) != len(spelled) or any(other in text for other in others):
-        raise BadRow(
-            f"the chat template writes {text.count(token)} {token!r} for {len(spelled)} images: a "
-            "text spells that token or one of videos, or the template has no place for the images"
-        )
+        written = f"{text.count(token)} {token!r} for {len(spelled)} images"
+        why = "a text spells that token or one of videos, or there is no place for images"
+        raise BadRow(f"the chat template writes {written}: {why}")
     left = iter(spelled)
     return re.sub(re.escape(token), lambda _: next(left), text)

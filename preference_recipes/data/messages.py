@@ -9,18 +9,18 @@ SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 SENDERS["function_call"] = "assistant"  # its value is a call
 SPEAKERS = {*SENDERS, "developer"}
-# Messages as Python prints them, and so pandas does, instead of as JSON.
+# Messages as Python prints them, instead of as JSON.
 PRINTED = re.compile(
     rf"""\s*(?:array\()?[\[{{].*'(?:role|from)': '(?:{"|".join(SPEAKERS)})'""", re.DOTALL
 )
 # Where the parts of a content go, by their type.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
-# Parts that are images, the keys under which one may have it, and what stands for it in a text:
-# Unicode's "object replacement character". See `data/images.py`.
+# Columns of images, parts that are images, the keys under which one may have it, and what stands
+# for it in a text.
+IMAGE_COLUMNS = ("images", "image")
 IMAGES = ("image", "image_url", "input_image")
 SOURCES = ("image", "image_url", "url", "path", "base64")
 PLACE = "\ufffc"
-# Where a call has its arguments.
 ARGUMENTS = ("arguments", "parameters")
 # Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
 LOSS_KEYS = ["loss", "loss_mask", "loss_scale", "loss_weight", "weight"]
@@ -28,11 +28,11 @@ LOSS_KEYS += ["train", "trainable", "training"]
 
 
 class BadRow(Exception):
-    """A row that fits no format; its text says which column, and what was expected."""
+    """A row that fits no format."""
 
 
 class LeftOut(Exception):
-    """A row that is not used; its text says why. The run counts the rows by it, and goes on."""
+    """A row that is not used; the run counts such rows by their reasons, and goes on."""
 
 
 class Conversation(NamedTuple):
@@ -56,15 +56,12 @@ class Arguments(dict):
 
 # ============================================================ what a message is
 def is_messages(value) -> bool:
-    """Whether a value is a list of messages, see `is_message`."""
+    """Whether a value is a list of messages."""
     return isinstance(value, list) and all(map(is_message, value))
 
 
 def is_message(value) -> bool:
-    """Whether a value is `{"role": ..., "content": ...}`, or ShareGPT's `{"from", "value"}`.
-
-    A message that calls tools needs no content.
-    """
+    """Whether a value has a role and a content or calls, or is ShareGPT's `{"from", "value"}`."""
     if not isinstance(value, dict):
         return False
     role, content = ("from", "value") if value.get("role") is None else ("role", "content")
@@ -96,6 +93,14 @@ def has_text(messages: list[dict]) -> bool:
 def text_of(messages: list[dict]) -> str:
     """Returns the contents of messages, without roles and calls."""
     return "".join(message["content"] for message in messages)
+
+
+def has_image_part(value: Any) -> bool:
+    """Whether a column holds messages with parts that are images."""
+    messages = (message for message in as_list(value) if isinstance(message, dict))
+    contents = (message.get("content", message.get("value")) for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
 
 
 # ============================================================ one form
@@ -137,10 +142,8 @@ def check_answer(message: dict, where: str) -> None:
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
         is_unknown = key.startswith("train_") and value not in ("", [], {})
         if is_unclear or is_unknown or (value and key.startswith(("skip", "mask"))):
-            raise BadRow(
-                f"{where}, {key} {value!r}: every learned turn counts alike; remove the key, or "
-                "give train: false to a turn that is not learned"
-            )
+            expected = "remove the key, or give train: false to a turn that is not learned"
+            raise BadRow(f"{where}, {key} {value!r}: every learned turn counts alike; {expected}")
         if value and "call" in key.lower() and not has_text([message]):
             raise LeftOut(f"a call in {key!r}, and none in 'tool_calls'")  # an empty turn without
 
@@ -148,8 +151,7 @@ def check_answer(message: dict, where: str) -> None:
 def from_parts(message: dict, where: str) -> tuple[dict, list]:
     """Returns a message whose content is a list of parts as one with a text, and its calls.
 
-    A part's value is under its own type, as in `{"type": "thinking", "thinking": ...}`, or under
-    `value` or `text`. `image_sources` are those of the parts that are images, or None.
+    `image_sources` has an image or None for each part that is one.
     """
     texts: dict[str, Any] = {"content": ""}
     calls = []
@@ -174,10 +176,7 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
 
 
 def as_call(call: Any, where: str) -> dict:
-    """Returns a call as in OpenAI's API: `{"function": {"name": ..., "arguments": {...}}}`.
-
-    A flat call has name and arguments side by side. Arguments may be under `parameters`, and JSON.
-    """
+    """Returns a call, nested or flat, as in OpenAI's API."""
     call = as_json(call, without_nulls=True)  # a call that was JSON text may have some
     if isinstance(call, dict) and "function" not in call:
         function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
@@ -189,27 +188,20 @@ def as_call(call: Any, where: str) -> dict:
     given = next((function[key] for key in ARGUMENTS if key in function), None)
     arguments = from_json(from_json(given))  # some files quote them twice
     if not isinstance(arguments, (dict, type(None))):
-        raise BadRow(
-            f"{where}: the arguments of a call of {function['name']!r}: expected an object or its "
-            f"JSON, found {arguments!r:.80}"
-        )
+        call_of = f"{where}: the arguments of a call of {function['name']!r}"
+        raise BadRow(f"{call_of}: expected an object or its JSON, found {arguments!r:.80}")
     renamed = {"arguments" if key in ARGUMENTS else key: function[key] for key in function}
     return {**call, "function": {**renamed, "arguments": Arguments(arguments or {})}}
 
 
 # ============================================================ values
 def from_text(column: str, value: Any) -> Any:
-    """Returns the messages, or the one, that a text holds as JSON; any other value as it is.
-
-    JSON of another kind is a text, also where others than those of a conversation have a role.
-    """
+    """Returns the messages, or the one, that a text holds as JSON; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"', "array(")):
         return value
     if PRINTED.match(value):
-        raise BadRow(
-            f"column {column!r} holds messages as Python prints them: expected a list of messages, "
-            f"or its JSON, as `json.dumps` writes it, found {value!r:.80}"
-        )
+        shown = f"messages as Python prints them, not as `json.dumps` writes them: {value!r:.80}"
+        raise BadRow(f"column {column!r} holds {shown}")
     given = from_json(from_json(value))  # some files quote it twice
     found = as_list(given)
     speakers = {part.get("role") or part.get("from") for part in found if is_message(part)}
@@ -230,11 +222,9 @@ def as_list(value: Any) -> list:
 
 
 def as_json(value: Any, without_nulls: bool = False) -> Any:
-    """Returns a value as JSON would hold it.
+    """Returns a value as JSON would hold it, maybe `without_nulls` in what a template asks for.
 
-    Args:
-        without_nulls: leave out keys whose value is None, because templates ask whether a key of a
-            message is there. The arguments of a call keep theirs: the model writes them.
+    The arguments of a call keep theirs, because the model writes them.
     """
     if isinstance(value, dict):
         return {

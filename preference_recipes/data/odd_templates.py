@@ -14,10 +14,9 @@ FOLLOWS_LESS = "answers do not continue the prompt: they are learned after what 
 
 
 def find_opening(tokenizer, tools, whole: str) -> str:
-    """Returns what a model reads before an answer that begins a conversation, `whole`.
+    """Returns what the template writes before an answer that begins a conversation, `whole`.
 
-    That is what the template itself writes first, such as a system message, and the generation
-    prompt. Raises `LeftOut` if it takes the answer for the user's.
+    Raises `LeftOut` if it takes the answer for the user's.
     """
     asked = render(tokenizer, [QUESTION], tools)
     prompt = render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
@@ -36,11 +35,8 @@ def find_answer(
 ) -> tuple[str, str, list[str]]:
     """Returns the context of an answer, the answer with all that follows it, and notes.
 
-    Thinking that the template drops is put back, and so is the history as the prompt has it.
-
-    Raises:
-        LeftOut: the template drops the answer's content, or a call of it.
-        BadRow: it merges the answer with the history.
+    Thinking that the template drops is put back, and so is the history as the prompt has it. Raises
+    `LeftOut` if it drops the content or a call, `BadRow` if it merges the answer with the history.
     """
     messages = [*history, answer]
     calls = answer.get("tool_calls", [])
@@ -107,9 +103,8 @@ def with_history_of(prompt: str, tokenizer, history: list[dict], tools, whole: s
     """Returns `whole`, a history with its answer, with the history as the prompt has it.
 
     gpt-oss drops the thinking of a tool call as soon as an answer follows; Mistral writes a system
-    message into the last message of the user, and not at all once that is answered. The answer
-    begins after the last generation prompt before its content. Without one it begins with its
-    content: after a tool's result Gemma 4 writes an answer into the turn of the call.
+    message into the last message of the user. The answer begins after the last generation prompt
+    before its content, or with it: Gemma 4 writes it into the turn of a call.
     """
     before = render(tokenizer, history, tools)
     if whole.startswith((prompt, before)) or not prompt.startswith(before):
@@ -128,10 +123,7 @@ def with_history_of(prompt: str, tokenizer, history: list[dict], tools, whole: s
 
 
 def with_thinking(prompt: str, context: str, text: str, thought: str) -> tuple[str, str]:
-    """Returns what `split_answer` does, with the thinking that the template drops.
-
-    It goes where the answer begins, in place of an empty thought there or at the end of the prompt.
-    """
+    """Returns what `split_answer` does, with the dropped thinking in place of an empty thought."""
     context = thoughts.AT_END.sub("", context)
     text = thoughts.EMPTY.sub("", text)
     content = text.lstrip()

@@ -48,10 +48,9 @@ def taught_row(
     teacher_prompt: str | None,
     strings_as_messages: bool = False,
 ) -> dict:
-    """Returns what `prompt_row` does for one row, and what a distillation needs besides.
+    """Returns what `prompt_row` does, and what a distillation needs besides.
 
-    That is `teacher`, if there are several, and `teacher_prompt_ids`, if the teacher's prompt is in
-    another column, `teacher_prompt`.
+    That is `teacher` if there are several, and `teacher_prompt_ids` of column `teacher_prompt`.
     """
     values = prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
     if teacher_names:

@@ -1,8 +1,4 @@
-"""Texts and token ids: what a tokenizer and its chat template make of texts and of messages.
-
-A template is rendered here and nowhere else. How it ends an answer is found out by a few trials,
-once for each: see `Ending`.
-"""
+"""Texts and token ids: what a tokenizer and its chat template make of texts and of messages."""
 
 import datetime
 import functools
@@ -16,8 +12,8 @@ import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
 from common import refuse
-from preference_recipes.data import images, thoughts
-from preference_recipes.data.messages import BadRow
+from preference_recipes.data import thoughts
+from preference_recipes.data.messages import PLACE, BadRow
 
 # For trials: a question, and an answer. No template and no data write these words by themselves.
 QUESTION = {"role": "user", "content": "zqz"}
@@ -28,51 +24,25 @@ MARKED = {"role": "assistant", "content": MARK}
 # ============================================================ texts and ids
 @functools.lru_cache(maxsize=32)
 def encode(tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text, without what a tokenizer puts around every text.
-
-    The last ones are kept, because each answer asks for its prompt again: do not change the list.
-    """
+    """Returns the token ids of a text alone. They are kept: do not change the list."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # whatever its file says
+    backend.no_padding()
     # Without offsets, which nothing reads here, it takes half the time.
-    return backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-@functools.lru_cache(maxsize=16)
-def backend_of(tokenizer):
-    """Returns what encodes for a tokenizer, set to neither truncate nor pad."""
-    tokenizer("")  # sets it so, whatever its file says
-    return tokenizer.backend_tokenizer
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def encode_after(tokenizer, before: str, text: str) -> list[int]:
     """Returns the ids of a text as a model would write it after another.
 
-    They are those of both texts together, cut between them: a tokenizer may put a space in front of
-    a first word. If a token spans the border, the text is tokenised alone.
+    They are those of both texts together, cut between them. If a token spans the border, the text
+    is tokenised alone.
     """
-    before = end_of(tokenizer, before)
     before_ids = encode(tokenizer, before)
     both = encode(tokenizer, before + text)
     if both[: len(before_ids)] == before_ids:
         return both[len(before_ids) :]
     return encode(tokenizer, text)
-
-
-def end_of(tokenizer, text: str) -> str:
-    """Returns as much of a text's end as decides how what follows the text is tokenised.
-
-    It begins with the last marker, where a tokenizer cuts texts first; else between two words, at
-    least twenty characters before the end, if its tokens are the text's own.
-    """
-    near = text[-200:]
-    markers = [found.start() for found in added_tokens(tokenizer).finditer(near)]
-    if markers:
-        return near[markers[-1] :]
-    before_word = re.match(r"(?s).*[^\W\d_](?= [^\W\d_])", near[:-20])
-    if not before_word:
-        return text
-    end = near[before_word.end() :]
-    ids = encode(tokenizer, end)
-    return end if encode(tokenizer, text)[-len(ids) :] == ids else text
 
 
 def decode(tokenizer, ids: list[int]) -> str:
@@ -106,11 +76,16 @@ def n_common(first, second) -> int:
 
 def fingerprint(tokenizer) -> str:
     """Returns a text that changes whenever the tokenizer would produce different ids."""
-    content = backend_of(tokenizer).to_str()
+    content = tokenizer.backend_tokenizer.to_str()
     date = getattr(tokenizer, "chat_date", None)
     processor = getattr(tokenizer, "processor", None)
-    sizes = f"\0{images.describe(processor)}" if processor else ""
+    sizes = f"\0{describe_processor(processor)}" if processor is not None else ""
     return f"{content}\0{tokenizer.chat_template}\0{tokenizer.special_tokens_map}\0{date}{sizes}"
+
+
+def describe_processor(processor) -> str:
+    """Returns what pixels and tokens depend on, also whether torchvision or PIL computes them."""
+    return f"{type(processor.image_processor).__name__} {processor.to_json_string()}"
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
@@ -138,7 +113,11 @@ def render(
         add_generation_prompt=add_generation_prompt,
     )
     processor = getattr(tokenizer, "processor", None)
-    return images.spell_out(processor, text, messages) if processor else text
+    if processor is not None:
+        from preference_recipes.data import images  # only here: text needs none
+
+        text = images.spell_out(processor, text, messages)
+    return text
 
 
 def write(tokenizer, messages: list[dict], tools: list[dict] | None = None, **settings) -> str:
@@ -149,9 +128,18 @@ def write(tokenizer, messages: list[dict], tools: list[dict] | None = None, **se
     if any("image_sources" in message for message in messages):
         raise BadRow("a message has an image: only `dataset.Converter` reads images")
     all_parts = needs_parts(tokenizer)
-    given = [images.as_parts(m) if all_parts or m.get("spellings") else m for m in messages]
+    given = [as_parts(m) if all_parts or m.get("spellings") else m for m in messages]
     template = template_of(tokenizer, has_tools=tools is not None)
     return template(messages=given, tools=tools, **settings)
+
+
+def as_parts(message: dict) -> dict:
+    """Returns a message whose content is a list of parts, as templates read images."""
+    pieces = [message["content"]]
+    if "spellings" in message:
+        pieces = [piece for piece in re.split(f"({PLACE})", message["content"]) if piece]
+    parts = [{"type": "image"} if p == PLACE else {"type": "text", "text": p} for p in pieces]
+    return {key: value for key, value in message.items() if key != "spellings"} | {"content": parts}
 
 
 @functools.lru_cache(maxsize=16)
@@ -159,7 +147,7 @@ def needs_parts(tokenizer) -> bool:
     """Whether a template writes contents that are lists of parts alone."""
     template = template_of(tokenizer, has_tools=False)
     is_written = []
-    for question in (QUESTION, images.as_parts(QUESTION)):
+    for question in (QUESTION, as_parts(QUESTION)):
         try:
             is_written.append(QUESTION["content"] in template(messages=[question]))
         except Exception:  # a template raises what it likes
@@ -169,15 +157,9 @@ def needs_parts(tokenizer) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
-    """Returns what renders a tokenizer's chat template; there may be another one for tools.
-
-    As `apply_chat_template` does, but for what that does anew for each row.
-    """
+    """Returns what renders a chat template as `apply_chat_template` does, but quickly."""
     if tokenizer.chat_template is None:
-        raise BadRow(
-            "messages, but the tokenizer has no chat template: give one by --chat_template FILE, "
-            "or plain strings in place of messages"
-        )
+        raise BadRow("messages, but the tokenizer has no chat template: give --chat_template FILE")
     template = tokenizer.get_chat_template(tools=[] if has_tools else None)
     given: dict[str, Any] = dict(tools=None, documents=None, add_generation_prompt=False)
     given |= tokenizer.special_tokens_map
@@ -189,8 +171,7 @@ def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
 def to_write(tokenizer, message: dict) -> dict:
     """Returns a message as a template reads it: thinking in all fields, a content without its end.
 
-    A template knows one of the fields, and writes the token that ends an answer itself. Thinking in
-    the content stays there, unless the template would take it for the answer.
+    Thinking in the content stays there, unless the template would take it for the answer.
     """
     if message["role"] != "assistant":
         return message
@@ -261,10 +242,8 @@ class Ending(NamedTuple):
 def ending_of(tokenizer) -> Ending:
     """Returns what a tokenizer's template writes after an answer.
 
-    The token that ends an answer also ends one that is followed: Phi-3 writes `<|end|><eos>` after
-    the last one, but `<|end|>` after others. If they have nothing in common (gpt-oss), the last
-    answer's own counts. An EOS is the end wherever it is; of other tokens the last one that both
-    have (Cohere).
+    The token that ends an answer also ends one that is followed (not so Phi-3's last `<eos>`), or
+    the last answer's own counts (gpt-oss). An EOS is the end wherever it is.
     """
     whole, followed = (
         os.path.commonprefix([trial(tokenizer, answer, *more)[::-1] for answer in "ab"])[::-1]
@@ -284,10 +263,8 @@ def set_defaults(tokenizer, text: str) -> None:
     known = variables(tokenizer)
     unknown = values.keys() - known
     if unknown:
-        refuse(
-            f"--chat_template_kwargs {text}: the chat template has no variable {min(unknown)!r} to "
-            f"set; it has: {', '.join(sorted(known)) or 'none'}"
-        )
+        found = f"no variable {min(unknown)!r} to set; it has: {', '.join(sorted(known)) or 'none'}"
+        refuse(f"--chat_template_kwargs {text}: the chat template has {found}")
     # Jinja reads constants as Python writes them.
     lines = [f"{{% set {name} = {name} | default({values[name]!r}) %}}\n" for name in values]
     beginning = "".join(lines)

@@ -29,10 +29,9 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
 
 
 def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
-    r"""Returns what the template writes after an answer's last token, up to the next answer.
+    """Returns what the template writes after an answer's last token, up to the next answer.
 
-    ChatML's is `\n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n`. What comes back
-    may be anything, so control tokens spelled out in it are split by an invisible space.
+    Control tokens spelled out in the messages are split by an invisible space.
     """
     harmless = []
     for message in messages:
@@ -53,9 +52,7 @@ def render_beyond_answer(tokenizer, messages: list[dict], tools=None) -> tuple[s
     text = rendering.render(
         tokenizer, [rendering.QUESTION, answer, *messages], tools, add_generation_prompt=True
     )
-    word = (
-        rendering.MARK if rendering.MARK in text else CALLED
-    )  # a template may drop the content of a call
+    word = rendering.MARK if rendering.MARK in text else CALLED  # a call may lose its content
     end = rendering.ending_of(tokenizer).end  # maybe ""
     start = text.find(end, text.find(word) + len(word)) if word in text else -1
     if start < 0:

@@ -9,8 +9,7 @@ import pyarrow.compute
 class Sequences:
     """All sequences of a data set, numbered in the order of its rows.
 
-    A row holds one, or one for each answer; see `sft_row`. Those of a row are all in one update, in
-    any of its micro-batches: the mean over the update's tokens does not depend on where they are.
+    A row holds one, or one for each answer. Those of a row are all in one update.
     """
 
     def __init__(self, dataset):

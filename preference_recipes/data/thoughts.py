@@ -41,10 +41,7 @@ class Thought(NamedTuple):
 
 
 def find_thought(content: str) -> Thought | None:
-    """Returns the whole thought that a content begins with; None if there is none.
-
-    A closer without an opener, in quotes or between spaces, is what the content speaks of.
-    """
+    """Returns the whole thought that a content begins with, if any; a quoted closer is none."""
     for opener, closer in MARKERS:
         text, is_closed, rest = content.partition(closer)
         is_opened = text.lstrip().startswith(opener)
@@ -82,11 +79,7 @@ def without_thinking(message: dict) -> dict:
 
 
 def render_thinking(message: dict, template: str) -> str:
-    """Returns the thinking of a message as it stands before the rest of its content.
-
-    In the content it has markers, though the prompt may have written what opens it. From a field it
-    gets the first of `MARKERS` that the template has.
-    """
+    """Returns a message's thinking with markers: its own, or the first that the template has."""
     thought = thinking_of(message)
     in_content, rest = split_thinking(message["content"])
     if thought == in_content:

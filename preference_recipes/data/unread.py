@@ -1,7 +1,6 @@
 """Which columns and keys of a data set nothing reads, so that nothing is dropped in silence.
 
-A key is read if a row becomes something else without it. So no list of the keys that formats and
-templates know is needed: each is taken out of a few rows, and these are converted again.
+Each is taken out of a few rows, and these are converted again: it is read if they change.
 """
 
 import collections
@@ -22,10 +21,7 @@ MOST_ROWS = 20_000  # that are looked at
 
 
 def describe(rows: Iterable[dict], converter) -> str:
-    """Returns which columns and keys with a value nothing reads; "" if all are read.
-
-    Example: `not read: "id", "messages.train"`
-    """
+    """Returns which columns and keys with a value nothing reads, such as "messages.train"."""
     # By yes, no and other values: `train: false` may be read where `train: true` changes nothing.
     examples: dict[Path, dict[Any, list[dict]]] = collections.defaultdict(dict)
     for row in itertools.islice(rows, MOST_ROWS):

@@ -36,10 +36,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
     if len(parts) == 1:
         return parts[0]
-    refuse(
-        f"{type(model).__name__}: we could not find which of its parts gives the hidden states: "
-        "this architecture is not supported yet"
-    )
+    refuse(f"{type(model).__name__} is not supported yet: no part gives its hidden states")
 
 
 def longest_row(model: PreTrainedModel) -> float:
@@ -54,8 +51,7 @@ def longest_row(model: PreTrainedModel) -> float:
 def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
     """Returns a bool mask as the numbers that attention adds to its scores, in their dtype.
 
-    torch would compute them of a bool mask in every layer, and keep those of each layer for the
-    backward pass. One tensor does for all layers. The log-probs are the same bit for bit.
+    torch would compute and keep them in every layer. The log-probs are the same bit for bit.
     """
     if hasattr(model.config.get_text_config(), "index_topk"):
         return mask  # DeepSeek's index reads it, too, in a dtype of its own
@@ -75,10 +71,9 @@ def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
 
 
 def no_searches():
-    """Keeps `transformers` from looking at the values of rows without a mask, inside the block.
+    """Keeps `transformers` from looking for padding, and for several sequences in a row.
 
-    It looks for rows that hold several sequences, and for padding, to warn. The host would wait for
-    a GPU to answer. Our rows of several sequences have a mask, and what is padded needs none.
+    The host would wait for a GPU to answer.
     """
     find_nothing = lambda *values: None
     return replaced(
@@ -93,8 +88,7 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     """Returns m and c by which logits follow from the head's output x: `c * tanh(m * x / c)`.
 
     A soft cap c of 0 stands for `m * x`. It is read from what the model's own forward makes of
-    known outputs: each architecture has another name for these numbers in its config. No weight is
-    read, so ZeRO-3 may have cut them.
+    known outputs: each architecture has another name for these numbers in its config.
     """
     head = model.get_output_embeddings()
     # A large number shows the cap, a small one the multiplier; the others prove the formula.
@@ -122,10 +116,7 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     if softcap:
         expected = softcap * torch.tanh(expected / softcap)
     if result.shape != output.shape or not torch.allclose(result, expected, rtol=1e-5, atol=1e-6):
-        refuse(
-            f"{type(model).__name__}: its logits are not its head's output, scaled and soft-capped "
-            "as we know it: this architecture is not supported yet"
-        )
+        refuse(f"{type(model).__name__}: its logits are made in a way that is not supported yet")
     return multiplier, softcap
 
 
@@ -156,8 +147,8 @@ def whole_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
 def unreached_parameters(model: PreTrainedModel) -> set[str]:
     """Returns the names of the parameters that no loss on text can train.
 
-    These are all outside of the decoder and the head: towers for images and sound, and their
-    projectors. And DeepSeek's index, which chooses what is attended to: a choice has no gradient.
+    These are all outside of the decoder and the head, and DeepSeek's index: a choice has no
+    gradient.
     """
     parts = [model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None)]
     reached = {id(p) for part in parts if part is not None for p in part.parameters()}
@@ -167,10 +158,10 @@ def unreached_parameters(model: PreTrainedModel) -> set[str]:
 
 
 def layers_called(model: PreTrainedModel) -> set[str]:
-    """Returns the names of the linear layers that a forward pass calls as such.
+    """Returns the names of the linear layers that a forward pass calls as such, tried with a copy.
 
     Not of routers that return several results, nor of Mamba's `dt_proj`, whose weights are given to
-    a function. It is tried with a copy without values ("meta"), whatever engine has the weights.
+    a function.
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # others look at values
@@ -210,21 +201,13 @@ def silence(module: nn.Module | PreTrainedConfig) -> None:
 
 
 def freeze_unreached(accelerator, wrapper: nn.Module) -> None:
-    """Freezes what no text reaches, and says so: weight decay would shrink it.
-
-    The experts of a mixture are reached, even if no token visits one.
-    """
+    """Freezes what no text reaches, and says so: weight decay would shrink it."""
     for model in whole_models(wrapper).values():
         unreached = unreached_parameters(model)
         for name in sorted(unreached):
             model.get_parameter(name).requires_grad_(False)
         if unreached:
-            accelerator.print(
-                f"not trained: {len(unreached)} weights, such as {min(unreached)} "
-                "(text never reaches them)"
-            )
+            number = f"{len(unreached)} weights, such as {min(unreached)}"
+            accelerator.print(f"not trained: {number} (text never reaches them)")
         if getattr(model.config.get_text_config(), "output_router_logits", False):
-            accelerator.print(
-                "not trained: the router's auxiliary loss, for which the config asks by "
-                "output_router_logits (no recipe's loss includes it)"
-            )
+            accelerator.print("not trained: the router's auxiliary loss (output_router_logits)")

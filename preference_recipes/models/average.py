@@ -11,10 +11,9 @@ from common import engine, zero
 
 
 class Average:
-    """A running average of the weights that are trained.
+    """A running average of the weights that are trained, in fp32; each process holds its part.
 
-    Each process holds its part of it in fp32, under ZeRO-3 and FSDP2 a shard. A checkpoint holds
-    the whole: give it to `Checkpoint` by a name of its own.
+    A checkpoint holds the whole: give it to `Checkpoint` by a name of its own.
 
     Args:
         policy: the module that was prepared, as it was before.
@@ -32,11 +31,8 @@ class Average:
     def parts_of_policy(self) -> dict[str, torch.Tensor]:
         """Returns what this process holds of each trained parameter: views that updates change."""
         engine.reshard(self.policy)  # an evaluation may have left them whole
-        parts = {}
-        for name, parameter in self.trained.items():
-            part = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3 has `ds_tensor`
-            parts[name] = part.to_local() if isinstance(part, DTensor) else part
-        return parts
+        # ZeRO-3 has `ds_tensor`, FSDP2 a DTensor.
+        return {name: getattr(p, "ds_tensor", p).detach() for name, p in self.trained.items()}
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -56,29 +52,19 @@ class Average:
             # ZeRO-3 cuts the flattened parameter into equal pieces; the last one is padded.
             flat = self.accelerator.gather(part.to(self.accelerator.device))
             return flat[: parameter.ds_numel].view(parameter.ds_shape)
-        if isinstance(parameter, DTensor):
-            return DTensor.from_local(
-                part,
-                parameter.device_mesh,
-                parameter.placements,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ).full_tensor()
-        return part
+        return part.full_tensor() if isinstance(part, DTensor) else part
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Takes its part of what `state` returned. All processes must call it."""
         for name, whole in state.items():
-            parameter = self.trained[name]
             part = self.parts[name]
-            if hasattr(parameter, "ds_tensor"):
+            if hasattr(self.trained[name], "ds_tensor"):
                 start = self.accelerator.process_index * part.numel()
                 mine = whole.flatten()[start : start + part.numel()]
                 part[: mine.numel()] = mine
-            elif isinstance(parameter, DTensor):
+            elif isinstance(part, DTensor):
                 whole = whole.to(self.accelerator.device)
-                mesh = parameter.device_mesh
-                part.copy_(distribute_tensor(whole, mesh, parameter.placements).to_local())
+                part.copy_(distribute_tensor(whole, part.device_mesh, part.placements))
             else:
                 part.copy_(whole)
 

@@ -1,27 +1,20 @@
 """Whether a model is read correctly, tried before training: log-probs, prompts that are shared."""
 
 import contextlib
-import io
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from common import engine, in_one_line, refuse
-from preference_recipes.data import images as pictures
-from preference_recipes.data import rendering
+from common import engine, refuse
 from preference_recipes.models import architecture
 from preference_recipes.models.packing import Packer
 
 
 @torch.no_grad()
 def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -> None:
-    """Compares our log-probs with those of the architecture's own logits, on some ids.
-
-    All processes must call it. The model is a `LogProbModel`, prepared.
-    """
+    """Compares a prepared model's log-probs with its own logits. All processes must call it."""
     row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
     batch = Packer(accelerator.device).make_batch([row[:1]], [row[1:]])
     with evaluation_mode(model):
@@ -39,22 +32,17 @@ def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: st
     tolerance = 1e-2 if engine.half_precision(accelerator) else 1e-5
     if not typical <= tolerance * (1 + largest):  # also where weights are not finite
         [inside, *_] = architecture.whole_models(model).values()
-        refuse(
-            f"{inside.config.name_or_path}{where}: its head's log-probs differ from its own "
-            f"logits' by {typical:.3g}: this architecture is not supported yet, or its weights are "
-            "not finite"
-        )
+        found = f"its head's log-probs differ from its own logits' by {typical:.3g}"
+        why = "it is not supported yet, or its weights are not finite"
+        refuse(f"{inside.config.name_or_path}{where}: {found}: {why}")
 
 
 def make_packer(
     accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
 ) -> Packer:
-    """Returns how answers are laid out as rows, so that these models read each as if alone.
-
-    All processes must call it.
+    """Returns how these models, or None, read answers as rows. All processes must call it.
 
     Args:
-        models: all that will read the rows, prepared, or None.
         processor: of their images, see `Data.processor`.
         max_length: tokens of the longest row.
         share: whether prompts are shared, if that changes no log-prob of any of the models.
@@ -62,14 +50,17 @@ def make_packer(
     readers = [model for model in models if model is not None]
     of_images: dict[str, Any] = {"processor": processor}
     if processor is not None:
+        from preference_recipes.data import images  # only here: text needs none
+        from preference_recipes.models import vision
+
         for model in readers:
-            check_images(accelerator, model, processor)
+            with evaluation_mode(model):
+                logps, own_logps = vision.trial(accelerator, model, processor)
+            refuse_difference(accelerator, model, logps, own_logps, ", with images")
         if accelerator.num_processes > 1:
-            file = random_image(32, 32)
-            [spelling] = pictures.spellings(processor, [file])
-            of_images["example"] = rendering.encode(processor.tokenizer, spelling), file
+            of_images["example"] = vision.example(processor)
         # Such architectures make positions or masks of the kinds of tokens.
-        share = share and pictures.types_name(processor) is None
+        share = share and images.types_name(processor) is None
     if not share or not all(can_share(accelerator, model, max_length) for model in readers):
         return Packer(accelerator.device, **of_images)
     inside = [model for reader in readers for model in architecture.whole_models(reader).values()]
@@ -77,56 +68,11 @@ def make_packer(
     return Packer(accelerator.device, True, width=widest, **of_images)
 
 
-def random_image(width: int, height: int) -> bytes:
-    """Returns the file of an image that no processor takes for padding, always the same one."""
-    from PIL import Image
-
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-@torch.no_grad()
-def check_images(accelerator: Accelerator, model: nn.Module, processor: Any) -> None:
-    """Compares our log-probs after images with the model's own, of inputs that the processor makes.
-
-    All processes must call it. The rows are of different lengths, and have two images and one.
-    """
-    packer = Packer(accelerator.device, processor=processor)
-    files = [random_image(50, 30), random_image(32, 64)]
-    images = [files, files[1:]]
-    ids, own_logps = [], []
-    try:
-        with evaluation_mode(model):
-            for some in images:
-                text = "?".join([processor.image_token] * len(some)) + " What is it?"
-                settings = dict(add_special_tokens=False, return_tensors="pt")
-                made = pictures.processed(processor, some, text, **settings)
-                ids.append(made["input_ids"][0].tolist())
-                spellings = pictures.spellings(processor, some)
-                spelled = pictures.spell_out(processor, text, [{"spellings": spellings}])
-                if rendering.encode(processor.tokenizer, spelled) != ids[-1]:
-                    raise ValueError("its processor writes other tokens")
-                batch = packer.make_batch([ids[-1][:-3]], [ids[-1][-3:]], images=[some])
-                del made["attention_mask"]  # nothing is padded
-                batch["inputs"] = made.to(accelerator.device)
-                own_logps.append(model(batch, check=True)["own_logps"])
-            ends = [row[-3:] for row in ids]
-            batch = packer.make_batch([row[:-3] for row in ids], ends, images=images)
-            logps = model(batch)["logps"]
-    except Exception as error:  # whatever a processor or a model raises
-        which = f"{processor.tokenizer.name_or_path}: its way to read images is not supported"
-        refuse(f"{which}: {in_one_line(error)}")
-    refuse_difference(accelerator, model, logps, torch.cat(own_logps), ", with images")
-
-
 @torch.no_grad()
 def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) -> bool:
     """Whether a model reads several answers in one row as it reads each alone.
 
-    It does not where attention or positions are of another kind than usual, or where something
-    besides attention carries information between tokens (recurrent layers).
+    Not with other kinds of attention or positions than usual, nor with recurrent layers.
     """
     # Those of whole models: the parts of one have other configs, such as a vision tower's.
     for model in architecture.whole_models(prepared).values():

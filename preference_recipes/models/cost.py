@@ -31,9 +31,8 @@ PEAK_FLOPS = {
 def flop(wrapper: nn.Module, processor=None) -> Flop:
     """Returns the operations of training for each token of the layers, and for each target.
 
-    These are the products with weights alone; both are 0 where they are not known. For each trained
-    parameter they take 2 in the forward and 4 in the backward pass; for each frozen one below an
-    adapter 2 and 2. Embeddings are looked up, and a score head, a single row, is not counted.
+    These are the products with weights alone; both are 0 where they are not known. A trained
+    parameter takes 2 forward and 4 backward, a frozen one below an adapter 2 and 2.
     """
     per_token = 0.0
     per_target = 0.0

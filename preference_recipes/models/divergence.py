@@ -7,9 +7,8 @@ mixture m = (1 - beta) s + beta t, the divergence at a position is
     beta = 1        KL(s || t), the reverse KL
     0 < beta < 1    beta KL(t || m) + (1 - beta) KL(s || m), the generalised Jensen-Shannon one
 
-Source: Agarwal et al. 2023, arXiv:2306.13649 eq. 1. Towards both ends the third vanishes; divided
-by beta, or by 1 - beta, it becomes the KL. Of a teacher elsewhere only its most probable tokens are
-known: see `TopLesson`.
+Source: Agarwal et al. 2023, arXiv:2306.13649 eq. 1. Of a teacher elsewhere only its most probable
+tokens are known: see `TopLesson`.
 """
 
 import math
@@ -46,8 +45,7 @@ VALUES = (
 class Head:
     """An output layer: `softcap * tanh(multiplier * (hidden @ weight.T + bias) / softcap)`.
 
-    The weight is `[v, h]`, the bias `[v]` or None; a softcap of 0 is none. It is not a tuple,
-    because FSDP2 rounds the tensors in tuples that a forward pass is given.
+    The weight is `[v, h]`, the bias `[v]`. A tuple's tensors FSDP2 would round in a forward pass.
     """
 
     weight: torch.Tensor
@@ -56,10 +54,7 @@ class Head:
     softcap: float = 0.0
 
     def logps(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the log-probs of all tokens, and how steep the soft cap, if any, is there.
-
-        Both are fp32 `[n, v]`.
-        """
+        """Returns log-probs of all tokens and the slope of the soft cap, if any; fp32 `[n, v]`."""
         logits = scaled_products(hidden, self.weight, self.bias, self.multiplier)
         slope = None
         if self.softcap:
@@ -75,20 +70,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a teacher says at some targets of a batch.
+    """What a teacher says at some targets of a batch."""
 
-    Attributes:
-        hidden: what its output layer reads before each of them, `[n, h]`.
-        head: its output layer, whole.
-        places: which of the batch's targets these are, int64 `[n]`.
-    """
-
-    hidden: torch.Tensor
-    head: Head
-    places: torch.Tensor
+    hidden: torch.Tensor  # what its output layer reads before each of them, `[n, h]`
+    head: Head  # its output layer, whole
+    places: torch.Tensor  # which of the batch's targets these are, int64 `[n]`
 
     def read(self, part: slice, student: torch.Tensor) -> torch.Tensor:
-        """Returns log-probs of all tokens at a part of the places; both are fp32 `[n, v]`."""
+        """Returns log-probs of all tokens at a part of the places, fp32 `[n, v]`."""
         weight = self.head.weight.to(product_dtype(self.hidden))
         teacher, _ = replace(self.head, weight=weight).logps(self.hidden[part])
         return teacher
@@ -103,9 +92,8 @@ class TopLesson:
     """What is known of a teacher elsewhere: the log-probs of its k most probable tokens.
 
     All other tokens count as one. The divergence of such coarser distributions is at least 0, and
-    at most that over all tokens (the data processing inequality): it does not see how the student
-    divides the rest. `read` divides the teacher's rest as the student does. Then s / t is the same
-    for all its tokens, so the divergence over all tokens, and its gradient, are the coarser ones.
+    at most that over all tokens (the data processing inequality). `read` divides the teacher's rest
+    as the student does, so the divergence over all tokens, and its gradient, are the coarser ones.
     """
 
     ids: torch.Tensor  # of these tokens, the most probable first, int64 `[n, k]`
@@ -172,8 +160,7 @@ def compare(
 def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log s - log m and log t - log m, of log s - log t; all zero where s is t.
 
-    The mixture is seen from the larger of both, so that nothing overflows: where s is larger,
-    log m = log s + log(1 + beta (t/s - 1)).
+    Seen from the larger one nothing overflows: log m = log s + log(1 + beta (t/s - 1)).
     """
     share_of_smaller = torch.full_like(gap, 1 - beta).masked_fill_(gap > 0, beta)
     below_larger = torch.log1p(share_of_smaller * torch.expm1(-gap.abs()))
@@ -183,10 +170,7 @@ def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch
 def gradient(
     student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, beta: float | None
 ) -> torch.Tensor:
-    """Returns the gradient of what `compare` returns first, of the student's logits, `[n, v]`.
-
-    A shift of all logits of a position changes no probability, so each row adds up to zero.
-    """
+    """Returns the gradient of what `compare` returns first, of the student's logits, `[n, v]`."""
     p_student = student.exp()
     if beta is None:
         ones = torch.ones_like(p_student[:, :1])
@@ -202,15 +186,12 @@ def gradient(
 
 @dataclass(frozen=True)
 class Divergence:
-    """The job of `ByChunks` whose values are what `compare` returns: one, then the `VALUES`.
+    """The job of `ByChunks` whose values are what `compare` returns: one, then the `VALUES`."""
 
-    Multiplier and soft cap are the student's. The lesson is about exactly the targets, `[n]`.
-    """
-
-    targets: torch.Tensor
-    multiplier: float
+    targets: torch.Tensor  # `[n]`
+    multiplier: float  # the student's
     softcap: float
-    lesson: Lesson | TopLesson
+    lesson: Lesson | TopLesson  # about exactly these targets
     beta: float | None
     n_matrices: ClassVar[int] = 2
 
@@ -244,9 +225,7 @@ class Divergence:
 class DistillModel(LogProbModel):
     """A causal language model that learns from teachers, or that is one.
 
-    Args:
-        vocabulary: how many tokens have a probability, where output layers are padded to different
-            sizes; None: as many as the output layer has.
+    Only the first `vocabulary` tokens have a probability; None: as many as the output layer has.
     """
 
     def __init__(self, model: nn.Module, vocabulary: int | None = None):
@@ -266,14 +245,13 @@ class DistillModel(LogProbModel):
         """Returns what `LogProbModel.forward` does, or what one of these arguments asks for.
 
         A teacher gives hidden states, and its output layer once for all: with it a student computes
-        the teacher's distribution, chunk by chunk, inside its own forward and backward pass. Their
-        log-probs would be as many numbers as all targets have tokens to choose from.
+        the teacher's distribution, chunk by chunk, inside its own forward and backward pass.
 
         Args:
             as_teacher: returns what the output layer reads before each target, `[targets, h]`.
             lessons: one of each teacher; together they are about every target once. Returns
                 `VALUES` and, unless beta is None, `divergence` by name: fp32 `[answers, longest]`,
-                zero where there is no target. The temperature of lessons is part of their heads.
+                zero where there is no target.
             beta: with lessons, see `compare`.
         """
         if lessons is None and not as_teacher:
@@ -303,9 +281,9 @@ class DistillModel(LogProbModel):
         return {key: by_answer(value, batch) for key, value in values.items()}
 
     def whole_head(self, temperature: float) -> Head:
-        """Returns the output layer, its logits divided by a temperature, for `Lesson`s.
+        """Returns the whole output layer, its logits divided by a temperature, for `Lesson`s.
 
-        It is whole on every process, so all must call it, and frozen: nothing updates it.
+        All processes must call it.
         """
         layer = self.model.get_output_embeddings()
         bias = None if layer.bias is None else zero.whole(layer.bias)[: self.vocabulary]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import distributed, folders, in_one_line, print_once, refuse
-from preference_recipes.data import images, rendering
+from preference_recipes.data import rendering
 from preference_recipes.models import architecture
 
 
@@ -39,8 +39,7 @@ def tokenizer_of(
 
     Args:
         chat_template: a file that replaces the chat template.
-        chat_template_kwargs: variables of the chat template, JSON. They become its defaults, so
-            that they are saved with it and hold at inference.
+        chat_template_kwargs: JSON; these values become the template's defaults, and are saved.
         date: what a chat template prints as the date of the day, as in 2026-01-31.
     """
     # mistral-common would read a folder's tekken.json, and not its chat template.
@@ -49,10 +48,7 @@ def tokenizer_of(
         # transformers makes an empty one of Qwen, GPT-2 and Gemma where there is no file.
         refuse(f"{name!r} holds no tokenizer: save the model's into its folder")
     if tokenizer.eos_token_id is None:
-        refuse(
-            f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: "
-            "set tokenizer.eos_token and save it"
-        )
+        refuse(f"the tokenizer of {name!r} has no EOS token: set tokenizer.eos_token and save it")
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if chat_template is not None:
@@ -61,8 +57,21 @@ def tokenizer_of(
         rendering.set_defaults(tokenizer, chat_template_kwargs)
     prints_date = "strftime_now" in str(tokenizer.chat_template)
     tokenizer.chat_date = date if prints_date else None
-    tokenizer.processor, tokenizer.no_images = images.processor_of(name, tokenizer)
+    add_processor(tokenizer, name)
     return tokenizer
+
+
+def add_processor(tokenizer, name: str) -> None:
+    """Gives a tokenizer its model's `processor` of images; or None, and as `no_images` why."""
+    tokenizer.processor, tokenizer.no_images = None, f"{name!r} has no processor of images"
+    lenient = dict(
+        _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    files = ("processor_config.json", "preprocessor_config.json")
+    if any(cached_file(name, file, **lenient) for file in files):
+        from preference_recipes.data import images  # only here: text needs none
+
+        tokenizer.processor, tokenizer.no_images = images.processor_of(name, tokenizer)
 
 
 def date_of_run(args) -> str:
@@ -83,7 +92,6 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
-        args: `SharedArgs`.
         frozen: the model is only read: neither checkpointed nor packed into 4 bits.
     """
     if name != tokenizer.name_or_path:
@@ -92,16 +100,11 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:
-            refuse(
-                f"{name!r} is a {kind}, such as a reward model, not a language model: "
-                "give a causal language model as the policy, such as recipes/sft.py saves"
-            )
+            refuse(f"{name!r} is a {kind}, such as a reward model, not a causal language model")
     if unused:
         parts = sorted({weight.split(".")[0] for weight in unused})
-        print_once(
-            f"NOTE: {name!r} has {len(unused)} weights that {type(model).__name__} does not have, "
-            f"of {', '.join(parts)}: they are not loaded, and no saved actor has them"
-        )
+        number = f"{len(unused)} weights that {type(model).__name__} does not have"
+        print_once(f"NOTE: {name!r} has {number}, of {', '.join(parts)}: no saved actor has them")
     if missing:
         refuse(f"{name!r} lacks weights, such as {min(missing)}: they would have started at random")
     # The saved actor must end its answers as it does here.
@@ -120,11 +123,7 @@ def class_for(name: str, tokenizer):
 
 
 def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
-    """Loads a model in fp32; `settings` are further arguments of `from_pretrained`.
-
-    Returns:
-        the model; the names of the weights that its folder lacks; of those that it has no use for.
-    """
+    """Loads a model in fp32; returns it, and the names of weights that are missing and unused."""
     in_4bit = args.load_in_4bit and not frozen
     if in_4bit:
         from preference_recipes.models import lora
@@ -139,10 +138,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         **settings,
     )
     if not in_4bit and getattr(model, "hf_quantizer", None) is not None:
-        refuse(
-            f"{name!r} holds quantized weights, which are not trained as they are: give the model "
-            "that they were made from, with --lora_r and --load_in_4bit to pack it"
-        )
+        refuse(f"{name!r} holds quantized weights: give the model that they were made from")
     if args.max_length > (most := architecture.longest_row(model)):
         refuse(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
     if args.lora_r and not frozen:  # each saved adapter says what it belongs to
@@ -171,14 +167,11 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
 def from_pretrained(auto_class, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with its error in one line.
 
-    Code that a model brings along is never run. transformers would ask on standard input whether
-    it may, and take a line of a pipe for the answer. An adapter would load its base, too.
+    Code that a model brings along is never run: transformers would ask on standard input.
     """
     if is_adapter(name):
-        refuse(
-            f"{name!r} is an adapter, not a whole model: merge it into its base with "
-            f"`python -m preference_recipes.tools.export {name} OUT --merge`, and give OUT instead"
-        )
+        merge = f"`python -m preference_recipes.tools.export {name} OUT --merge`"
+        refuse(f"{name!r} is an adapter, not a whole model: {merge}, and give OUT")
     if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists():
         refuse(f"the model's folder {name!r} does not exist (looked in {Path.cwd()})")
     try:
@@ -197,10 +190,7 @@ def is_adapter(name: str) -> bool:
 
 
 def refuse_another_vocabulary(name: str, tokenizer) -> None:
-    """Refuses a reference policy whose own tokenizer, if any, gives a token id another meaning.
-
-    Tokens that only one of both has, such as an added pad token, are no difference.
-    """
+    """Refuses a model whose own tokenizer, if any, gives a token id of both another meaning."""
     try:
         own_tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, mistral_format=False
@@ -211,18 +201,16 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         own_token = own_tokens.get(token_id, token)
         if own_token != token:
-            refuse(
-                f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
-                f"is {own_token!r} there and {token!r} here. The reference policy reads the "
-                "policy's token ids: give the model that the policy was trained from"
-            )
+            difference = f"token {token_id} is {own_token!r} there and {token!r} here"
+            others = f"another tokenizer than {tokenizer.name_or_path!r}, whose ids it reads"
+            refuse(f"{name!r} has {others}: {difference}")
 
 
 def check_embeddings(data, name: str, *others: str | None, draws: bool = False) -> dict[str, int]:
     """Returns how many tokens each of these models has an embedding for, by their configs alone.
 
     Ends the run where one lacks that of a token in a run's `Data` or, with `draws`, of one that the
-    first model may draw and the others read. A padded rest is none.
+    first model may draw and the others read.
     """
     sizes = {}
     for each in (name, *filter(None, others)):
@@ -232,18 +220,16 @@ def check_embeddings(data, name: str, *others: str | None, draws: bool = False) 
     tokenizer = data.converter.tokenizer
     for token, token_id in tokenizer.get_vocab().items() if draws else ():
         if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
-            refuse(
-                f"{smallest!r} has {sizes[smallest]} embeddings, and none for token {token_id}, "
-                f"{token!r}, which {name!r} may draw: resize it as that was resized"
-            )
+            drawn = f"token {token_id}, {token!r}, which {name!r} may draw: resize it"
+            refuse(f"{smallest!r} has {sizes[smallest]} embeddings, and none for {drawn}")
     return sizes
 
 
 class PublishedGenerationConfig(GenerationConfig):
-    """The generation config of a published model. It may have faults, and is saved as it is."""
+    """The generation config of a published model, which transformers might refuse to save."""
 
     def validate(self, *args, **kwargs) -> None:
-        """Accepts all: transformers would refuse to save some configs that it has loaded itself."""
+        """Accepts all."""
 
 
 # ============================================================ which weights these are
@@ -267,16 +253,3 @@ def describe_weights(name: str, config) -> str:
             [file.name, *found] for file, found in zip(files, pool.map(folders.describe, files))
         ]
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
-
-
-def base_fingerprints(wrapper: nn.Module) -> dict[str, str]:
-    """Returns the fingerprints of the bases below adapters, by what messages call them.
-
-    A checkpoint holds the adapters alone.
-    """
-    found = {}
-    for path, model in architecture.whole_models(wrapper).items():
-        if hasattr(model, "base_fingerprint"):
-            part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-            found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
-    return found

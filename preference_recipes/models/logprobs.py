@@ -1,7 +1,6 @@
 """A language model whose output is log-probabilities of given tokens instead of logits.
 
-`LogProbModel.forward` is the whole path. After it come the output layer, which works by chunks of
-positions with a backward pass written by hand, and what else it can say of a token.
+`LogProbModel.forward` is the whole path; the output layer works by chunks of positions.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,16 +21,11 @@ BLOCK_ELEMENTS = 2**18
 
 # ============================================================ the model
 class ModelWrapper(nn.Module):
-    """What the engine prepares: a module around a `transformers` model, which is its `model`.
-
-    Attributes:
-        fingerprints: of the weights below adapters, for the identity of a checkpoint.
-    """
+    """What the engine prepares: a module around a `transformers` model, which is its `model`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.fingerprints: dict[str, str] = {}
         architecture.backbone_of(model)  # refuses a model without one
         # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
         # that are not there, such as the parts of a text tower in Gemma 3's list.
@@ -45,25 +39,30 @@ class ModelWrapper(nn.Module):
     def config(self):
         return self.model.config
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the bases below adapters, which a checkpoint does not hold, for its identity."""
+        found = {}
+        for path, model in architecture.whole_models(self).items():
+            if hasattr(model, "base_fingerprint"):
+                part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
+                found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
+        return found
+
 
 class LogProbModel(ModelWrapper):
     """A causal language model whose forward returns log-probs of the tokens asked for.
 
-    The backbone runs on whole rows, the output layer on the asked positions only.
-
-    Attributes:
-        vocabulary: how many tokens, from the first, have a probability.
-        multiplier, softcap: of the logits, see `LogProbJob`.
+    The backbone runs on whole rows, the output layer on the asked positions only. The first
+    `vocabulary` tokens have a probability; `multiplier` and `softcap` are of `LogProbJob`.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
-            refuse(
-                f"{type(model).__name__}: the output layer is {type(head).__name__}, "
-                "only a plain nn.Linear is supported"
-            )
+            found = f"the output layer is {type(head).__name__}, only nn.Linear is supported"
+            refuse(f"{type(model).__name__}: {found}")
         head.__class__ = LogProbHead  # same parameters and names: saving does not notice
         self.vocabulary = head.out_features
         self.multiplier, self.softcap = architecture.logits_formula(model)
@@ -93,10 +92,8 @@ class LogProbModel(ModelWrapper):
             batch["targets"], self.multiplier / temperature, self.softcap / temperature, extras
         )
 
-        def by_chunks(hidden, weight, bias) -> tuple[torch.Tensor, ...]:
-            # As `log_softmax` of all logits, in less memory. In here ZeRO-3 has the whole weight.
-            return ByChunks.apply(hidden, weight, bias, job)  # fp32 `[targets]` each
-
+        # As `log_softmax` of all logits, in less memory: fp32 `[targets]` each.
+        by_chunks = lambda *layer: ByChunks.apply(*layer, job)
         values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
         named = dict(zip(("logps", *extras), values))
         if check:
@@ -120,12 +117,9 @@ def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
 class ByChunks(torch.autograd.Function):
     """A linear layer, and what a job makes of its logits, such as log-probs: see `LogProbJob`.
 
-    autograd would keep all logits, and a second matrix to add up the weight's gradient. So the
-    backward pass is written by hand, and both work on a chunk of positions at a time:
-
-        forward     keeps the inputs, and of the last chunk the gradient of its logits
-        backward    computes the logits of the other chunks again, and adds up the weight's
-                    gradient in one fp32 matrix
+    autograd would keep all logits. So the backward pass is written by hand: the forward pass keeps
+    the inputs, and of the last chunk the gradient of its logits; the backward pass computes those
+    of the other chunks again, and adds up the weight's gradient in one fp32 matrix.
 
     A job has the logits' `multiplier`, and works on a `part` of the positions, a slice:
 
@@ -215,8 +209,8 @@ class LogProbJob:
         # Small tensors of each block would lie between the large ones, and split the memory up.
         found = logits.new_empty(len(logits), 1 + len(self.extras))
         for block, targets, row in blocks(logits, self.targets[part], found):
-            # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob
-            # can be 5e-5 too high. `logsumexp` adds up better, and takes longer.
+            # On a CPU a log-prob may be 5e-5 too high with 150,000 tokens: the sum is taken number
+            # by number. `logsumexp` adds up better, and takes longer.
             all_logps = block.log_softmax(-1)
             row[:, :1] = all_logps.gather(1, targets[:, None])
             for place, name in enumerate(self.extras, 1):
@@ -244,10 +238,7 @@ def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Returns the precision of the product of hidden states and output weights.
-
-    autocast reaches neither into a custom function, nor into its backward pass.
-    """
+    """Returns the precision of the output layer: autocast reaches into no custom function."""
     device = hidden.device.type
     if device == "cpu":
         return torch.float32  # a CPU has no fast half product: fp32 is better and faster
@@ -276,7 +267,7 @@ def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
 class LogProbHead(nn.Linear):
     """A model's output layer that also hands its weights to a function, inside its own call.
 
-    Only there they are whole under ZeRO-3. It gathers them anew in each call: one a forward pass.
+    Only there they are whole under ZeRO-3.
     """
 
     @torch.compiler.disable  # compiled once for each number of targets, it would be slower
@@ -291,10 +282,9 @@ class LogProbHead(nn.Linear):
 
 
 # ============================================================ what else is said of a token
-# What else a caller may ask of positions, fp32 `[n]`, see `EXTRAS`. Each function is given logits
-# `[n, v]`, their log-softmax, and the targets `[n]`.
+# Each function is given logits `[n, v]`, their log-softmax and the targets `[n]`; returns `[n]`.
 def mean_logits(logits, all_logps, targets) -> torch.Tensor:
-    """Returns the mean of the logits over the vocabulary."""
+    """Returns the mean over the vocabulary."""
     return logits.mean(-1, dtype=torch.float32)
 
 

@@ -22,10 +22,9 @@ ALL_LINEAR = "all-linear"
 
 # ============================================================ the adapters
 def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
-    """Freezes the models in a module and gives each an adapter.
+    """Freezes the models in a module and gives each an adapter, drawn from the seed alone.
 
-    A score head is trained whole, and saved with the adapter. The adapters' weights follow from the
-    seed alone, whatever random numbers the engine used up.
+    A score head is trained whole, and saved with the adapter.
     """
     import peft
 
@@ -74,10 +73,7 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
     With `all-linear` these are all linear layers except output layer and score head, and except
     those that text never reaches, such as a vision tower's, or does not call, such as a router.
-
-    Args:
-        targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
-            ends after a dot, such as `q_proj`.
+    Else `targets` are names of layers, or their ends after a dot, such as `q_proj`.
     """
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
     unreached = architecture.unreached_parameters(model)
@@ -98,11 +94,8 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     for target in targets:  # peft would leave out what it does not find
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             kinds = sorted({layer.rpartition(".")[2] for layer in layers})
-            refuse(
-                f"--lora_target_modules {target}: no linear layer of {type(model).__name__} that "
-                f"could get an adapter has this name. There are {', '.join(kinds)} (embeddings, "
-                "the output layer and score heads get none)"
-            )
+            found = f"no linear layer of {type(model).__name__} that could get an adapter"
+            refuse(f"--lora_target_modules {target}: {found}; there are {', '.join(kinds)}")
     return [name for name in layers if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
@@ -110,9 +103,8 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
 class WithoutAdapters(nn.Module):
     """A prepared model with its adapters off: the policy before training, without a second copy.
 
-    It sees the same shards and the same precision. Call it under `torch.no_grad`, and not between
-    the policy's forward and backward pass: gradient checkpointing runs layers again, adapters on.
-    Its forward pass is always given the `settings`.
+    Call it under `torch.no_grad`, and not between the policy's forward and backward pass: gradient
+    checkpointing runs layers again, adapters on. Its forward pass is given the `settings`.
     """
 
     def __init__(self, prepared: nn.Module, **settings):
@@ -125,8 +117,7 @@ class WithoutAdapters(nn.Module):
 
     def forward(self, *args, **kwargs):
         """Returns what the prepared model returns without its adapters."""
-        # peft's own switch would also freeze and unfreeze the adapters' weights, which engines that
-        # cut weights do not expect.
+        # peft's own switch would also freeze weights, which engines that cut them do not expect.
         with replaced(*((layer, "_disable_adapters", True) for layer in self.adapted)):
             return self.prepared(*args, **kwargs, **self.settings)
 
@@ -135,10 +126,7 @@ def packed_in_4bit() -> dict:
     """Returns what `from_pretrained` takes for QLoRA: NormalFloat, and the scales packed again."""
     state = AcceleratorState()
     if engine.is_sharded(state):
-        refuse(
-            "--load_in_4bit does not work under DeepSpeed and FSDP2, which cannot shard packed "
-            "weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
-        )
+        refuse("--load_in_4bit: DeepSpeed and FSDP2 cannot shard packed weights: take ddp.yaml")
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

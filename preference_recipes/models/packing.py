@@ -33,7 +33,6 @@ import numpy as np
 import torch
 
 from common import batches
-from preference_recipes.data import images as pictures
 
 # The most bytes that the mask of shared rows may take: those of one row of 16,384 tokens.
 MOST_MASK = 2**28
@@ -44,21 +43,14 @@ Row = list[list[int]]
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes batches of prompts and answers; see `checks.make_packer`.
+    """Makes batches of prompts and answers; see `checks.make_packer`."""
 
-    Attributes:
-        device: where the batches go.
-        share: whether prompts are shared where that pays.
-        width: the hidden size of the models.
-        processor: makes pixels of the images of prompts; None: there are none.
-        example: the tokens and the file of an image. A batch without images gets a row of it, where
-            other processes would wait for this one's vision tower.
-    """
-
-    device: torch.device
-    share: bool = False
-    width: int = 512
-    processor: Any = None
+    device: torch.device  # where the batches go
+    share: bool = False  # whether prompts are shared where that pays
+    width: int = 512  # the hidden size of the models
+    processor: Any = None  # makes pixels of the images of prompts; None: there are none
+    # The tokens and the file of an image. A batch without images gets a row of it, where other
+    # processes would wait for this one's vision tower.
     example: tuple[list[int], bytes] | None = None
 
     def make_batch(
@@ -71,16 +63,14 @@ class Packer:
         """Returns answers to prompts as tensors that a model reads; the module shows them.
 
         Args:
-            prompts: token ids, one prompt for each answer; may be empty.
-            answers: token ids.
+            prompts: one for each answer; may be empty.
             learned: of each token of each answer, whether its log-prob is wanted; by default of
                 all. If the prompt is empty the first must be false: nothing predicts it.
             images: the files of each prompt's, or the answer's, whose pixels then are inputs, too.
 
         Returns:
-            inputs: what a `transformers` model takes: `input_ids` and, if prompts are shared,
-                `position_ids` and the bool `attention_mask` `[rows, 1, row length, row length]`.
-            targets, predictors, cells: `[targets]`; last: `[answers]`; mask: bool.
+            inputs: what a `transformers` model takes; `attention_mask` is bool
+                `[rows, 1, row length, row length]`, and there only if prompts are shared.
             n_tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
         """
         if learned is None:
@@ -97,7 +87,9 @@ class Packer:
         ids, positions, pieces, prompt_pieces = tokens
         inputs = {"input_ids": batches.send(ids, self.device)}
         if in_order:
-            inputs |= image_inputs(self.processor, ids, in_order, self.device)
+            from preference_recipes.data import images as pictures  # only here: text needs none
+
+            inputs |= pictures.inputs_of(self.processor, ids, in_order, self.device)
         if len(rows) < len(answers):
             inputs["position_ids"] = batches.send(positions, self.device)
             numbers = [batches.send(array, self.device) for array in (pieces, prompt_pieces)]
@@ -108,10 +100,7 @@ class Packer:
         last = []
         for number, (answer, flags) in enumerate(zip(answers, learned)):
             if not prompts[number] and any(flags[:1]):
-                raise ValueError(
-                    f"answer {number} has an empty prompt, so nothing predicts its first token: "
-                    "that token cannot be a target"
-                )
+                raise ValueError(f"answer {number} has an empty prompt: nothing predicts its start")
             end = starts[number] + len(answer)
             before = [prompt_ends[number] - 1, *range(starts[number], end - 1)]
             targets += itertools.compress(answer, flags)
@@ -135,8 +124,8 @@ class Packer:
     ) -> tuple[list[Row], int]:
         """Returns rows, and the length of all: shared prompts where they are wanted and pay.
 
-        A row of n tokens costs a layer of width h about h n (12 h + n) multiplications: 12 h^2 a
-        token for weights, h n for causal attention, which a mask doubles. The factor h is left out.
+        A row of n tokens costs a layer of width h about h n (12 h + n) multiplications, of which a
+        mask doubles the second term.
         """
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
         longest = max(lengths)
@@ -152,16 +141,8 @@ class Packer:
         return padded, longest
 
     def describe(self) -> str:
-        """Says whether prompts are shared."""
+        """Returns in words whether prompts are shared."""
         return "prompts are computed once" if self.share else "prompts are computed for each answer"
-
-
-def image_inputs(processor, ids: np.ndarray, files: list[bytes], device) -> dict:
-    """Returns the pixels of images, in the order of the rows, and which tokens stand for them."""
-    inputs = pictures.pixels(processor, files)
-    if name := pictures.types_name(processor):
-        inputs[name] = torch.tensor(processor.create_mm_token_type_ids(ids))
-    return {name: batches.send(tensor, device) for name, tensor in inputs.items()}
 
 
 def place_tokens(rows: list[Row], length: int, prompts: Sequence, answers: Sequence) -> tuple:
@@ -215,8 +196,7 @@ def shared_rows(
 ) -> tuple[list[Row], int]:
     """Lays out each prompt once, before all its answers; returns rows and their length.
 
-    The longest group gives the length of all rows. Each goes, the longest first, into the first row
-    that has room for it, else into a new one.
+    Each group goes, the longest first, into the first row that has room for it.
     """
     groups: dict[tuple, list[int]] = {}  # by prompt and images: those of one size have the same ids
     for number, prompt in enumerate(prompts):

@@ -19,8 +19,7 @@ from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
     """Returns the model that the arguments name, ready for `for_training`.
 
-    Args:
-        dropout: False where a recipe compares policies, which must differ in their weights alone.
+    Without dropout where a recipe compares policies, which must differ in their weights alone.
     """
     model = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
     if not dropout:
@@ -32,9 +31,8 @@ def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
 def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Prepares the model that is trained and its optimizer, and returns both.
 
-    This is `accelerator.prepare`, and then puts back the fp32 buffers that DeepSpeed's
-    `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
-    would drift, and the saved actor, which computes them in fp32, would be another model.
+    DeepSpeed's `module.half()` rounds rotary frequencies, which the saved actor has in fp32: such
+    buffers are put back.
     """
     if has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
@@ -47,10 +45,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Makes a missing gradient one of zeros, before an optimizer steps, as ZeRO does.
-
-    An expert that no token of an update visited may have none.
-    """
+    """Makes a missing gradient, such as an unvisited expert's, one of zeros, as ZeRO does."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -69,7 +64,6 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
         from preference_recipes.models import lora
 
         lora.add_adapters(accelerator, model, args)
-        model.fingerprints = load.base_fingerprints(model)
 
 
 def disable_dropout(wrapper: nn.Module) -> None:
@@ -115,7 +109,7 @@ def round_frozen(accelerator, wrapper: nn.Module) -> None:
     """Holds frozen weights in half precision where that changes no output by a single bit.
 
     These are all under FSDP2, which rounds weights when it gathers them, else those that autocast
-    rounds. DeepSpeed rounds a model once, in `prepare`, and fp32 rounds nothing.
+    rounds. DeepSpeed rounds a model itself.
     """
     half = engine.half_precision(accelerator)
     if half is None or engine.zero_stage(accelerator):

@@ -14,13 +14,7 @@ from preference_recipes.models.packing import Packer
 
 
 class Reference:
-    """A frozen copy of the first policy, or a model that is named. With adapters, the policy itself
-    with these switched off, unless another is named.
-
-    Attributes:
-        model: reads batches as the policy does; None where all its log-probs are precomputed.
-        fingerprints: of a model of its own, for the identity of a checkpoint.
-    """
+    """A model that is named, or the first policy: with adapters, the policy without them."""
 
     def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module, **settings):
         """Loads what the arguments name. All processes must call it.
@@ -30,8 +24,8 @@ class Reference:
             settings: what each of its forward passes gets where it is the reference, such as
                 `with_values=False` of PPO's.
         """
-        self.model: nn.Module | None
-        self.fingerprints: dict[str, str] = {}
+        self.model: nn.Module | None  # None where all its log-probs are precomputed
+        self.fingerprints: dict[str, str] = {}  # of a model of its own, for a checkpoint
         if args.lora_r and args.ref_model_name_or_path is None:
             from preference_recipes.models import lora
 
@@ -59,12 +53,9 @@ def precompute(
 ) -> None:
     """Adds the column `ref_logps` to data sets of pairs, `[pairs, 2]`, and frees the model.
 
-    So no reference is in memory while the policy trains. All processes must call it. Pairs are read
-    in the micro-batches of the first epoch, in which the first policy has the same log-probs bit
-    for bit: in others rounding would decide which of its equal rewards is larger.
-
-    Args:
-        collate: makes the batch of some pairs from their columns, all chosen answers first.
+    All processes must call it. Pairs are read in the micro-batches of the first epoch, in which the
+    first policy has the same log-probs bit for bit: in others rounding would decide which of its
+    equal rewards is larger. `collate` makes the batch of some pairs, all chosen answers first.
     """
     sizes = (args.micro_train_batch_size, args.micro_train_tokens)
     order = batches.epoch_order(len(train), args.seed, epoch=0)

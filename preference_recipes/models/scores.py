@@ -27,11 +27,7 @@ class ScoreModel(ModelWrapper):
         model.score.__class__ = ScoreHead  # same parameters and names: saving does not notice
 
     def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns fp32 scores of what ends at some places, by default of the answers.
-
-        Args:
-            batch: of `Packer.make_batch`.
-        """
+        """Returns fp32 scores of what ends at some places of a batch, by default of the answers."""
         if places is None:
             places = batch["last"]
         hidden = architecture.hidden_states(self.model, batch["inputs"])
@@ -39,10 +35,7 @@ class ScoreModel(ModelWrapper):
 
 
 class ActorCritic(LogProbModel):
-    """Actor (`model`) and critic in one module.
-
-    So there is one engine, one backward pass and one checkpoint under every strategy.
-    """
+    """Actor (`model`) and critic in one module: one engine, one backward pass, one checkpoint."""
 
     def __init__(self, policy_model, critic):
         super().__init__(policy_model)
@@ -70,24 +63,18 @@ def score_model(
 
     Args:
         tokenizer: that of the policy, or of `name` itself.
-        args, frozen: see `load.causal_lm`.
-        new_head: gives a model without a score head a new one, see `draw_score_head`.
+        frozen: see `load.causal_lm`.
+        new_head: gives a model without a score head a new one.
     """
     if load.tokenizer_of(name).get_vocab() != tokenizer.get_vocab():
-        refuse(
-            f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
-            "the reward model or critic reads the policy's token ids, "
-            "so both need the same vocabulary"
-        )
+        refuse(f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}")
     model, missing, _ = load.load(
         AutoModelForSequenceClassification, name, args, frozen, num_labels=1
     )
     lacks_backbone = missing - {"score.weight"}
     if lacks_backbone or (missing and not new_head):
-        refuse(
-            f"{name!r} lacks weights, such as {min(missing)}: "
-            "expected a reward model with one label, as recipes/reward.py saves it"
-        )
+        expected = "expected a reward model with one label, as recipes/reward.py saves it"
+        refuse(f"{name!r} lacks weights, such as {min(missing)}: {expected}")
     if missing:
         print_once(f"{name!r} has no score head: a new one is drawn from the seed")
         draw_score_head(model)
@@ -100,9 +87,8 @@ def score_model(
 def draw_score_head(model: PreTrainedModel) -> None:
     """Draws the weights of a new score head from N(0, 0.01 / (hidden size + 1)).
 
-    A tenth of the usual deviation (Stiennon et al. 2020, arXiv:2009.01325; Huang et al. 2024,
-    arXiv:2403.17031): the hidden states of chat models are large, and a reward model should begin
-    with scores near zero. A still smaller head would slow its backbone down.
+    A tenth of the usual deviation (arXiv:2009.01325; arXiv:2403.17031), because the hidden states
+    of chat models are large, and scores should begin near zero.
     """
     size = model.score.in_features
     # From the seed alone, whatever random numbers the engine used up while it loaded the model.
@@ -116,8 +102,7 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     """Gives a tokenizer that pads with its EOS another pad token, and prints which.
 
     transformers reads a saved reward model's score at the last token that is not the pad token. So
-    any token will do with which no answer ends: that of `--pad_token`, an unused special one, or
-    the one for unknown text. The vocabulary stays as it is.
+    any token will do with which no answer ends: that of `--pad_token`, else an unused one.
     """
     eos = tokenizer.eos_token
     unused = [
@@ -132,11 +117,9 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     tried = own if pad_token is None else [pad_token]
     found = [token for token in tried if token in tokenizer.get_vocab() and token != eos]
     if not found:
-        refuse(
-            f"the tokenizer of {tokenizer.name_or_path!r}: none of {tried} is a pad token other "
-            f"than its EOS, {eos!r}: transformers would read a saved reward model's score before "
-            "the EOS. Give --pad_token TOKEN: one of its vocabulary that never ends an answer"
-        )
+        expected = "give --pad_token TOKEN: one of its vocabulary that never ends an answer"
+        name = tokenizer.name_or_path
+        refuse(f"{name!r}: none of {tried} is a pad token other than its EOS, {eos!r}: {expected}")
     if found[0] != tokenizer.pad_token:
         print_once(f"NOTE: padding with {found[0]!r} instead of {tokenizer.pad_token!r}")
     tokenizer.pad_token = found[0]

@@ -46,23 +46,18 @@ def locations(args) -> dict[str, str | list[str] | None]:
     found = here | servers
     is_clear = len(found) == len(pairs) + len(servers) and all(found.values())
     if not is_clear or (ONLY in found and len(found) > 1):
-        refuse(
-            "expected one teacher, or several as --teacher NAME=PATH and --teacher_url NAME=URL, "
-            f"each name once: a row's column `teacher` names its own. Got {[*here, *servers]}"
-        )
+        expected = "one teacher, or several as --teacher NAME=PATH and --teacher_url NAME=URL"
+        refuse(f"expected {expected}, each name once. Got {[*here, *servers]}")
     if servers and args.temperature != 1:
-        temperature = f"--temperature {args.temperature:g}"
-        refuse(f"{temperature}: a --teacher_url tells log-probs of given tokens at 1 only")
+        refuse(f"--temperature {args.temperature:g}: a --teacher_url tells log-probs at 1 only")
     return found or {ONLY: None}
 
 
 def check_settings(args) -> None:
     """Refuses arguments that name no teacher, or one twice."""
     if None in locations(args).values() and not (args.lora_r and args.teacher_prompt):
-        refuse(
-            "there is no teacher: give --teacher_model_name_or_path, --teacher_url, or --lora_r "
-            "with --teacher_prompt to make the student's base its teacher"
-        )
+        own = "--lora_r with --teacher_prompt, for the student's base"
+        refuse(f"no teacher: give --teacher_model_name_or_path, --teacher_url, or {own}")
 
 
 def names(args) -> list[str]:
@@ -73,9 +68,8 @@ def names(args) -> list[str]:
 def shared_vocabulary(args, data, student: nn.Module) -> int:
     """Returns how many tokens the student and its teachers here have in common, from the first.
 
-    Output layers are often padded beyond the tokenizer, to different sizes: 151,936 rows in the
-    small Qwen2.5 models and 152,064 in the large ones. If all are of one size they are used whole.
-    Otherwise only tokens that the tokenizer has are given a probability.
+    Output layers may be padded to different sizes (Qwen2.5: 151,936 and 152,064 rows). Then only
+    tokens that the tokenizer has are given a probability.
     """
     paths = [path for path in locations(args).values() if not isinstance(path, list)]
     by_model = load.check_embeddings(data, args.model_name_or_path, *paths, draws=True)
@@ -96,20 +90,15 @@ class Teacher(NamedTuple):
 
 
 class Teachers:
-    """Models here that a student learns from, each on its own rows of the data.
-
-    Attributes:
-        by_name: these teachers by what the column `teacher` calls them.
-        fingerprints: of teachers that are models of their own, for the identity of a checkpoint.
-    """
+    """Models here that a student learns from, each on its own rows of the data."""
 
     def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module):
         """Loads what the arguments name. All processes must call it; `model` is the student."""
         self.is_sharded = engine.is_sharded(accelerator)
         self.have_own_prompts = args.teacher_prompt is not None
         self.temperature = args.temperature
-        self.fingerprints: dict[str, str] = {}
-        self.by_name: dict[str, Teacher] = {}
+        self.fingerprints: dict[str, str] = {}  # of models of their own, for a checkpoint
+        self.by_name: dict[str, Teacher] = {}  # by what the column `teacher` calls them
         self.student = student = engine.unwrapped(accelerator, model)
         for name, path in locations(args).items():
             if path is None and args.lora_r:
@@ -131,8 +120,7 @@ class Teachers:
     ) -> list[Lesson | TopLesson]:
         """Returns what the teachers say at the targets of a batch, each of its own answers.
 
-        Where the engine cuts weights, every teacher reads on all processes, also where it has no
-        answer: all must call it equally often.
+        All processes must call it equally often, because engines may cut weights.
 
         Args:
             batch: of the answers in these questions, as the student reads them.

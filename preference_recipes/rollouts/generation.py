@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicCache
 
 from common import batches, distributed, engine
 from preference_recipes.models import architecture, checks
-from preference_recipes.models.packing import image_inputs
 from preference_recipes.rollouts import decoding, sharing
 from preference_recipes.rollouts.policy import Policy, Response
 
@@ -109,7 +108,10 @@ def begin(
     ids = batches.pad(prompts, policy.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if files:  # what a model keeps of them is not all in a cache of ours, such as Qwen's positions
-        seen = image_inputs(policy.tokenizer.processor, ids.cpu().numpy(), files, device)
+        from preference_recipes.data import images  # only here: text needs none
+
+        processor = policy.tokenizer.processor
+        seen = images.inputs_of(processor, ids.cpu().numpy(), files, device)
         return Batch(policy, ids, padding, None, draw, seen)
     if model._is_stateful or not model._supports_default_dynamic_cache():
         return Batch(policy, ids, padding, None, draw)
@@ -154,7 +156,7 @@ class Batch:
     padding: np.ndarray  # `[rows]`, how many places of each row are padding
     cache: DynamicCache | None  # of all but each row's last token; None: one of the model's own
     draw: "SampleByUniform | None"  # None: greedy
-    images: dict = dataclasses.field(default_factory=dict)  # see `packing.image_inputs`
+    images: dict = dataclasses.field(default_factory=dict)  # see `images.inputs_of`
     drops_at = 0.0  # the share of finished rows at which they are dropped
 
     def __post_init__(self):

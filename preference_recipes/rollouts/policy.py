@@ -9,7 +9,7 @@ from torch import nn
 from common import engine
 from common.metrics import Means
 from common.progress import Progress
-from preference_recipes.data import images, rendering
+from preference_recipes.data import rendering
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
 
@@ -54,6 +54,9 @@ class Policy:
     def tokens_without_probability(self) -> list[int]:
         """Returns what is never drawn: beyond `LogProbModel.vocabulary`; placeholders of images."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
-        processor = getattr(self.tokenizer, "processor", None)
-        never = images.tokens_of(processor) if processor else []
+        never = []
+        if getattr(self.tokenizer, "processor", None) is not None:
+            from preference_recipes.data import images  # only here: text needs none
+
+            never = images.tokens_of(self.tokenizer.processor)
         return never + list(range(self.unwrapped.vocabulary, n_logits))

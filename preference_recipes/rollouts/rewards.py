@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common import distributed, refuse
-from preference_recipes.data import dataset, images, prompts
+from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
 from preference_recipes.models.logprobs import LogProbModel
@@ -203,6 +203,8 @@ def given_to_functions(
     given["rendered_prompts"] = texts
     given["step"] = sampler.progress.global_step
     if any(samples.images):
+        from preference_recipes.data import images  # only here: text needs none
+
         given["images"] = [list(map(images.opened, samples.images[row])) for row in rows]
     if samples.messages:
         given["messages"] = [samples.messages[row] for row in rows]

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common import batches, carried, stopping
-from preference_recipes.data.images import COLUMNS
+from preference_recipes.data.messages import IMAGE_COLUMNS
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.answers import decode_answers
 from preference_recipes.rollouts.policy import Policy
@@ -164,7 +164,7 @@ class Samples:
             example |= {"prompt": prompt, "response": response}
             if self.images and self.images[row]:
                 columns = json.loads(self.row_texts[row])
-                example["images"] = next(filter(None, map(columns.get, COLUMNS)))
+                example["images"] = next(filter(None, map(columns.get, IMAGE_COLUMNS)))
             if self.messages:
                 example["messages"] = self.messages[row]
             if scores is not None:

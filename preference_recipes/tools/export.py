@@ -96,7 +96,6 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     from huggingface_hub import snapshot_download
 
     from common import saving
-    from preference_recipes.data import images
     from preference_recipes.models import load
 
     try:
@@ -114,7 +113,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         name, trust_remote_code=False, mistral_format=False
     )
-    tokenizer.processor, _ = images.processor_of(name, tokenizer)
+    load.add_processor(tokenizer, name)
     if config.task_type == "SEQ_CLS":
         auto_class = transformers.AutoModelForSequenceClassification
         model = load.from_pretrained(auto_class, base, dtype=torch.float32, num_labels=1)

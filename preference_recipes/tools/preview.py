@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common import counted, distributed
-from preference_recipes.data import files, images, rendering
+from preference_recipes.data import files, rendering
 from preference_recipes.data.dataset import Converter, Data
 
 SEPARATOR = "\u2502"  # a line that texts hardly hold
@@ -97,8 +97,12 @@ def sequences_of(values: dict) -> list[Sequence]:
 
 def images_in(part: Sequence, files: list[bytes], tokenizer) -> list[str]:
     """Returns a line about each image of a part."""
+    if not files:
+        return []
+    from preference_recipes.data import images  # only here: text needs none
+
     lines = []
-    places = images.places_of(tokenizer.processor, part.ids) if files else []
+    places = images.places_of(tokenizer.processor, part.ids)
     for number, file in enumerate(files, 1):
         [spelling] = images.spellings(tokenizer.processor, [file])
         n_tokens = images.count_tokens(tokenizer, spelling)

@@ -614,16 +614,14 @@ def test_a_token_without_an_embedding_is_refused_by_the_row_that_has_it(accelera
     args = SharedArgs(dataset_name=[train], eval_dataset_name=[held_out], max_length=8)
     data = dataset.load_data(accelerator, args, tokenizer, function=preference_row)
     data.refuse_ids_beyond(size + 3, "M")
-    data.refuse_ids_beyond(size + 2, "M", ["prompt_ids", "chosen_ids"])
-    for columns, n_rows, *said in [
-        (None, size + 2, f"{train!r}, row 3: rejected_ids has token {size + 2}, '<c>'"),
-        (["prompt_ids"], size, f"{train!r}, row 2: prompt_ids has token {size}, '<a>'"),
-        (["chosen_ids"], size, f"{train!r}, row 3: chosen_ids has token {size + 1}, '<b>'"),
+    for n_rows, *said in [
+        (size + 2, f"{train!r}, row 3: rejected_ids has token {size + 2}, '<c>'"),
+        (size, f"{train!r}, row 2: prompt_ids has token {size}, '<a>'"),
+        (size + 1, f"{train!r}, row 3: chosen_ids has token {size + 1}, '<b>'"),
     ]:
-        refused = functools.partial(data.refuse_ids_beyond, n_rows, "M", columns)
+        refused = functools.partial(data.refuse_ids_beyond, n_rows, "M")
         refuses(*said, f"of 'M' has {n_rows} rows", call=refused)
     held_out_alone = data._replace(sets=data.sets[1:])
-    held_out_alone.refuse_ids_beyond(size, "M", ["prompt_ids", "chosen_ids"])
     refused = functools.partial(held_out_alone.refuse_ids_beyond, size, "M")
     refuses(f"{held_out!r}, row 2: rejected_ids has token {size + 1}, '<b>'", call=refused)
 

@@ -299,8 +299,6 @@ TRANSCRIPTS = {"chosen": HH + " Because.", "rejected": HH + " No."}
     ({"prompt": [], **INSIDE}, False),
     ({"prompt": "Why?", **INSIDE}, False),
     ({"conversations": [said("human", "Why?")], "chosen": YES, "rejected": NO}, False),
-    # Axolotl's.
-    ({"messages": [QUESTION], "prompt": None, "chosen": YES, "rejected": "No."}, False),
     ({"messages": [QUESTION, YES], **INSIDE}, False),
 ])  # fmt: skip
 def test_a_column_system_begins_the_chat(row, as_messages):
@@ -323,7 +321,7 @@ def test_a_column_system_beside_other_columns():
     strings = {"prompt": "Why?", "completion": "Because.", "system": "Be brief."}
     assert conversation(strings, True) == ([SYSTEM, QUESTION], [YES])
     for row, as_messages in [(strings, False), (strings | {"prompt": ""}, True)]:
-        with pytest.raises(BadRow, match=r"column 'system' is next to strings.*not empty"):
+        with pytest.raises(BadRow, match=r"column 'system' is next to strings"):
             conversation(row, as_messages)
 
 

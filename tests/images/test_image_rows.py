@@ -8,7 +8,7 @@ import types
 import datasets
 import pytest
 
-from preference_recipes.data import images, unread
+from preference_recipes.data import dataset, images, unread
 from preference_recipes.data.dataset import Converter, load_data
 from preference_recipes.data.formats import labelled_row, preference_row
 from preference_recipes.data.messages import BadRow
@@ -232,7 +232,10 @@ def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
 def test_images_are_refused_where_nothing_reads_them(vlm, tokenizer):
     row = {**WITH_COLUMN, "images": [ONE]}
     refused(
-        "this recipe, or --vllm_url, reads no images", row=row, tokenizer=vlm, refusal=images.UNREAD
+        "this recipe, or --vllm_url, reads no images",
+        row=row,
+        tokenizer=vlm,
+        refusal=dataset.NO_IMAGES,
     )
     processor, refusal = images.processor_of(tokenizer.name_or_path, tokenizer)
     assert processor is None

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 import runs
-from preference_recipes.data import images
+from preference_recipes.data import rendering
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD
 from runs import say, slow, write_jsonl
@@ -73,7 +73,7 @@ def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path):
     for folder in (tmp_path / "exported", tmp_path / "whole/actor"):
         processor = transformers.AutoProcessor.from_pretrained(folder)
         given = transformers.AutoProcessor.from_pretrained(inputs / "model")
-        assert images.describe(processor) == images.describe(given)
+        assert rendering.describe_processor(processor) == rendering.describe_processor(given)
         assert processor.chat_template == given.chat_template
         transformers.AutoModelForImageTextToText.from_pretrained(folder)
 

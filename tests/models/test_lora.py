@@ -74,7 +74,7 @@ def test_a_target_that_cannot_have_an_adapter_is_refused(inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     call = lambda: adapted(model, lora_target_modules=["q_proj", "lm_head"])
     said = "--lora_target_modules lm_head: no linear layer of LlamaForCausalLM"
-    runs.refuses(said, "There are down_proj, gate_proj, k_proj", call=call)
+    runs.refuses(said, "there are down_proj, gate_proj, k_proj", call=call)
 
 
 def test_a_policy_that_samples_has_no_dropout():

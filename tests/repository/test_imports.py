@@ -25,10 +25,11 @@ def modules() -> dict[str, Path]:
     return {".".join(file.relative_to(REPOSITORY).with_suffix("").parts): file for file in files}
 
 
-def imports_of(file: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of ours that a file names, wherever it does: within functions and for annotations, too."""
+def imports_of(file: Path, known: dict[str, Path], loaded: bool = False) -> set[str]:
+    """Modules of ours that a file names: within functions and for annotations, too, unless only those `loaded` count."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in tree.body if loaded else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -64,6 +65,14 @@ def test_no_library_reaches_the_run():
     libraries = [name for name in known if room_of(name) != "common"]
     assert len(libraries) > 30
     assert [name for name in libraries if "common.run" in reachable(name, set())] == []
+
+
+def test_text_loads_no_code_of_images():
+    """Only functions import it, where a row or a model has some."""
+    known = modules()
+    of_images = {"preference_recipes.data.images", "preference_recipes.models.vision"}
+    loading = [name for name in known if imports_of(known[name], known, loaded=True) & of_images]
+    assert loading == ["preference_recipes.models.vision"] and of_images <= known.keys()
 
 
 def test_no_circle():

@@ -37,12 +37,12 @@ REFUSED = [
     (dict(loss_type="sampled", sampler_correction="none"), "--sampler_correction none: not used"),
     (dict(teacher_url=HTTP, teacher_model_name_or_path="T"), "expected one teacher, or several"),
     (dict(teacher=["T"], teacher_model_name_or_path=None), "as --teacher NAME=PATH and --teacher_"),
-    (dict(teacher=["a=T"], teacher_url=["a=http://x"]), "each name once: a row's column `teacher`"),
+    (dict(teacher=["a=T"], teacher_url=["a=http://x"]), "each name once. Got"),
     (
         dict(teacher_url=HTTP, teacher_model_name_or_path=None, temperature=0.7),
-        "--temperature 0.7: a --teacher_url tells log-probs of given tokens at 1 only",
+        "--temperature 0.7: a --teacher_url tells log-probs at 1 only",
     ),
-    (dict(teacher_model_name_or_path=None), "there is no teacher"),
+    (dict(teacher_model_name_or_path=None), "no teacher: give"),
 ]
 
 

@@ -376,4 +376,4 @@ def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
         load.causal_lm(str(folder), tokenizer, DEFAULTS)
     said = capsys.readouterr().out
     assert said.count("NOTE") == said.count("2 weights that LlamaForCausalLM does not have") == 1
-    assert "of tower: they are not loaded" in said
+    assert "of tower: no saved actor has them" in said
