@@ -1,4 +1,7 @@
-"""Large sets are tokenised in several processes, with the same ids, while the others wait."""
+"""Tokenising takes no longer than it must: a prompt once, a large set in several processes.
+
+The ids are the same in either case.
+"""
 
 import copy
 import datetime
@@ -14,8 +17,57 @@ import templates
 from common import launch
 from preference_recipes.data import dataset, rendering
 from preference_recipes.data.formats import preference_row
-from runs import pair_of, refuses, write_jsonl
+from runs import message, pair_of, refuses, say, write_jsonl
 from templates import load_rows
+
+# ---------------------------------------------------------------------------------------------- a prompt once
+
+QUESTION = message("user", "What is the capital of Xanadu?")
+PAIR = {
+    "prompt": [QUESTION, message("assistant", "one"), message("user", "two")],
+    "chosen": say("assistant", "Paris is the capital."),
+    "rejected": say("assistant", "\nthree"),
+}
+
+
+def encoded_texts(monkeypatch, tokenizer, row: dict) -> list[str]:
+    """The texts that are encoded for one pair."""
+    preference_row(row, tokenizer, max_length=10_000)  # what is found out of a template once
+    texts = []
+    encode = rendering.encode.__wrapped__
+
+    @functools.lru_cache(maxsize=rendering.encode.cache_parameters()["maxsize"])
+    def recorded(tokenizer, text):
+        texts.append(text)
+        return encode(tokenizer, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rendering, "encode", recorded)
+        preference_row(row, tokenizer, max_length=10_000)
+    return texts
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gptoss"])
+def test_the_prompt_of_a_pair_is_encoded_once(monkeypatch, name):
+    texts = encoded_texts(monkeypatch, templates.tokenizer(name), PAIR)
+    assert sum(QUESTION["content"] in text for text in texts) == 1
+    assert max(map(len, texts[1:])) < len(texts[0])
+
+
+def test_a_plain_prompt_is_encoded_alone_and_its_end_in_front_of_each_answer(monkeypatch):
+    """No special token shows where such a text can be cut, so its ids may depend on what follows."""
+    tokenizer = templates.tokenizer("own_alpaca")
+    row = {"prompt": "Xanadu? " * 4, "chosen": " Paris", "rejected": " one"}
+    whole = row["prompt"]
+    assert encoded_texts(monkeypatch, tokenizer, row) == [whole, whole + " Paris", whole + " one"]
+    row["prompt"] = whole = "What is the capital of Xanadu? " * 20
+    end = " the capital of Xanadu? "
+    texts = encoded_texts(monkeypatch, tokenizer, row)
+    assert texts == [whole, end, end + " Paris", end + " one"]
+    ids = tokenizer(whole + " Paris", add_special_tokens=False).input_ids
+    found = preference_row(row, tokenizer, max_length=10_000)
+    assert found["prompt_ids"] + found["chosen_ids"] == [*ids, tokenizer.eos_token_id]
+
 
 # ---------------------------------------------------------------------------------------------- several processes
 
