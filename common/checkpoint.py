@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from common import adapters, counted, distributed, engine, folders, log, record, refuse, stopping
+from common import counted, distributed, engine, folders, log, record, refuse, stopping
 from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
 from common.arguments import MAY_CHANGE
 from common.metrics import Means
@@ -115,7 +115,7 @@ class Checkpoint:
         accelerator = self.accelerator
         # All processes write their parts of the engine's state. This makes both folders.
         engine.reshard(self.model)
-        only_trained = adapters.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
+        only_trained = engine.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
         accelerator.save_state(str(temporary / "engine"), exclude_frozen_parameters=only_trained)
 
         if self.means.recorder is not None:
@@ -196,8 +196,8 @@ class Checkpoint:
         frees a reference model that is no longer needed.
         """
         saved: nn.Module = self.model
-        if adapters.has_adapter(self.actor.unwrapped) and not self.is_deepspeed:
-            trained = adapters.trained_parameters(self.actor.unwrapped)
+        if engine.has_adapter(self.actor.unwrapped) and not self.is_deepspeed:
+            trained = engine.trained_parameters(self.actor.unwrapped)
             # A parameter's own name may hold no dots.
             by_name = {name.replace(".", "/"): parameter for name, parameter in trained.items()}
             saved = nn.ParameterDict(by_name)
@@ -237,7 +237,7 @@ class Checkpoint:
         settings = {}
         if self.is_deepspeed:
             # The base below adapters is not in the checkpoint, see `load.base_fingerprints`.
-            settings["load_module_strict"] = not adapters.has_adapter(self.actor.unwrapped)
+            settings["load_module_strict"] = not engine.has_adapter(self.actor.unwrapped)
         accelerator.load_state(str(path / "engine"), **settings)
         # DeepSpeed's Adam for CPUs has other groups since it was loaded.
         self.scheduler.optimizer.param_groups = self.optimizer.param_groups

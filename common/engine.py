@@ -1,4 +1,4 @@
-"""What a loop asks of its engine: accumulation, the loss scale, shards, counts."""
+"""What a loop asks of its engine and its model: accumulation, the loss scale, shards, counts."""
 
 from __future__ import annotations
 
@@ -96,3 +96,13 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(map(size_of, parameters)), sum(map(size_of, trained))
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are trained, by name: of a model with adapters, those alone."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether a model, or a module with models inside, has adapters."""
+    return any(getattr(part, "_hf_peft_config_loaded", False) for part in module.modules())

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from common import adapters, engine, folders, record
+from common import engine, folders, record
+
+# The one adapter of a model, by the name that peft gives to a first one.
+ADAPTER = "default"
+# What peft's folder has no place for: the mean and standard deviation of a reward model's scores,
+# and the fingerprint of the base, see `preference_recipes.models.load`.
+MOMENTS_FILE = "reward_moments.json"
+BASE_FILE = "base_model.json"
 
 
 def save(
@@ -37,8 +46,8 @@ def save(
             temporary = folder.with_name(f".{folder.name}.writing")
             shutil.rmtree(temporary, ignore_errors=True)
             with folders.writing(temporary):
-                if adapters.has_adapter(model):
-                    adapters.save(model, state_dict, temporary)
+                if engine.has_adapter(model):
+                    save_adapter(model, state_dict, temporary)
                 else:
                     model.save_pretrained(temporary, state_dict=state_dict)
                     largest = max(state_dict.values(), key=torch.Tensor.numel)
@@ -47,6 +56,29 @@ def save(
                 record.write_card(temporary, args)
                 folders.replace(temporary, folder)
     accelerator.wait_for_everyone()
+
+
+def save_adapter(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes a model's adapter, by its weights' names, as an ordinary folder of peft.
+
+    `save_pretrained` would not take these weights of a model of 4 bits, but read the model's own.
+    """
+    import peft
+
+    weights = peft.get_peft_model_state_dict(
+        model, state_dict=state_dict, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    weights = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    base = {"fingerprint": model.base_fingerprint}
+    (folder / BASE_FILE).write_text(json.dumps(base) + "\n", encoding="utf-8")
+    if hasattr(model.config, "reward_mean"):
+        moments = {name: getattr(model.config, name) for name in ("reward_mean", "reward_std")}
+        (folder / MOMENTS_FILE).write_text(json.dumps(moments) + "\n", encoding="utf-8")
 
 
 def write_config(folder: Path, dtype: str) -> None:
@@ -87,10 +119,10 @@ def gather_weights(
     processes must call it.
     """
     engine.reshard(prepared)
-    if adapters.has_adapter(unwrapped):
+    if engine.has_adapter(unwrapped):
         from common import zero
 
-        trained = adapters.trained_parameters(unwrapped)
+        trained = engine.trained_parameters(unwrapped)
         return {name: zero.whole(p).to("cpu", copy=True) for name, p in trained.items()}
     if engine.zero_stage(accelerator) == 3 or accelerator.is_fsdp2:
         return accelerator.get_state_dict(prepared)  # each process holds a part

@@ -10,7 +10,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from common import engine, refuse
-from common.adapters import has_adapter
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 
@@ -36,7 +35,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     `module.half()` rounds. Rotary frequencies are such buffers. If they stayed rounded, positions
     would drift, and the saved actor, which computes them in fp32, would be another model.
     """
-    if has_adapter(model):  # the base below adapters is in no saved actor
+    if engine.has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
