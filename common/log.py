@@ -109,10 +109,10 @@ class Board:
 
     def add_histograms(self, source: str, values: dict[str, np.ndarray], step: int) -> None:
         """Shows how the values of samples are distributed, under tags such as `samples/loss`."""
+        writer = self.writer(source if source.startswith("eval") else "")
         for name, numbers in values.items():
             if (finite := numbers[np.isfinite(numbers)]).size:
-                folder = source if source.startswith("eval") else ""
-                self.writer(folder).add_histogram(f"samples/{name}", finite, step)
+                writer.add_histogram(f"samples/{name}", finite, step)
 
     def finish(self) -> None:
         """Closes the writers."""

@@ -124,15 +124,15 @@ class Means:
             numbers: of each sample's row in the data file and, where responses are sampled, of the
                 response to it, both from 1; the recorder needs them.
         """
-        if self.recorder is not None:
-            self.recorder.add(values, weights, *numbers)
+        ones = torch.ones_like(weights)
+        complete = {}
         for name, value in values.items():
-            if isinstance(value, tuple):
-                value, counts, *reduce = value
-                of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
-                self.pending.add(name, value, counts * of_rows, *reduce)
-            else:
-                self.pending.add(name, value, weights)
+            value, counts, *reduce = value if isinstance(value, tuple) else (value, ones)
+            complete[name] = (value, counts, reduce[0] if reduce else "mean")
+            of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
+            self.pending.add(name, value, counts * of_rows, *reduce)
+        if self.recorder is not None:
+            self.recorder.add(complete, weights, *numbers)
 
     def add_rollout(self, values: dict[str, torch.Tensor], reduce: Reduce = "mean") -> None:
         """Adds values of a rollout to the next log line. NaN counts nowhere.

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from pathlib import Path
 
-import numpy as np
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 import torch
 from accelerate import Accelerator
@@ -17,11 +17,14 @@ from common.progress import Progress
 
 # The folder in which a run records them, in parts that Parquet's readers take for one table.
 VALUES = "values.parquet"
+COUNT = ":count"  # after the name of a metric, in the name of the column that counts it
 # What counts nowhere, by how values are joined.
 NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 SAMPLES_OF_A_PART = 4096  # of a process; fewer before a checkpoint and at the end
 INTEGER, TEXT, NUMBER = pyarrow.int32(), pyarrow.string(), pyarrow.float64()
-SCHEMA = {"global_step": INTEGER, "source": TEXT, "row": INTEGER, "response": INTEGER}
+SAMPLE = pyarrow.schema(
+    dict(global_step=INTEGER, source=TEXT, row=INTEGER, response=INTEGER, weight=NUMBER)
+)
 
 
 @dataclasses.dataclass
@@ -52,51 +55,50 @@ class Recorder:
         """Keeps each sample's values if the update of this micro-batch is due; see `Means.add`."""
         if not self.source.startswith("eval") and (self.progress.global_step + 1) % self.every:
             return
-        fields = []
+        schema = SAMPLE
         columns = [weights.double()]
         shape = (len(weights), -1)
-        for name, value in values.items():
-            one_each = (value, torch.ones_like(weights))
-            numbers, counts, *other = value if isinstance(value, tuple) else one_each
-            reduce = other[0] if other else "mean"
+        for name, (numbers, counts, reduce) in values.items():
             counts = counts.double().reshape(shape)
             kept = torch.where(counts > 0, numbers.double().reshape(shape), NOTHING[reduce])
             mean = (kept * counts).sum(1) / counts.sum(1)
             columns += [{"mean": mean, "min": kept.amin(1), "max": kept.amax(1)}[reduce]]
             columns += [counts.sum(1)]
-            fields += [(name, reduce)]
-        responses = responses or [None] * len(rows)
-        self.pending.append((fields, torch.stack(columns), rows, responses, self.logps))
+            schema = schema.append(pyarrow.field(name, NUMBER, metadata={"reduce": reduce}))
+            schema = schema.append(pyarrow.field(name + COUNT, NUMBER))
+        self.pending.append((schema, torch.stack(columns), rows, responses, self.logps))
 
     def close_update(self, applied: bool) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one."""
         pending, self.pending = self.pending, []
         if not pending or not applied:
             return
-        fields, numbers, rows, responses, logps = zip(*pending)
-        weights, *values = torch.cat(numbers, 1).cpu().numpy()
-        counted = {}
-        schema = pyarrow.schema({**SCHEMA, "weight": NUMBER})
-        columns = [[self.progress.global_step] * len(weights), [self.source] * len(weights)]
-        columns += [[number for part in parts for number in part] for parts in (rows, responses)]
-        columns += [weights]
-        for (name, reduce), means, counts in zip(fields[0], values[::2], values[1::2]):
-            schema = schema.append(pyarrow.field(name, NUMBER, metadata={"reduce": reduce}))
-            schema = schema.append(pyarrow.field(f"{name}:count", NUMBER))
-            columns += [pyarrow.array(means, mask=counts == 0), counts]
-            counted[name] = means[(counts > 0) & (weights > 0)]
-        if self.logps is not None:
-            schema = schema.append(pyarrow.field("logps", pyarrow.list_(pyarrow.float32())))
-            parts = [by_sample(each, len(some)) for each, some in zip(logps, rows)]
-            columns += [[sample for part in parts for sample in part]]
-        everyone = gather_object([counted])
-        for board in [each for each in self.accelerator.trackers if each.name == "tensorboard"]:
-            joined = {name: np.concatenate([part[name] for part in everyone]) for name in counted}
-            board.add_histograms(self.source, joined, self.progress.global_step)
-        table = pyarrow.table(columns, schema=schema)
-        self.tables.append(table.filter(weights > 0))  # without padding rows
+        table = pyarrow.concat_tables([self.table_of(*part) for part in pending])
+        table = table.filter(pyarrow.compute.greater(table["weight"], 0))  # without padding rows
+        everyone = pyarrow.concat_tables(gather_object([table]))
+        metrics = [name for name in table.column_names if name + COUNT in table.column_names]
+        counted = {name: everyone[name].drop_null().to_numpy() for name in metrics}
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.add_histograms(self.source, counted, self.progress.global_step)
+        self.tables.append(table)
         if sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
             self.write()
+
+    def table_of(self, schema, numbers, rows, responses, logps) -> pyarrow.Table:
+        """Returns a micro-batch that `add` has kept, a row for each sample."""
+        weights, *values = numbers.cpu().numpy()
+        columns = [[self.progress.global_step] * len(rows), [self.source] * len(rows)]
+        columns += [rows, responses or [None] * len(rows), weights]
+        for means, counts in zip(values[::2], values[1::2]):
+            columns += [pyarrow.array(means, mask=counts == 0), counts]
+        if logps is not None:
+            schema = schema.append(pyarrow.field("logps", pyarrow.list_(pyarrow.float32())))
+            of_answers = [each[mask.bool()] for each, mask in zip(*(each.cpu() for each in logps))]
+            # Those of a sample: in a pair, of the chosen answer, then of the rejected.
+            by_sample = [torch.cat(of_answers[place :: len(rows)]) for place in range(len(rows))]
+            columns.append([each.tolist() for each in by_sample])
+        return pyarrow.table(columns, schema=schema)
 
     def end_line(self) -> None:
         """Writes what an evaluation has added, or what is left at the end of the run."""
@@ -115,9 +117,3 @@ class Recorder:
             table = pyarrow.concat_tables(tables, promote_options="default")
             pyarrow.parquet.write_table(table, self.folder / f".{name}")
             (self.folder / f".{name}").rename(self.folder / name)
-
-
-def by_sample(of_answers: tuple, n_samples: int) -> list[list[float]]:
-    """Returns the log-probs of each sample's tokens that count: in a pair, chosen then rejected."""
-    kept = [logps[mask.bool()] for logps, mask in zip(*(each.cpu() for each in of_answers))]
-    return [torch.cat(kept[place::n_samples]).tolist() for place in range(n_samples)]

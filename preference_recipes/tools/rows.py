@@ -32,9 +32,7 @@ import pyarrow.parquet
 import yaml
 
 from common import batches, folders, log, replaced
-from common.values import VALUES
-
-COUNT = ":count"  # after the name of a metric, in the name of the column that counts it
+from common.values import COUNT, VALUES
 
 
 # ============================================================ what a run has recorded

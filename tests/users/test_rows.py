@@ -173,7 +173,8 @@ def test_a_part_is_written_when_enough_samples_wait(tmp_path, monkeypatch, accel
     progress = Progress(100, 4, 1, 0)
     recorder = values.Recorder(progress, "train", 1, tmp_path / "values", accelerator)
     for _ in range(7):
-        recorder.add({"loss": torch.ones(4)}, torch.ones(4), [1, 2, 3, 4])
+        ones = torch.ones(4)
+        recorder.add({"loss": (ones, ones, "mean")}, ones, [1, 2, 3, 4])
         progress.update_done(True, 4, 1)
         recorder.close_update(True)
     names = sorted(part.name for part in (tmp_path / "values").iterdir())
