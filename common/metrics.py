@@ -1,16 +1,13 @@
-"""Exact means over all samples: of an update, of a log line, of an evaluation; and `perf/*`."""
+"""Exact means over all samples: of an update, of a log line, of an evaluation."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from common.progress import Progress
 from common.values import NOTHING, Recorder
 
 Reduce = Literal["mean", "min", "max"]
@@ -179,66 +176,9 @@ class Means:
         return {"loss": means.pop("loss"), **self.last_update, **means}
 
 
-# ============================================================ perf/*
 class Flop(NamedTuple):
     """What `perf/mfu` needs to know of a model and of the GPU that computes it."""
 
     per_token: float  # operations for a token that is read, forward and backward
     per_target: float  # and for one whose log-prob is computed
     peak: float | None  # operations a second at most; None: not known, so no MFU
-
-
-class Speed:
-    """Measures the seconds since the last log line, and what was done in them."""
-
-    def __init__(self, accelerator: Accelerator, progress: Progress, flop: Flop):
-        self.accelerator = accelerator
-        self.progress = progress
-        self.flop_per_token, self.flop_per_target, self.peak = flop
-        self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
-        # Operations of this process; on the device, so that no GPU waits for them.
-        self.flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
-        self.restart()
-
-    def restart(self) -> None:
-        """Starts the clock of the next line."""
-        # A name once timed stays in every line, if only as 0.
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.flop.zero_()
-        self.since = time.perf_counter()
-        self.samples_before = self.progress.samples
-        self.tokens_before = self.progress.tokens
-
-    @contextlib.contextmanager
-    def timed(self, name: str):
-        """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
-
-        `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
-        """
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
-        """Counts the operations of a batch of `Packer.make_batch`, for `perf/mfu`."""
-        if self.peak is not None:
-            for_tokens = self.flop_per_token * batch["n_tokens"]
-            for_targets = self.flop_per_target * len(batch["targets"])
-            self.flop += (for_tokens + for_targets) * weights.amax()  # 0: padding alone
-
-    def values(self) -> dict[str, float]:
-        """Returns `perf/*` of the time since the last line. All processes must call it."""
-        elapsed = time.perf_counter() - self.since - self.seconds.get("paused", 0.0)
-        values = {
-            "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
-            "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
-        }
-        timed = {name: seconds for name, seconds in self.seconds.items() if name != "paused"}
-        values |= {f"perf/{name}_seconds": seconds for name, seconds in timed.items()}
-        if self.accelerator.device.type == "cuda":
-            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if self.peak is not None:
-            mean_of_processes = self.accelerator.reduce(self.flop, "mean").item()
-            if mean_of_processes:
-                values["perf/mfu"] = mean_of_processes / elapsed / self.peak
-        return values

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from common import batches, display, engine, folders, log, stopping
-from common.metrics import Flop, Speed
+from common.metrics import Flop
 from common.progress import Progress
 from common.values import VALUES, Recorder
 
@@ -63,10 +65,13 @@ class Run(Progress):
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)
-        self.speed = Speed(accelerator, self, flop)
+        self.flop = flop
         self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
         self.charts = charts
         self.evaluations: list[dict[str, float]] = []  # their lines, on the main process
+        self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
+        # Operations of this process; on the device, so that no GPU waits for them.
+        self.operations = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
         # From `start` on: TensorBoard, if it is asked for, on the main process; the progress bar.
         self.board: log.Board | None = None
         self.bar: display.Bar | None = None
@@ -78,7 +83,7 @@ class Run(Progress):
             self.board = log.open_trackers(accelerator, self.args, self.global_step, self.charts)
             self.evaluations = log.evaluations(self.output_dir)
         self.bar = display.Bar(self)
-        self.speed.restart()
+        self.restart_clock()
 
     def recorder(self, source: str) -> Recorder | None:
         """Returns what records the values of a source, such as `eval/`; None: nothing does."""
@@ -87,14 +92,6 @@ class Run(Progress):
         every = self.every(self.args.values_steps)
         folder = self.output_dir / VALUES
         return Recorder(self, source.rstrip("/"), every, folder, self.accelerator)
-
-    def timed(self, name: str):
-        """Returns a context whose seconds are logged as `perf/<name>_seconds`, see `Speed`."""
-        return self.speed.timed(name)
-
-    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
-        """Counts the operations of a micro-batch for `perf/mfu`."""
-        self.speed.count_flop(batch, weights)
 
     # ============================================================ the next update
 
@@ -182,8 +179,8 @@ class Run(Progress):
         line = dict(values)
         if "loss" in values:  # not where a rollout led to no update
             line |= {name: getattr(self, name) for name in ("samples", "tokens", "skipped_steps")}
-            line |= self.speed.values()
-            self.speed.restart()
+            line |= self.speed()
+            self.restart_clock()
         self.write({**line, "epoch": self.epoch})
 
     def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
@@ -221,3 +218,47 @@ class Run(Progress):
             for line in lines:
                 numbered = {"global_step": self.global_step, **line}
                 file.write(json.dumps(numbered, ensure_ascii=False) + "\n")
+
+    # ============================================================ the clock: perf/*
+    def restart_clock(self) -> None:
+        """Starts the clock of the next line."""
+        # A name once timed stays in every line, if only as 0.
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.operations.zero_()
+        self.since = time.perf_counter()
+        self.samples_before = self.samples
+        self.tokens_before = self.tokens
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
+
+        `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
+        """
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
+        """Counts the operations of a batch of `Packer.make_batch`, for `perf/mfu`."""
+        if self.flop.peak is not None:
+            for_tokens = self.flop.per_token * batch["n_tokens"]
+            for_targets = self.flop.per_target * len(batch["targets"])
+            self.operations += (for_tokens + for_targets) * weights.amax()  # 0: padding alone
+
+    def speed(self) -> dict[str, float]:
+        """Returns `perf/*` of the time since the last line. All processes must call it."""
+        seconds = dict(self.seconds)
+        elapsed = time.perf_counter() - self.since - seconds.pop("paused", 0.0)
+        values = {
+            "perf/samples_per_second": (self.samples - self.samples_before) / elapsed,
+            "perf/tokens_per_second": (self.tokens - self.tokens_before) / elapsed,
+        }
+        values |= {f"perf/{name}_seconds": spent for name, spent in seconds.items()}
+        if self.accelerator.device.type == "cuda":
+            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if self.flop.peak is not None:
+            mean_of_processes = self.accelerator.reduce(self.operations, "mean").item()
+            if mean_of_processes:
+                values["perf/mfu"] = mean_of_processes / elapsed / self.flop.peak
+        return values
