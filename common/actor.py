@@ -120,9 +120,11 @@ class Actor:
         self.count_patience()
 
     def has_best(self) -> bool:
-        """Whether the run's folder holds the actor of the best evaluation so far."""
+        """Whether the run's folder holds the actor of the best evaluation, if there is one yet."""
         file = self.run.output_dir / BEST_FILE
-        return file.is_file() and folders.read_json(file)["global_step"] == self.best.global_step
+        if self.best.global_step is None or not file.is_file():
+            return self.best.global_step is None
+        return folders.read_json(file)["global_step"] == self.best.global_step
 
     def count_patience(self) -> None:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""

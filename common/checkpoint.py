@@ -135,25 +135,22 @@ class Checkpoint:
             for name, content in others.items():
                 torch.save(content, temporary / f"{name}.pt")
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-            values = self.run.output_dir / VALUES
-            if values.exists():
-                shutil.copytree(values, temporary / "logs" / VALUES)
+            earlier = [self.folder, *folders.by_step(self.folder)][-1]
+            (temporary / "logs").mkdir()
+            for name in LOGS:
+                if (self.run.output_dir / name).exists():
+                    file = self.run.output_dir / name
+                    folders.copy_log(file, temporary / "logs", earlier / "logs")
+            if (self.run.output_dir / VALUES).exists():
+                shutil.copytree(self.run.output_dir / VALUES, temporary / "logs" / VALUES)
         self.actor.write_into(temporary)
         accelerator.wait_for_everyone()  # until each has written its files
 
         # Every process flushes everything: each node holds back what was written on it.
         folders.flush(*temporary.rglob("*"), temporary)
-        own_share = folders.describe_files(
-            temporary, share=accelerator.process_index, shares=accelerator.num_processes
-        )
-        shares = gather_object([own_share])
+        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            manifest = {name: entry for share in shares for name, entry in share.items()}
-            earlier = [None, *folders.by_step(self.folder)][-1]
-            (temporary / "logs").mkdir(exist_ok=True)
-            for name in LOGS:
-                if (self.run.output_dir / name).exists():
-                    manifest |= folders.copy_log(self.run.output_dir / name, temporary, earlier)
+            manifest = folders.describe_files(temporary)
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             folders.replace(temporary, final)
             folders.rotate(self.folder, self.run.args.save_total_limit)
@@ -174,10 +171,8 @@ class Checkpoint:
         path = distributed.on_main_process(accelerator, self.find)
         if path:
             self.load(path)
-        has_best = distributed.on_main_process(accelerator, self.actor.has_best)
-        if self.actor.best.global_step is not None and not has_best:
-            accelerator.print(f"NOTE: {BEST_FOLDER} holds another update: --keep_best begins anew")
-            self.actor.best = Best()
+        if not distributed.on_main_process(accelerator, self.actor.has_best):
+            self.actor.best = Best()  # begins anew: its folder holds a later one
         self.actor.count_patience()  # a run that had stopped early stops again
         distributed.on_main_process(accelerator, self.restore_folder, path)
         distributed.on_main_process(accelerator, record.write, accelerator, run.args)
