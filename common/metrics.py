@@ -21,14 +21,12 @@ class Sums:
 
     Every process must add the same tags in the same order. Adding never makes a GPU wait: no value
     is read back from it, and no tensor is made of Python numbers, which would be a copy that waits.
-
-    Attributes:
-        sums: what this process has added, by tag: "mean", "min" or "max"; and float64 `[2]` on the
-            device: the weighted sum of the values, their minimum or maximum; the sum of weights.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
+        # Of this process, with float64 `[2]` on the device: the weighted sum of the values, or
+        # their minimum or maximum; the sum of weights.
         self.sums: dict[str, tuple[Reduce, torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -82,11 +80,10 @@ class Sums:
         return values
 
     def state(self) -> dict[str, list]:
-        """Returns the sums of this process for a checkpoint."""
+        """Returns the sums of this process for a checkpoint; `load_state` takes them over."""
         return {name: [reduce, *numbers.tolist()] for name, (reduce, numbers) in self.sums.items()}
 
     def load_state(self, state: dict[str, list]) -> None:
-        """Restores the sums that this process wrote to a checkpoint."""
         for name, (reduce, *numbers) in state.items():
             tensor = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
             self.sums[name] = (reduce, tensor)
@@ -106,10 +103,8 @@ class Means:
         self.accelerator = accelerator
         self.recorder = recorder
         self.pending = Sums(accelerator)  # of the current update; dropped if it is skipped
-        # A checkpoint holds these: of the updates applied since the last line, and values of the
-        # last applied update alone.
-        self.open = Sums(accelerator)
-        self.last_update: dict[str, float] = {}
+        self.open = Sums(accelerator)  # of the updates applied since the last line
+        self.last_update: dict[str, float] = {}  # values of the last applied update alone
 
     def add(self, values: dict[str, Any], weights: torch.Tensor, *numbers: Sequence[int]) -> None:
         """Adds values of the samples of a micro-batch.
