@@ -60,8 +60,7 @@ class Run(Progress):
         charts: dict[str, list[str]],
         **progress: Any,
     ):
-        limits = (args.train_batch_size, args.max_epochs, args.max_steps)
-        super().__init__(n_rows, *limits, **progress)
+        super().__init__(n_rows, args.train_batch_size, args.max_epochs, args.max_steps, **progress)
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)
@@ -90,8 +89,7 @@ class Run(Progress):
         if not self.args.values_steps:
             return None
         every = self.every(self.args.values_steps)
-        folder = self.output_dir / VALUES
-        return Recorder(self, source.rstrip("/"), every, folder, self.accelerator)
+        return Recorder(self, source.rstrip("/"), every, self.output_dir / VALUES, self.accelerator)
 
     # ============================================================ the next update
 
@@ -184,7 +182,7 @@ class Run(Progress):
         self.write({**line, "epoch": self.epoch})
 
     def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
-        """Writes an evaluation as a line of its own, and prints it. All processes may call it."""
+        """Writes an evaluation as a line of its own, and prints it."""
         if not values:
             return
         self.write(values)
@@ -210,7 +208,7 @@ class Run(Progress):
             self.board.add_text(f"samples/{samples[0]['source']}", samples[:3], self.global_step)
 
     def append(self, name: str, lines: list[dict]) -> None:
-        """Appends lines to one of the run's files. All processes may call it."""
+        """Appends lines to one of the run's files, on the main process."""
         if not lines or not self.accelerator.is_main_process:
             return
         path = self.output_dir / name
