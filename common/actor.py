@@ -49,8 +49,6 @@ class Actor:
     ) -> None:
         """Saves the actor, or its adapters alone if it has any. All processes must call it.
 
-        The weights are those that the forward pass used, bit for bit, or in `--save_dtype`.
-
         Args:
             directory: replaced as a whole if it is there; by default the run's `actor`.
             weights: other weights to save instead of the model's, by their names in `unwrapped`,
@@ -88,8 +86,8 @@ class Actor:
         They stay in the dtype in which they are trained. All processes must call it.
         """
         run = self.run
-        models = {parent / "actor": self.unwrapped.model}
-        models |= {parent / name: model for name, model in self.also.items()}
+        models = {"actor": self.unwrapped.model, **self.also}
+        models = {parent / name: model for name, model in models.items()}
         saving.save(run.accelerator, run.args, self.model, models, self.tokenizer)
 
     def keep_best(self, line: dict[str, float]) -> None:

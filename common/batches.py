@@ -43,16 +43,15 @@ class MicroBatch(NamedTuple):
     """What one process runs forward and backward at once."""
 
     rows: list[int]  # numbers in the data set, or in the rollout
-    weights: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row; in an update on the device
+    weights: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row
 
 
 def rows_of_update(
     n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
-    """Returns the rows of update `index`, counted from 0 over the whole run.
+    """Returns the rows of update `index`, applied or skipped, from 0 over the whole run.
 
-    Each epoch is a permutation of the rows, cut into updates; the last one may be short. An update
-    that the engine skips has used its rows, too.
+    Each epoch is a permutation of the rows, cut into updates; the last one may be short.
     """
     updates_per_epoch = math.ceil(n_rows / train_batch_size)
     epoch, index_in_epoch = divmod(index, updates_per_epoch)
@@ -60,9 +59,7 @@ def rows_of_update(
     return epoch_order(n_rows, seed, epoch)[start : start + train_batch_size]
 
 
-# Recipes that sample use two orders in turn: that of the prompts and, within a rollout, that of its
-# samples.
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=2)  # recipes that sample have two in turn: prompts, and their samples
 def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
     """Returns the permutation of the rows of one epoch. Only seed and epoch decide it."""
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
@@ -117,22 +114,18 @@ def split_by_tokens(
 
     wanted = math.ceil(parts_within(max_tokens) / processes) * processes
     # At `max_tokens` the first parts are full and the last nearly empty. The smallest limit that
-    # needs no more parts fills all about equally. A higher limit never needs more parts, so it is
-    # found by halving the range.
+    # needs no more parts fills all about equally. A higher one never needs more: halve the range.
     limit = bisect.bisect_left(range(max_tokens), -wanted, key=lambda limit: -parts_within(limit))
     parts = np.split(rows, starts_by_tokens(lengths_of_rows, limit)[1:])
     return parts + [rows[:0]] * (wanted - len(parts))
 
 
 def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
-    """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`.
-
-    The longest row is the first, and decides how far the others of its micro-batch are padded.
-    """
+    """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`."""
     starts = [0]
     for index in range(1, len(lengths)):
         start = starts[-1]
-        n_rows = index + 1 - start  # with this one
+        n_rows = index + 1 - start  # with this one, all padded to the first, the longest
         if n_rows * lengths[start] > max_tokens:
             starts.append(index)
     return starts
@@ -150,10 +143,10 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
 
 
 def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
-    """Returns an array, a list or a tensor of the host on the device, without waiting for it.
+    """Returns an array, a list or a tensor of the host on the device.
 
     To a GPU it is copied from pinned memory: for other copies the host would wait until all work
-    that was queued before is done. On a CPU an array or a tensor is not copied.
+    that was queued before is done.
     """
     tensor = torch.as_tensor(array)
     if torch.device(device).type != "cpu":

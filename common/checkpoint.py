@@ -187,8 +187,7 @@ class Checkpoint:
     def choose_what_is_saved(self) -> None:
         """Lets accelerate save and load the trained model alone, or its adapters.
 
-        It would take all models that it has prepared. DeepSpeed needs its whole engine. This also
-        frees a reference model that is no longer needed.
+        It would take all models that it has prepared, and keep them. DeepSpeed needs its engine.
         """
         saved: nn.Module = self.model
         if engine.has_adapter(self.actor.unwrapped) and not self.is_deepspeed:
@@ -252,11 +251,9 @@ class Checkpoint:
         place = {"cuda:0": str(accelerator.device)}
         for name, part in self.others.items():
             part.load_state(torch.load(path / f"{name}.pt", weights_only=True, map_location=place))
+        updates = f"{self.run.global_step} updates, {self.run.skipped_steps} skipped"
         ended = ". The run had ended there" if self.run.finished else ""
-        accelerator.print(
-            f"resumed from {path}: {self.run.global_step} updates, {self.run.skipped_steps} skipped"
-            f"{ended}"
-        )
+        accelerator.print(f"resumed from {path}: {updates}{ended}")
 
     def refuse_another_run(self, path: Path, before: dict) -> None:
         """Ends the program if a checkpoint has another identity (`before`) than the run."""
@@ -275,8 +272,7 @@ class Checkpoint:
 
         The logs are copied out of the checkpoint. What the folder holds beyond that point, such as
         the lines and checkpoints of a killed run, stays under names that end in `.before_resume`.
-        Without a checkpoint that is all that a killed run has left. The logs come last: if killed
-        before that, the run resumes from the same point again.
+        The logs come last: if killed before that, the run resumes from the same point again.
         """
         output_dir = self.run.output_dir
         beyond = [
@@ -286,15 +282,17 @@ class Checkpoint:
             if folders.step_of(folder) > self.run.global_step
         ]
         copies = (path or self.folder) / "logs"  # without a checkpoint there are none
-        saved = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
-        found = {file: folders.describe(file) if file.exists() else [0, 0] for file in saved}
-        replaced = [file for file in saved if folders.describe(*saved[file]) != found[file]]
-        # The values of samples are a folder: files that are written once.
-        values = output_dir / VALUES
+        logs = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
+        replaced = []
+        for log_file, parts in logs.items():
+            found = [log_file] if log_file.exists() else []
+            if folders.describe(*parts) != folders.describe(*found):
+                replaced.append(log_file)
+        values = output_dir / VALUES  # a folder
         if folders.describe_files(values) != folders.describe_files(copies / VALUES):
             replaced.append(values)
-        # The final actor has no step in its name. It stays only where the run had ended here and
-        # does not go on (`--max_steps` may be higher now): the run then saves the same one again.
+        # The final actor stays only where the run had ended here and does not go on: `--max_steps`
+        # may be higher now.
         if beyond or replaced or not self.run.finished:
             beyond.append(output_dir / "actor")
         if self.actor.best.global_step is None:
@@ -306,9 +304,9 @@ class Checkpoint:
             if file == values and (copies / VALUES).exists():
                 shutil.copytree(copies / VALUES, values)
                 folders.flush(*values.iterdir(), values)
-            elif saved.get(file):
+            elif logs.get(file):
                 with open(file, "xb") as log_file:
-                    log_file.writelines(folders.blocks(*saved[file]))
+                    log_file.writelines(folders.blocks(*logs[file]))
                 folders.flush(file)
         folders.flush(output_dir)
         if aside:

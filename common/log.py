@@ -57,10 +57,7 @@ def open_trackers(
 
 
 class Board:
-    """A run in TensorBoard. Its evaluations are a run of their own there, with training's tags.
-
-    So both have their own colour, and lie over each other in every chart.
-    """
+    """A run in TensorBoard. Evaluations are a run of their own there, and lie over training."""
 
     name = "tensorboard"  # among accelerate's trackers
 
@@ -103,7 +100,7 @@ class Board:
             writer.flush()
 
     def add_text(self, tag: str, values: dict | list, step: int) -> None:
-        """Shows values as indented JSON."""
+        """Shows values as JSON."""
         text = json.dumps(values, indent=1, ensure_ascii=False)
         self.writer("").add_text(tag, "    " + text.replace("\n", "\n    "), step)
 

@@ -25,13 +25,12 @@ def relative(path: Path) -> str:
 def write(accelerator, args) -> None:
     """Writes `run.yaml` and `environment.json` to `args.output_dir`; for the main process.
 
-    `run.yaml` can be the first argument of the same recipe, which then repeats the run. So it lacks
-    where a run writes, and whether it resumes. `environment.json` holds one entry for each start of
-    the run, the newest last.
+    `run.yaml` can be the first argument of the same recipe, which then repeats the run.
+    `environment.json` holds one entry for each start of the run, the newest last.
     """
     output_dir = Path(args.output_dir)
-    repeated = {name: value for name, value in vars(args).items() if name != "output_dir"}
-    del repeated["resume"]
+    own = ("output_dir", "resume")
+    repeated = {name: value for name, value in vars(args).items() if name not in own}
     folders.replace_file(output_dir / "run.yaml", yaml.safe_dump(repeated, sort_keys=False))
 
     file = output_dir / "environment.json"

@@ -113,10 +113,9 @@ def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 def gather_weights(
     accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Returns the whole weights on the main process, by their names in `unwrapped`.
+    """Returns the whole weights by their names in `unwrapped`: of adapters, if there are any.
 
-    With adapters they are those of the adapters alone. What other processes get has no meaning. All
-    processes must call it.
+    They are those of the main process alone. All processes must call it.
     """
     engine.reshard(prepared)
     if engine.has_adapter(unwrapped):
@@ -126,8 +125,7 @@ def gather_weights(
         return {name: zero.whole(p).to("cpu", copy=True) for name, p in trained.items()}
     if engine.zero_stage(accelerator) == 3 or accelerator.is_fsdp2:
         return accelerator.get_state_dict(prepared)  # each process holds a part
-    # Here every process has all weights. accelerate would copy them to the host on each process,
-    # under the names that DDP and torch.compile give them.
+    # accelerate would copy them to the host, under the names that DDP and torch.compile give them.
     return unwrapped.state_dict()
 
 
