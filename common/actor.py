@@ -86,8 +86,8 @@ class Actor:
         They stay in the dtype in which they are trained. All processes must call it.
         """
         run = self.run
-        models = {"actor": self.unwrapped.model, **self.also}
-        models = {parent / name: model for name, model in models.items()}
+        by_name = {"actor": self.unwrapped.model, **self.also}
+        models = {parent / name: model for name, model in by_name.items()}
         saving.save(run.accelerator, run.args, self.model, models, self.tokenizer)
 
     def keep_best(self, line: dict[str, float]) -> None:

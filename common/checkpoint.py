@@ -284,10 +284,10 @@ class Checkpoint:
         copies = (path or self.folder) / "logs"  # without a checkpoint there are none
         logs = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
         replaced = []
-        for log_file, parts in logs.items():
-            found = [log_file] if log_file.exists() else []
+        for file, parts in logs.items():
+            found = [file] if file.exists() else []
             if folders.describe(*parts) != folders.describe(*found):
-                replaced.append(log_file)
+                replaced.append(file)
         values = output_dir / VALUES  # a folder
         if folders.describe_files(values) != folders.describe_files(copies / VALUES):
             replaced.append(values)

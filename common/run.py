@@ -67,7 +67,6 @@ class Run(Progress):
         self.flop = flop
         self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
         self.charts = charts
-        self.evaluations: list[dict[str, float]] = []  # their lines, on the main process
         self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
         # Operations of this process; on the device, so that no GPU waits for them.
         self.operations = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
@@ -80,7 +79,6 @@ class Run(Progress):
         accelerator = self.accelerator
         if accelerator.is_main_process:
             self.board = log.open_trackers(accelerator, self.args, self.global_step, self.charts)
-            self.evaluations = log.evaluations(self.output_dir)
         self.bar = display.Bar(self)
         self.restart_clock()
 
@@ -188,8 +186,8 @@ class Run(Progress):
         self.write(values)
         self.write_samples(samples)
         if self.accelerator.is_main_process:
-            self.evaluations.append({"global_step": self.global_step, **values})
-            display.write(*display.describe_evaluation(self.evaluations, samples))
+            evaluations = log.evaluations(self.output_dir)
+            display.write(*display.describe_evaluation(evaluations, samples))
 
     def write(self, values: dict[str, float]) -> None:
         """Writes a line to `metrics.jsonl`, a JSON object; trackers and the bar show it, too."""

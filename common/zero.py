@@ -13,10 +13,7 @@ from common import FILES, refuse
 
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
-    """Returns the launcher's DeepSpeed settings, with the run's own sizes and clipping written in.
-
-    `accumulation` is the number of micro-batches of an update in each process.
-    """
+    """Returns the launcher's DeepSpeed settings with the run's own sizes and clipping in them."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed  # slow to import: only where it is used
 
@@ -102,10 +99,7 @@ def whole(parameter: nn.Parameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gathered_for_generation(prepared: nn.Module, model: nn.Module):
-    """Gathers the whole `model` on every process inside the block, and removes ZeRO-3's hooks.
-
-    The hooks would gather and release the weights of `prepared` again at every token.
-    """
+    """Gathers the whole `model` inside the block, without the hooks that do so at every token."""
     offload = prepared.optimizer.parameter_offload
     with gathered(list(model.parameters())):
         offload._remove_module_hooks()
