@@ -28,10 +28,8 @@ class Best:
 class Actor:
     """The trained model as an ordinary folder: at intervals, the best one, and at the end.
 
-    Args:
-        model: what `accelerator.prepare` returned; the actor is the `model` of the module in it.
-        also: other Hugging Face models in that module, such as PPO's critic, by the name of the
-            folder in which a checkpoint holds each.
+    It is the `model` of the module in `model`, which `accelerator.prepare` returned. `also` are
+    others in it, such as PPO's critic, by the name of the folder in which a checkpoint holds each.
     """
 
     def __init__(
@@ -50,9 +48,8 @@ class Actor:
         """Saves the actor, or its adapters alone if it has any. All processes must call it.
 
         Args:
-            directory: replaced as a whole if it is there; by default the run's `actor`.
-            weights: other weights to save instead of the model's, by their names in `unwrapped`,
-                such as a running average of them.
+            directory: by default the run's `actor`.
+            weights: to save instead of the model's, by their names in `unwrapped`, such as means.
         """
         run = self.run
         if directory is None and not run.global_step:
@@ -81,10 +78,7 @@ class Actor:
                 folders.rotate(actors, args.save_actor_limit)
 
     def write_into(self, parent: Path) -> None:
-        """Writes the actor to `parent/actor`, and the models of `also` next to it.
-
-        They stay in the dtype in which they are trained. All processes must call it.
-        """
+        """Writes the actor as it is trained to `parent/actor`, and those of `also` beside it."""
         run = self.run
         by_name = {"actor": self.unwrapped.model, **self.also}
         models = {parent / name: model for name, model in by_name.items()}
@@ -101,10 +95,7 @@ class Actor:
         metric = run.args.keep_best.removesuffix(":min").removesuffix(":max")
         sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], display.direction(metric) or 1)
         if metric not in line:
-            refuse(
-                f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "
-                f"they have {', '.join(line)}"
-            )
+            refuse(f"--keep_best {run.args.keep_best}: evaluations have only {', '.join(line)}")
         value = line[metric]
         before = -math.inf if self.best.value is None else sign * self.best.value
         self.best.since += 1

@@ -78,10 +78,10 @@ def split(
     change their update, so the longest come first: what does not fit into the memory fails at once.
 
     Args:
-        rows: row numbers, the same on every process.
+        rows: their numbers, the same on every process.
         lengths: tokens of every row of the data set.
-        max_tokens: if above 0, a micro-batch holds as many rows as fit into this many tokens,
-            padding counted, and `micro_batch_size` is ignored. A longer row is alone.
+        max_tokens: if above 0, it limits a micro-batch in place of `micro_batch_size`, padding
+            counted. A longer row is alone.
     """
     processes = accelerator.num_processes
     rows = np.asarray(rows)
@@ -102,10 +102,9 @@ def split(
 def split_by_tokens(
     rows: np.ndarray, lengths: np.ndarray, max_tokens: int, processes: int
 ) -> list[np.ndarray]:
-    """Splits rows, the longest first, into parts of at most `max_tokens` tokens, padding counted.
+    """Splits rows, the longest first, into parts of about as many tokens, `max_tokens` at most.
 
-    Returns a multiple of `processes` parts, as few as possible, with about as many tokens in each.
-    The last parts may be empty.
+    They are a multiple of `processes`, as few as possible; the last may be empty.
     """
     lengths_of_rows = lengths[rows].tolist()
 

@@ -13,8 +13,7 @@ from common import Refused, errors, refuse
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
     """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
 
-    If the function refuses or exits on one process, all processes refuse, or the others would wait
-    for it forever. All processes must call it.
+    Where one refuses or exits, all do, or they would wait forever. All processes must call it.
     """
     result = None
     problem = None

@@ -18,10 +18,9 @@ LEAST_PART = 2**16  # of a log, in bytes
 
 
 def replace(temporary: Path, directory: Path) -> None:
-    """Flushes a written folder to the disk and puts it in the place of another.
+    """Flushes a written folder to the disk and puts it in the place of another beside it.
 
-    Both have the same parent. Killed at any instant, this leaves the old folder or the new one
-    whole: at worst the old one under its name with `.old`.
+    Killed at any instant, this leaves one of them whole: at worst the old one as `.<name>.old`.
     """
     flush(*temporary.rglob("*"), temporary)
     old = directory.with_name(f".{directory.name}.old")

@@ -127,13 +127,10 @@ class Means:
             self.recorder.add(complete, weights, *numbers)
 
     def add_rollout(self, values: dict[str, torch.Tensor], reduce: Reduce = "mean") -> None:
-        """Adds values of a rollout to the next log line. NaN counts nowhere.
-
-        They count even if the engine skips the rollout's first update, because the rollout was made
-        all the same. All processes must call it.
+        """Adds values of a rollout to the next log line, also if its first update is skipped.
 
         Args:
-            values: by tag, each of any shape, the same on every process.
+            values: by tag, each of any shape, the same on every process. NaN counts nowhere.
         """
         for name, value in values.items():
             value = value.to(self.accelerator.device)
@@ -144,8 +141,7 @@ class Means:
     def close_update(self, applied: bool, **of_update: float | torch.Tensor | None) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one.
 
-        Args:
-            of_update: values of this update alone, such as `grad_norm`. None: there is none.
+        `of_update` are values of this update alone, such as `grad_norm`; None: there is none.
         """
         if applied:
             self.open.take(self.pending)
@@ -159,8 +155,7 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all processes and forgets them. All processes must call it.
 
-        If an update was applied, so that there is a `loss`, they include the values of the last
-        one, such as its `grad_norm`.
+        If there is a `loss`, the values of the last applied update are among them.
         """
         self.open.take(self.pending)  # of an evaluation; in training `close_update` emptied it
         if self.recorder is not None:

@@ -41,10 +41,9 @@ def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
 
 
 def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
-    """Whether a parameter is one that weight decay holds small.
+    """Whether weight decay holds a parameter small: `name` is that in its module, `owner`.
 
-    The biases of experts and the norms of heads have two dimensions, too, and so has the logarithm
-    of the decay rates of a state-space model. `name` is its name in its module, `owner`.
+    Biases of experts, norms of heads and rates of state-space models have two dimensions, too.
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
     if not isinstance(owner, nn.Linear):
@@ -56,8 +55,7 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
 def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
     """Returns the optimizer of the groups. AdamW is fused on a GPU, which is faster.
 
-    Not with torch's own loss scaler for fp16: it would let the kernel skip, and accelerate would
-    not notice that an update was skipped.
+    With torch's loss scaler for fp16 the kernel would skip updates, unnoticed by accelerate.
     """
     is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
     fused = is_fused or None  # None: torch's default
@@ -106,8 +104,8 @@ def warmup_updates(args, total_updates: int) -> int:
 def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> LambdaLR:
     """Returns the schedule of the learning rates: warm-up, then `args.lr_scheduler_type`.
 
-    The rates are those of `transformers.get_scheduler`, whose module is slow to import. The
-    schedule is not prepared: accelerate would step it `num_processes` times per update.
+    The rates are those of `transformers.get_scheduler`, whose module is slow to import. Not to be
+    prepared: accelerate would step it `num_processes` times per update.
     """
     kind = args.lr_scheduler_type
     warmup = warmup_updates(args, total_updates)

@@ -41,9 +41,7 @@ class Run(Progress):
     """A run: the counters of `Progress`, a clock and a log. It holds no model and no data.
 
     Args:
-        args: `SharedArgs`.
         n_rows: rows of the training data; with the arguments they decide when the run ends.
-        flop: operations, for `perf/mfu`.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
         progress: further fields of `Progress`, in a recipe that samples.
@@ -111,9 +109,7 @@ class Run(Progress):
     ) -> Update:
         """Returns an update of chosen samples, and tells accelerate how many micro-batches it has.
 
-        Args:
-            lengths: by which they are sorted and cut into micro-batches.
-            sequences: the numbers of what the samples are cut into (SFT); else `rows`.
+        `lengths` sort and cut them. `sequences` are what the samples are cut into (SFT).
         """
         micro_batches = self.split(rows if sequences is None else sequences, lengths)
         return Update(
@@ -142,10 +138,9 @@ class Run(Progress):
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Ends the run if a loss of the update is not finite; see `stopping.check_finite`.
+        """Ends the run if a loss is not finite: once, before the update's last `backward`.
 
-        All losses are checked in the update's last micro-batch, so that the host waits for a GPU
-        once. Call it before `backward`, where DeepSpeed steps.
+        So the host waits for a GPU once, and DeepSpeed, which steps in `backward`, does not step.
         """
         update.losses.append(stopping.Losses(data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:

@@ -60,8 +60,7 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
 def delay_scale_growth() -> None:
     """Lets DeepSpeed's loss scale grow in `engine.begin_update` only, as `grown` of the scaler.
 
-    DeepSpeed 0.19.8 lets it grow within an update, and then divides gradients by twice the scale
-    that they were multiplied by.
+    DeepSpeed 0.19.8 lets it grow within an update, and divides gradients by the new one.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 

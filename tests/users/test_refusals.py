@@ -70,7 +70,7 @@ TABLE = [
         ["`reset`: missing a required argument: 'deck'", "columns: prompt, answer"],
     ),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
-    ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
+    ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected whole updates"]),
     # Not after the models are loaded.
     ("dpo", ["--report_to", "all"], ["--report_to all: expected one of tensorboard,"]),
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
