@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from common.values import COUNT
+
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 # TensorBoard's page of key charts. Its smoothing would bend the few points of evaluations.
@@ -104,10 +106,11 @@ class Board:
         text = json.dumps(values, indent=1, ensure_ascii=False)
         self.writer("").add_text(tag, "    " + text.replace("\n", "\n    "), step)
 
-    def add_histograms(self, source: str, values: dict[str, np.ndarray], step: int) -> None:
-        """Shows how the values of samples are distributed, under tags such as `samples/loss`."""
+    def add_histograms(self, source: str, samples, step: int) -> None:
+        """Shows a table of `values.Recorder` under tags such as `samples/loss`."""
         writer = self.writer(source if source.startswith("eval") else "")
-        for name, numbers in values.items():
+        for name in [name for name in samples.column_names if name + COUNT in samples.column_names]:
+            numbers = samples[name].drop_null().to_numpy()
             if (finite := numbers[np.isfinite(numbers)]).size:
                 writer.add_histogram(f"samples/{name}", finite, step)
 

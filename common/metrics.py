@@ -159,7 +159,7 @@ class Means:
         """
         self.open.take(self.pending)  # of an evaluation; in training `close_update` emptied it
         if self.recorder is not None:
-            self.recorder.end_line()
+            self.recorder.close_update(applied=True)  # of an evaluation, or at the end
         means = self.open.reduce()
         if "loss" not in means:
             return means

@@ -69,20 +69,20 @@ class Recorder:
         self.pending.append((schema, torch.stack(columns), rows, responses, self.logps))
 
     def close_update(self, applied: bool) -> None:
-        """Keeps the values of an update that was applied, and drops those of a skipped one."""
+        """Keeps the values of an update that was applied, and drops those of a skipped one.
+
+        Writes them when they are many, and at the end of an evaluation or of the run.
+        """
         pending, self.pending = self.pending, []
-        if not pending or not applied:
-            return
-        table = pyarrow.concat_tables([self.table_of(*part) for part in pending])
-        table = table.filter(pyarrow.compute.greater(table["weight"], 0))  # without padding rows
-        everyone = pyarrow.concat_tables(gather_object([table]))
-        metrics = [name for name in table.column_names if name + COUNT in table.column_names]
-        counted = {name: everyone[name].drop_null().to_numpy() for name in metrics}
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "tensorboard":
-                tracker.add_histograms(self.source, counted, self.progress.global_step)
-        self.tables.append(table)
-        if sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
+        if pending and applied:
+            table = pyarrow.concat_tables([self.table_of(*part) for part in pending])
+            self.tables.append(table.filter(pyarrow.compute.greater(table["weight"], 0)))
+            everyone = pyarrow.concat_tables(gather_object(self.tables[-1:]))
+            for tracker in self.accelerator.trackers:
+                if tracker.name == "tensorboard":
+                    tracker.add_histograms(self.source, everyone, self.progress.global_step)
+        is_end = self.source.startswith("eval") or self.progress.finished
+        if is_end or sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
             self.write()
 
     def table_of(self, schema, numbers, rows, responses, logps) -> pyarrow.Table:
@@ -99,12 +99,6 @@ class Recorder:
             by_sample = [torch.cat(of_answers[place :: len(rows)]) for place in range(len(rows))]
             columns.append([each.tolist() for each in by_sample])
         return pyarrow.table(columns, schema=schema)
-
-    def end_line(self) -> None:
-        """Writes what an evaluation has added, or what is left at the end of the run."""
-        self.close_update(applied=True)  # in training nothing is pending
-        if self.source.startswith("eval") or self.progress.finished:
-            self.write()
 
     def write(self) -> None:
         """Writes what is in no file yet as a part, which is whole or not there."""
