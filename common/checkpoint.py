@@ -158,7 +158,7 @@ class Checkpoint:
 
     # ============================================================ the beginning of a run
 
-    def resume(self) -> None:
+    def begin_or_resume(self) -> None:
         """Goes on at a checkpoint or begins at the start, as `--resume` says, and opens the log.
 
         All processes must call it.

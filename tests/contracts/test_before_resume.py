@@ -54,7 +54,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def resume(folder: Path, name: str = "auto", **settings) -> Checkpoint:
     """What a run does before its first update."""
     run = small_run(folder, resume=name, save_total_limit=0, **settings)
-    run.resume()
+    run.begin_or_resume()
     return run
 
 
