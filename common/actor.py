@@ -65,8 +65,7 @@ class Actor:
                 dtype=run.args.save_dtype,
                 weights=weights,
             )
-        if run.accelerator.is_main_process:
-            display.write(f"saved the actor: {record.relative(directory)}")
+        display.write(f"saved the actor: {record.relative(directory)}")
 
     def save_if_due(self) -> None:
         """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
@@ -120,5 +119,4 @@ class Actor:
         if 0 < self.run.args.stop_after <= self.best.since:
             self.run.stopped_early = True
             evaluations = counted(self.best.since, "evaluation")
-            if self.run.accelerator.is_main_process:
-                display.write(f"stopped early: {evaluations} without a better one (--stop_after)")
+            display.write(f"stopped early: {evaluations} without a better one (--stop_after)")

@@ -15,7 +15,7 @@ from common.record import relative
 
 
 def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
-    """Prints what is trained on what, and how; once on each node.
+    """Prints what is trained on what, and how.
 
     Args:
         data: what the run learns from.
@@ -23,8 +23,6 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
     """
     run = checkpoint.run
     args = run.args
-    if not run.accelerator.is_local_main_process:
-        return
     module = checkpoint.actor.unwrapped
     size, trained = [count / 1e6 for count in engine.count_parameters(module)]
     processes = counted(run.accelerator.num_processes, "process")

@@ -151,7 +151,7 @@ class Run(Progress):
         applied = not self.accelerator.optimizer_step_was_skipped
         self.update_done(applied, update.n_samples, update.n_tokens)
         if not applied:
-            stopping.check_skips(self.accelerator, self, update.loss_scale)
+            stopping.check_skips(self, update.loss_scale)
         elif not math.isfinite(float(grad_norm)):
             raise FloatingPointError(
                 f"the gradient of update {self.global_step} is not finite although its loss is: "

@@ -8,10 +8,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from common import engine, folders, record
+from common import display, engine, folders, record
 
 # The one adapter of a model, by the name that peft gives to a first one.
 ADAPTER = "default"
@@ -106,7 +105,7 @@ def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
         return tensor
     result = tensor.to(getattr(torch, dtype))
     if tensor.isfinite().all() and not result.isfinite().all():
-        tqdm.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
+        display.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
     return result
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from accelerate import Accelerator
 
-from common import distributed, errors, refuse
+from common import display, errors, refuse
 from common.progress import Progress
 
 MANY = 100  # consecutive skips that end a run
@@ -53,13 +53,13 @@ def check_finite(
     )
 
 
-def check_skips(accelerator: Accelerator, progress: Progress, loss_scale: float | None) -> None:
+def check_skips(progress: Progress, loss_scale: float | None) -> None:
     """Warns of an update that the engine skipped, and ends a run that does nothing but skip."""
     why = "its gradients are not finite"
     if loss_scale:  # else DeepSpeed in bf16 or fp32
         why += f" at loss scale {loss_scale:g}"
     if progress.consecutive_skips < MANY:
-        distributed.warn(accelerator, f"update {progress.updates_seen} was skipped: {why}")
+        display.write(f"WARNING: update {progress.updates_seen} was skipped: {why}")
         return
     refuse(
         f"update {progress.global_step + 1} was skipped {MANY} times in a row: {why}. "
