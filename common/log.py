@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from common.values import COUNT
 
@@ -39,10 +38,9 @@ def changed_arguments(args) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if value != defaults.get(name)}
 
 
-def open_trackers(
-    accelerator: Accelerator, args, global_step: int, charts: dict[str, list[str]]
-) -> "Board | None":
+def open_trackers(run) -> "Board | None":
     """Opens what `--report_to` names. Returns TensorBoard, with a page of the key charts."""
+    accelerator, args = run.accelerator, run.args
     trackers = [name for name in args.report_to if name not in ("tensorboard", "none")]
     if trackers:
         accelerator.log_with = trackers
@@ -53,7 +51,7 @@ def open_trackers(
             accelerator.init_trackers(Path(sys.argv[0]).stem, config=config)
     if "tensorboard" not in args.report_to:
         return None
-    board = Board(args, global_step, charts)
+    board = Board(run)
     accelerator.trackers.append(board)
     return board
 
@@ -63,20 +61,21 @@ class Board:
 
     name = "tensorboard"  # among accelerate's trackers
 
-    def __init__(self, args, global_step: int, charts: dict[str, list[str]]):
+    def __init__(self, run):
         from torch.utils.tensorboard.summary import hparams
 
-        self.folder = Path(args.output_dir, "tensorboard")
-        self.purge_step = global_step + 1  # it hides what a killed run wrote from there on
+        args = run.args
+        self.folder = run.output_dir / "tensorboard"
+        self.purge_step = run.global_step + 1  # it hides what a killed run wrote from there on
         self.has_several_sets = len(args.eval_dataset_name or []) > 1
         self.writers = {}  # by their folders
         writer = self.writer("")
         multiline = {}
-        for title, tags in charts.items():  # in training, and in each held-out set's evaluation
+        for title, tags in run.charts.items():  # in training, and in each held-out set's evaluation
             names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
             multiline[title] = ["Multiline", [f"^({names})$"]]
         writer.add_custom_scalars({"key metrics": multiline})
-        self.add_text("arguments", vars(args), global_step)
+        self.add_text("arguments", vars(args), run.global_step)
         changed = changed_arguments(args).items()
         plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in changed}
         for summary in hparams(plain, {"loss": 0.0}):

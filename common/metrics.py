@@ -12,7 +12,7 @@ from common.values import NOTHING, Recorder
 
 Reduce = Literal["mean", "min", "max"]
 
-# How two sums of values, two minima or two maxima become one, and the neutral element of each.
+# How two sums of values, two minima or two maxima become one.
 JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
 
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from common import batches, display, engine, folders, log, stopping
 from common.metrics import Flop
 from common.progress import Progress
-from common.values import VALUES, Recorder
+from common.values import Recorder
 
 
 @dataclasses.dataclass
@@ -76,16 +76,13 @@ class Run(Progress):
         """Opens the trackers and the bar, and starts the clock. All processes must call it."""
         accelerator = self.accelerator
         if accelerator.is_main_process:
-            self.board = log.open_trackers(accelerator, self.args, self.global_step, self.charts)
+            self.board = log.open_trackers(self)
         self.bar = display.Bar(self)
         self.restart_clock()
 
     def recorder(self, source: str) -> Recorder | None:
         """Returns what records the values of a source, such as `eval/`; None: nothing does."""
-        if not self.args.values_steps:
-            return None
-        every = self.every(self.args.values_steps)
-        return Recorder(self, source.rstrip("/"), every, self.output_dir / VALUES, self.accelerator)
+        return Recorder(self, source.rstrip("/")) if self.args.values_steps else None
 
     # ============================================================ the next update
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-
-from common.progress import Progress
 
 # The folder in which a run records them, in parts that Parquet's readers take for one table.
 VALUES = "values.parquet"
@@ -34,11 +31,8 @@ class Recorder:
     They stay on the device until their update is applied, so that no micro-batch waits for a GPU.
     """
 
-    progress: Progress
+    run: Any  # a `Run`
     source: str  # `train`; `rollout` in a recipe that samples; `eval` or `eval/<name>`
-    every: int  # updates from one that is recorded to the next; an evaluation always is
-    folder: Path  # of the parts
-    accelerator: Accelerator
     # Micro-batches of an update that is not applied yet, and tables that are in no part yet.
     pending: list[tuple] = dataclasses.field(default_factory=list)
     tables: list[pyarrow.Table] = dataclasses.field(default_factory=list)
@@ -53,7 +47,8 @@ class Recorder:
     @torch.no_grad()
     def add(self, values: dict, weights: torch.Tensor, rows: list, responses=None) -> None:
         """Keeps each sample's values if the update of this micro-batch is due; see `Means.add`."""
-        if not self.source.startswith("eval") and (self.progress.global_step + 1) % self.every:
+        every = self.run.every(self.run.args.values_steps)
+        if not self.source.startswith("eval") and (self.run.global_step + 1) % every:
             return
         schema = SAMPLE
         columns = [weights.double()]
@@ -78,17 +73,16 @@ class Recorder:
             table = pyarrow.concat_tables([self.table_of(*part) for part in pending])
             self.tables.append(table.filter(pyarrow.compute.greater(table["weight"], 0)))
             everyone = pyarrow.concat_tables(gather_object(self.tables[-1:]))
-            for tracker in self.accelerator.trackers:
-                if tracker.name == "tensorboard":
-                    tracker.add_histograms(self.source, everyone, self.progress.global_step)
-        is_end = self.source.startswith("eval") or self.progress.finished
+            if self.run.board:
+                self.run.board.add_histograms(self.source, everyone, self.run.global_step)
+        is_end = self.source.startswith("eval") or self.run.finished
         if is_end or sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
             self.write()
 
     def table_of(self, schema, numbers, rows, responses, logps) -> pyarrow.Table:
         """Returns a micro-batch that `add` has kept, a row for each sample."""
         weights, *values = numbers.cpu().numpy()
-        columns = [[self.progress.global_step] * len(rows), [self.source] * len(rows)]
+        columns = [[self.run.global_step] * len(rows), [self.source] * len(rows)]
         columns += [rows, responses or [None] * len(rows), weights]
         for means, counts in zip(values[::2], values[1::2]):
             columns += [pyarrow.array(means, mask=counts == 0), counts]
@@ -104,10 +98,11 @@ class Recorder:
         """Writes what is in no file yet as a part, which is whole or not there."""
         tables, self.tables = self.tables, []
         if any(map(len, tables)):
-            self.folder.mkdir(exist_ok=True)
+            folder = self.run.output_dir / VALUES
+            folder.mkdir(exist_ok=True)
             source = self.source.replace("/", "-")
-            process = self.accelerator.process_index  # each writes parts of its own
-            name = f"{self.progress.global_step:06d}-{source}-{process}.parquet"
+            process = self.run.accelerator.process_index  # each writes parts of its own
+            name = f"{self.run.global_step:06d}-{source}-{process}.parquet"
             table = pyarrow.concat_tables(tables, promote_options="default")
-            pyarrow.parquet.write_table(table, self.folder / f".{name}")
-            (self.folder / f".{name}").rename(self.folder / name)
+            pyarrow.parquet.write_table(table, folder / f".{name}")
+            (folder / f".{name}").rename(folder / name)
