@@ -80,7 +80,7 @@ class Parser(HfArgumentParser):
         """Returns what an argument that does not exist may mean, for the end of a message."""
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")
         tables = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
-        for names, ours in [*tables["current"].items(), *tables["older"].items()]:
+        for names, ours in (tables["current"] | tables["older"]).items():
             if name in names.split(", "):
                 return f". Instead of {name} give {ours}"
         close = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)

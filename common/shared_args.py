@@ -27,8 +27,8 @@ def arg(
 
     Args:
         with_lora: the default at `--lora_r` above 0; None: the same.
-        only_with: the argument without which this one is not used, such as `kl_coef`, or also the
-            values of it at which it is: `loss_type=sigmoid,robust`. Else it is refused.
+        only_with: the argument without which this one is refused, such as `kl_coef`; also with the
+            values that it needs: `loss_type=sigmoid,robust`.
         limits: of the values, such as `at_least=0`, see `LIMITS`. A value of None has none.
     """
     metadata = {"help": help, "limits": limits, "with_lora": with_lora, "only_with": only_with}

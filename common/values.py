@@ -26,10 +26,7 @@ SAMPLE = pyarrow.schema(
 
 @dataclasses.dataclass
 class Recorder:
-    """Records the values of each sample of one source, for `Means`.
-
-    They stay on the device until their update is applied, so that no micro-batch waits for a GPU.
-    """
+    """Records the values of each sample of one source: no micro-batch waits for a GPU."""
 
     run: Any  # a `Run`
     source: str  # `train`; `rollout` in a recipe that samples; `eval` or `eval/<name>`
