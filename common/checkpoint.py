@@ -129,7 +129,7 @@ class Checkpoint:
             "scheduler": self.scheduler.state_dict(),
             "last_update": self.means.last_update,
             # One for each process: summing them now would change the rounding, and so the log.
-            "open_sums": gather_object([self.means.open.state()]),
+            "open_sums": gather_object([self.means.state()]),
         }
         if accelerator.is_main_process:
             for name, content in others.items():
@@ -245,7 +245,7 @@ class Checkpoint:
             setattr(self.run, name, state["progress"][name])
         self.actor.best = Best(**state["best"])
         self.means.last_update = state["last_update"]
-        self.means.open.load_state(state["open_sums"][accelerator.process_index])
+        self.means.load_state(state["open_sums"][accelerator.process_index])
 
         # 3. What the recipe holds. The main process wrote it, so its tensors were on the first GPU.
         place = {"cuda:0": str(accelerator.device)}
