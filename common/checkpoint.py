@@ -27,13 +27,11 @@ class Checkpoint:
     """What a run continues from. The keywords say what a checkpoint holds.
 
     Args:
-        actor: the trained model, also saved as an ordinary folder; the best evaluation so far.
         optimizer: what `accelerator.prepare` returned.
         scheduler: a `LambdaLR`, not prepared.
         means: of the log line that is not written yet.
         same: what must be the same in a run and in the checkpoint that it resumes from, besides the
-            arguments: the data, and models that decide the result but are not trained. Each tells
-            it by its `fingerprints`; None is left out.
+            arguments, by its `fingerprints`: the data, models that are not trained. None: none.
         others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
@@ -96,13 +94,10 @@ class Checkpoint:
             stopping.end(self.accelerator, number, where)
 
     def save(self) -> None:
-        """Writes `checkpoints/global_step_...`, then deletes the oldest ones.
-
-        If it cannot be written, the run ends and the earlier ones stay. All processes must call it.
-        """
+        """Writes a checkpoint, then deletes the oldest ones. All processes must call it."""
         if self.last_saved == self.run.global_step:
-            # Saved already, for example when a signal arrives right after. Skipped updates and
-            # rollouts without an update since then are not in it. The resumed run repeats them.
+            # Such as when a signal arrives. Skipped updates and rollouts without an update since
+            # then are not in it: the resumed run repeats them.
             return
         self.last_saved = self.run.global_step
         final = self.folder / f"global_step_{self.last_saved:06d}"
@@ -202,10 +197,9 @@ class Checkpoint:
 
         Prints which ones are passed over, and why. None: the run begins at 0. For the main process.
         """
-        for leftover in self.folder.glob(".global_step_*.writing"):
-            shutil.rmtree(leftover)  # of a killed run
-        for leftover in self.run.output_dir.glob("*/.global_step_*.deleting*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftovers in ("*/.global_step_*.writing", "*/.global_step_*.deleting*"):
+            for leftover in self.run.output_dir.glob(leftovers):  # of a killed run
+                shutil.rmtree(leftover, ignore_errors=True)
         resume = self.run.args.resume
         if resume == "never":
             return None

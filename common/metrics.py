@@ -75,7 +75,7 @@ class Means:
         complete = {}
         for name, value in values.items():
             value, counts, *other = value if isinstance(value, tuple) else (value, ones)
-            reduce = other[0] if other else "mean"
+            reduce: Reduce = other[0] if other else "mean"
             complete[name] = (value, counts, reduce)
             of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
             merge(self.pending, {name: (reduce, weighted(value, counts * of_rows, reduce))})

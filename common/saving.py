@@ -14,8 +14,7 @@ from common import display, engine, folders, record
 
 # The one adapter of a model, by the name that peft gives to a first one.
 ADAPTER = "default"
-# What peft's folder has no place for: the mean and standard deviation of a reward model's scores,
-# and the fingerprint of the base, see `preference_recipes.models.load`.
+# What peft's folder has no place for: a reward model's moments, and the fingerprint of the base.
 MOMENTS_FILE = "reward_moments.json"
 BASE_FILE = "base_model.json"
 
@@ -58,10 +57,7 @@ def save(
 
 
 def save_adapter(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes a model's adapter, by its weights' names, as an ordinary folder of peft.
-
-    `save_pretrained` would not take these weights of a model of 4 bits, but read the model's own.
-    """
+    """Writes a model's adapter as peft does. At 4 bits `save_pretrained` would take no weights."""
     import peft
 
     weights = peft.get_peft_model_state_dict(
