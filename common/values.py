@@ -58,7 +58,7 @@ class Recorder:
             columns += [counts.sum(1)]
             schema = schema.append(pyarrow.field(name, NUMBER, metadata={"reduce": reduce}))
             schema = schema.append(pyarrow.field(name + COUNT, NUMBER))
-        self.pending.append((schema, torch.stack(columns), rows, responses, self.logps))
+        self.pending.append((torch.stack(columns), (schema, rows, responses, self.logps)))
 
     def close_update(self, applied: bool) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one.
@@ -67,7 +67,11 @@ class Recorder:
         """
         pending, self.pending = self.pending, []
         if pending and applied:
-            table = pyarrow.concat_tables([self.table_of(*part) for part in pending])
+            kept, others = zip(*pending)
+            sizes = [each.shape[1] for each in kept]
+            numbers = torch.cat(kept, 1).cpu().split(sizes, 1)  # a GPU waits for one copy
+            parts = [self.table_of(part, *other) for part, other in zip(numbers, others)]
+            table = pyarrow.concat_tables(parts)
             self.tables.append(table.filter(pyarrow.compute.greater(table["weight"], 0)))
             everyone = pyarrow.concat_tables(gather_object(self.tables[-1:]))
             if self.run.board:
@@ -76,9 +80,9 @@ class Recorder:
         if is_end or sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
             self.write()
 
-    def table_of(self, schema, numbers, rows, responses, logps) -> pyarrow.Table:
+    def table_of(self, numbers, schema, rows, responses, logps) -> pyarrow.Table:
         """Returns a micro-batch that `add` has kept, a row for each sample."""
-        weights, *values = numbers.cpu().numpy()
+        weights, *values = numbers.numpy()
         columns = [[self.run.global_step] * len(rows), [self.source] * len(rows)]
         columns += [rows, responses or [None] * len(rows), weights]
         for means, counts in zip(values[::2], values[1::2]):
