@@ -30,8 +30,8 @@ class Checkpoint:
         optimizer: what `accelerator.prepare` returned.
         scheduler: a `LambdaLR`, not prepared.
         means: of the log line that is not written yet.
-        same: what must be the same in a run and in the checkpoint that it resumes from, besides the
-            arguments, by its `fingerprints`: the data, models that are not trained. None: none.
+        same: the data, and models that are not trained: their `fingerprints` and the arguments must
+            be those of the checkpoint that a run resumes from. None is left out.
         others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
