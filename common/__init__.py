@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,8 +70,7 @@ def carried(dataclass: type) -> type:
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Prints a line once, on the main process, also where there is no Accelerator yet."""
+    """Prints a line once, on the main process."""
     from common import display
 
-    if os.environ.get("RANK", "0") == "0":
-        display.write(text)
+    display.write(text)

@@ -28,10 +28,8 @@ class Best:
 class Actor:
     """The trained model as an ordinary folder: at intervals, the best one, and at the end.
 
-    Args:
-        model: what `accelerator.prepare` returned; the actor is the `model` of the module in it.
-        also: other Hugging Face models in that module, such as PPO's critic, by the name of the
-            folder in which a checkpoint holds each.
+    It is the `model` of the module in `model`, which `accelerator.prepare` returned. `also` are
+    others in it, such as PPO's critic, by the name of the folder in which a checkpoint holds each.
     """
 
     def __init__(
@@ -49,12 +47,9 @@ class Actor:
     ) -> None:
         """Saves the actor, or its adapters alone if it has any. All processes must call it.
 
-        The weights are those that the forward pass used, bit for bit, or in `--save_dtype`.
-
         Args:
-            directory: replaced as a whole if it is there; by default the run's `actor`.
-            weights: other weights to save instead of the model's, by their names in `unwrapped`,
-                such as a running average of them.
+            directory: by default the run's `actor`.
+            weights: to save instead of the model's, by their names in `unwrapped`, such as means.
         """
         run = self.run
         if directory is None and not run.global_step:
@@ -70,8 +65,7 @@ class Actor:
                 dtype=run.args.save_dtype,
                 weights=weights,
             )
-        if run.accelerator.is_main_process:
-            display.write(f"saved the actor: {record.relative(directory)}")
+        display.write(f"saved the actor: {record.relative(directory)}")
 
     def save_if_due(self) -> None:
         """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
@@ -83,13 +77,10 @@ class Actor:
                 folders.rotate(actors, args.save_actor_limit)
 
     def write_into(self, parent: Path) -> None:
-        """Writes the actor to `parent/actor`, and the models of `also` next to it.
-
-        They stay in the dtype in which they are trained. All processes must call it.
-        """
+        """Writes the actor as it is trained to `parent/actor`, and those of `also` beside it."""
         run = self.run
-        models = {parent / "actor": self.unwrapped.model}
-        models |= {parent / name: model for name, model in self.also.items()}
+        by_name = {"actor": self.unwrapped.model, **self.also}
+        models = {parent / name: model for name, model in by_name.items()}
         saving.save(run.accelerator, run.args, self.model, models, self.tokenizer)
 
     def keep_best(self, line: dict[str, float]) -> None:
@@ -103,10 +94,7 @@ class Actor:
         metric = run.args.keep_best.removesuffix(":min").removesuffix(":max")
         sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], display.direction(metric) or 1)
         if metric not in line:
-            refuse(
-                f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; "
-                f"they have {', '.join(line)}"
-            )
+            refuse(f"--keep_best {run.args.keep_best}: evaluations have only {', '.join(line)}")
         value = line[metric]
         before = -math.inf if self.best.value is None else sign * self.best.value
         self.best.since += 1
@@ -120,14 +108,15 @@ class Actor:
         self.count_patience()
 
     def has_best(self) -> bool:
-        """Whether the run's folder holds the actor of the best evaluation so far."""
+        """Whether the run's folder holds the actor of the best evaluation, if there is one yet."""
         file = self.run.output_dir / BEST_FILE
-        return file.is_file() and folders.read_json(file)["global_step"] == self.best.global_step
+        if self.best.global_step is None or not file.is_file():
+            return self.best.global_step is None
+        return folders.read_json(file)["global_step"] == self.best.global_step
 
     def count_patience(self) -> None:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
         if 0 < self.run.args.stop_after <= self.best.since:
             self.run.stopped_early = True
             evaluations = counted(self.best.since, "evaluation")
-            if self.run.accelerator.is_main_process:
-                display.write(f"stopped early: {evaluations} without a better one (--stop_after)")
+            display.write(f"stopped early: {evaluations} without a better one (--stop_after)")

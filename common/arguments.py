@@ -80,7 +80,7 @@ class Parser(HfArgumentParser):
         """Returns what an argument that does not exist may mean, for the end of a message."""
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")
         tables = yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8"))
-        for names, ours in [*tables["current"].items(), *tables["older"].items()]:
+        for names, ours in (tables["current"] | tables["older"]).items():
             if name in names.split(", "):
                 return f". Instead of {name} give {ours}"
         close = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
@@ -101,7 +101,6 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
     Args:
         args_class: flat dataclass, its fields made by `shared_args.arg`.
         demo: the YAML in `assets/` that is read where neither a model nor a data set is given.
-        argv: the arguments without the program's name; default `sys.argv[1:]`.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
     atexit.register(let_go)
@@ -133,9 +132,7 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         if not all(LIMITS[name](value, limit) for name, limit in limits.items()):
             parser.error(f"--{field.name} {value}: expected {range_in_words(limits)}")
         if field.name.endswith("_steps") and value > 1 and value % 1 != 0:
-            parser.error(
-                f"--{field.name} {value}: expected a whole number of updates, or a share below 1"
-            )
+            parser.error(f"--{field.name} {value}: expected whole updates, or a share below 1")
     trackers = [str(tracker) for tracker in get_available_trackers()]
     for name in set(args.report_to).difference(trackers, ["none"]):
         if name in map(str, LoggerType) and name != "all":
@@ -197,8 +194,8 @@ def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
     """Returns the number of micro-batches that each process accumulates for one update.
 
     Fills in their size if none is given: 4 samples, or the size nearest to it that divides an
-    update. That would leave most of a GPU idle, so there a number of tokens limits them. Micro-
-    batches are then cut by tokens, and the number is the most there can be: one for each sample.
+    update; on a GPU, which that would leave idle, a number of tokens. The number of micro-batches
+    is then the most there can be.
     """
     samples = args.train_batch_size
     if args.micro_train_batch_size is None:

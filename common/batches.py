@@ -43,16 +43,15 @@ class MicroBatch(NamedTuple):
     """What one process runs forward and backward at once."""
 
     rows: list[int]  # numbers in the data set, or in the rollout
-    weights: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row; in an update on the device
+    weights: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row
 
 
 def rows_of_update(
     n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
-    """Returns the rows of update `index`, counted from 0 over the whole run.
+    """Returns the rows of update `index`, applied or skipped, from 0 over the whole run.
 
-    Each epoch is a permutation of the rows, cut into updates; the last one may be short. An update
-    that the engine skips has used its rows, too.
+    Each epoch is a permutation of the rows, cut into updates; the last one may be short.
     """
     updates_per_epoch = math.ceil(n_rows / train_batch_size)
     epoch, index_in_epoch = divmod(index, updates_per_epoch)
@@ -60,9 +59,7 @@ def rows_of_update(
     return epoch_order(n_rows, seed, epoch)[start : start + train_batch_size]
 
 
-# Recipes that sample use two orders in turn: that of the prompts and, within a rollout, that of its
-# samples.
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=2)  # recipes that sample have two in turn: prompts, and their samples
 def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
     """Returns the permutation of the rows of one epoch. Only seed and epoch decide it."""
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
@@ -81,10 +78,10 @@ def split(
     change their update, so the longest come first: what does not fit into the memory fails at once.
 
     Args:
-        rows: row numbers, the same on every process.
+        rows: their numbers, the same on every process.
         lengths: tokens of every row of the data set.
-        max_tokens: if above 0, a micro-batch holds as many rows as fit into this many tokens,
-            padding counted, and `micro_batch_size` is ignored. A longer row is alone.
+        max_tokens: if above 0, it limits a micro-batch in place of `micro_batch_size`, padding
+            counted. A longer row is alone.
     """
     processes = accelerator.num_processes
     rows = np.asarray(rows)
@@ -105,10 +102,9 @@ def split(
 def split_by_tokens(
     rows: np.ndarray, lengths: np.ndarray, max_tokens: int, processes: int
 ) -> list[np.ndarray]:
-    """Splits rows, the longest first, into parts of at most `max_tokens` tokens, padding counted.
+    """Splits rows, the longest first, into parts of about as many tokens, `max_tokens` at most.
 
-    Returns a multiple of `processes` parts, as few as possible, with about as many tokens in each.
-    The last parts may be empty.
+    They are a multiple of `processes`, as few as possible; the last may be empty.
     """
     lengths_of_rows = lengths[rows].tolist()
 
@@ -117,22 +113,18 @@ def split_by_tokens(
 
     wanted = math.ceil(parts_within(max_tokens) / processes) * processes
     # At `max_tokens` the first parts are full and the last nearly empty. The smallest limit that
-    # needs no more parts fills all about equally. A higher limit never needs more parts, so it is
-    # found by halving the range.
+    # needs no more parts fills all about equally. A higher one never needs more: halve the range.
     limit = bisect.bisect_left(range(max_tokens), -wanted, key=lambda limit: -parts_within(limit))
     parts = np.split(rows, starts_by_tokens(lengths_of_rows, limit)[1:])
     return parts + [rows[:0]] * (wanted - len(parts))
 
 
 def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
-    """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`.
-
-    The longest row is the first, and decides how far the others of its micro-batch are padded.
-    """
+    """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`."""
     starts = [0]
     for index in range(1, len(lengths)):
         start = starts[-1]
-        n_rows = index + 1 - start  # with this one
+        n_rows = index + 1 - start  # with this one, all padded to the first, the longest
         if n_rows * lengths[start] > max_tokens:
             starts.append(index)
     return starts
@@ -150,10 +142,10 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
 
 
 def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
-    """Returns an array, a list or a tensor of the host on the device, without waiting for it.
+    """Returns an array, a list or a tensor of the host on the device.
 
     To a GPU it is copied from pinned memory: for other copies the host would wait until all work
-    that was queued before is done. On a CPU an array or a tensor is not copied.
+    that was queued before is done.
     """
     tensor = torch.as_tensor(array)
     if torch.device(device).type != "cpu":

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from common import adapters, counted, distributed, engine, folders, log, record, refuse, stopping
+from common import counted, distributed, engine, folders, log, record, refuse, stopping
 from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
 from common.arguments import MAY_CHANGE
 from common.metrics import Means
@@ -27,13 +27,11 @@ class Checkpoint:
     """What a run continues from. The keywords say what a checkpoint holds.
 
     Args:
-        actor: the trained model, also saved as an ordinary folder; the best evaluation so far.
         optimizer: what `accelerator.prepare` returned.
         scheduler: a `LambdaLR`, not prepared.
         means: of the log line that is not written yet.
-        same: what must be the same in a run and in the checkpoint that it resumes from, besides the
-            arguments: the data, and models that decide the result but are not trained. Each tells
-            it by its `fingerprints`; None is left out.
+        same: the data, and models that are not trained: their `fingerprints` and the arguments must
+            be those of the checkpoint that a run resumes from. None is left out.
         others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
@@ -96,13 +94,10 @@ class Checkpoint:
             stopping.end(self.accelerator, number, where)
 
     def save(self) -> None:
-        """Writes `checkpoints/global_step_...`, then deletes the oldest ones.
-
-        If it cannot be written, the run ends and the earlier ones stay. All processes must call it.
-        """
+        """Writes a checkpoint, then deletes the oldest ones. All processes must call it."""
         if self.last_saved == self.run.global_step:
-            # Saved already, for example when a signal arrives right after. Skipped updates and
-            # rollouts without an update since then are not in it. The resumed run repeats them.
+            # Such as when a signal arrives. Skipped updates and rollouts without an update since
+            # then are not in it: the resumed run repeats them.
             return
         self.last_saved = self.run.global_step
         final = self.folder / f"global_step_{self.last_saved:06d}"
@@ -115,7 +110,7 @@ class Checkpoint:
         accelerator = self.accelerator
         # All processes write their parts of the engine's state. This makes both folders.
         engine.reshard(self.model)
-        only_trained = adapters.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
+        only_trained = engine.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
         accelerator.save_state(str(temporary / "engine"), exclude_frozen_parameters=only_trained)
 
         if self.means.recorder is not None:
@@ -129,31 +124,28 @@ class Checkpoint:
             "scheduler": self.scheduler.state_dict(),
             "last_update": self.means.last_update,
             # One for each process: summing them now would change the rounding, and so the log.
-            "open_sums": gather_object([self.means.open.state()]),
+            "open_sums": gather_object([self.means.state()]),
         }
         if accelerator.is_main_process:
             for name, content in others.items():
                 torch.save(content, temporary / f"{name}.pt")
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-            values = self.run.output_dir / VALUES
-            if values.exists():
-                shutil.copytree(values, temporary / "logs" / VALUES)
+            earlier = [self.folder, *folders.by_step(self.folder)][-1]
+            (temporary / "logs").mkdir()
+            for name in LOGS:
+                if (self.run.output_dir / name).exists():
+                    file = self.run.output_dir / name
+                    folders.copy_log(file, temporary / "logs", earlier / "logs")
+            if (self.run.output_dir / VALUES).exists():
+                shutil.copytree(self.run.output_dir / VALUES, temporary / "logs" / VALUES)
         self.actor.write_into(temporary)
         accelerator.wait_for_everyone()  # until each has written its files
 
         # Every process flushes everything: each node holds back what was written on it.
         folders.flush(*temporary.rglob("*"), temporary)
-        own_share = folders.describe_files(
-            temporary, share=accelerator.process_index, shares=accelerator.num_processes
-        )
-        shares = gather_object([own_share])
+        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            manifest = {name: entry for share in shares for name, entry in share.items()}
-            earlier = [None, *folders.by_step(self.folder)][-1]
-            (temporary / "logs").mkdir(exist_ok=True)
-            for name in LOGS:
-                if (self.run.output_dir / name).exists():
-                    manifest |= folders.copy_log(self.run.output_dir / name, temporary, earlier)
+            manifest = folders.describe_files(temporary)
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
             folders.replace(temporary, final)
             folders.rotate(self.folder, self.run.args.save_total_limit)
@@ -161,7 +153,7 @@ class Checkpoint:
 
     # ============================================================ the beginning of a run
 
-    def resume(self) -> None:
+    def begin_or_resume(self) -> None:
         """Goes on at a checkpoint or begins at the start, as `--resume` says, and opens the log.
 
         All processes must call it.
@@ -174,10 +166,8 @@ class Checkpoint:
         path = distributed.on_main_process(accelerator, self.find)
         if path:
             self.load(path)
-        has_best = distributed.on_main_process(accelerator, self.actor.has_best)
-        if self.actor.best.global_step is not None and not has_best:
-            accelerator.print(f"NOTE: {BEST_FOLDER} holds another update: --keep_best begins anew")
-            self.actor.best = Best()
+        if not distributed.on_main_process(accelerator, self.actor.has_best):
+            self.actor.best = Best()  # begins anew: its folder holds a later one
         self.actor.count_patience()  # a run that had stopped early stops again
         distributed.on_main_process(accelerator, self.restore_folder, path)
         distributed.on_main_process(accelerator, record.write, accelerator, run.args)
@@ -192,12 +182,11 @@ class Checkpoint:
     def choose_what_is_saved(self) -> None:
         """Lets accelerate save and load the trained model alone, or its adapters.
 
-        It would take all models that it has prepared. DeepSpeed needs its whole engine. This also
-        frees a reference model that is no longer needed.
+        It would take all models that it has prepared, and keep them. DeepSpeed needs its engine.
         """
         saved: nn.Module = self.model
-        if adapters.has_adapter(self.actor.unwrapped) and not self.is_deepspeed:
-            trained = adapters.trained_parameters(self.actor.unwrapped)
+        if engine.has_adapter(self.actor.unwrapped) and not self.is_deepspeed:
+            trained = engine.trained_parameters(self.actor.unwrapped)
             # A parameter's own name may hold no dots.
             by_name = {name.replace(".", "/"): parameter for name, parameter in trained.items()}
             saved = nn.ParameterDict(by_name)
@@ -208,10 +197,9 @@ class Checkpoint:
 
         Prints which ones are passed over, and why. None: the run begins at 0. For the main process.
         """
-        for leftover in self.folder.glob(".global_step_*.writing"):
-            shutil.rmtree(leftover)  # of a killed run
-        for leftover in self.run.output_dir.glob("*/.global_step_*.deleting*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftovers in ("*/.global_step_*.writing", "*/.global_step_*.deleting*"):
+            for leftover in self.run.output_dir.glob(leftovers):  # of a killed run
+                shutil.rmtree(leftover, ignore_errors=True)
         resume = self.run.args.resume
         if resume == "never":
             return None
@@ -237,7 +225,7 @@ class Checkpoint:
         settings = {}
         if self.is_deepspeed:
             # The base below adapters is not in the checkpoint, see `ModelWrapper.fingerprints`.
-            settings["load_module_strict"] = not adapters.has_adapter(self.actor.unwrapped)
+            settings["load_module_strict"] = not engine.has_adapter(self.actor.unwrapped)
         accelerator.load_state(str(path / "engine"), **settings)
         # DeepSpeed's Adam for CPUs has other groups since it was loaded.
         self.scheduler.optimizer.param_groups = self.optimizer.param_groups
@@ -251,17 +239,15 @@ class Checkpoint:
             setattr(self.run, name, state["progress"][name])
         self.actor.best = Best(**state["best"])
         self.means.last_update = state["last_update"]
-        self.means.open.load_state(state["open_sums"][accelerator.process_index])
+        self.means.load_state(state["open_sums"][accelerator.process_index])
 
         # 3. What the recipe holds. The main process wrote it, so its tensors were on the first GPU.
         place = {"cuda:0": str(accelerator.device)}
         for name, part in self.others.items():
             part.load_state(torch.load(path / f"{name}.pt", weights_only=True, map_location=place))
+        updates = f"{self.run.global_step} updates, {self.run.skipped_steps} skipped"
         ended = ". The run had ended there" if self.run.finished else ""
-        accelerator.print(
-            f"resumed from {path}: {self.run.global_step} updates, {self.run.skipped_steps} skipped"
-            f"{ended}"
-        )
+        accelerator.print(f"resumed from {path}: {updates}{ended}")
 
     def refuse_another_run(self, path: Path, before: dict) -> None:
         """Ends the program if a checkpoint has another identity (`before`) than the run."""
@@ -280,8 +266,7 @@ class Checkpoint:
 
         The logs are copied out of the checkpoint. What the folder holds beyond that point, such as
         the lines and checkpoints of a killed run, stays under names that end in `.before_resume`.
-        Without a checkpoint that is all that a killed run has left. The logs come last: if killed
-        before that, the run resumes from the same point again.
+        The logs come last: if killed before that, the run resumes from the same point again.
         """
         output_dir = self.run.output_dir
         beyond = [
@@ -291,15 +276,17 @@ class Checkpoint:
             if folders.step_of(folder) > self.run.global_step
         ]
         copies = (path or self.folder) / "logs"  # without a checkpoint there are none
-        saved = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
-        found = {file: folders.describe(file) if file.exists() else [0, 0] for file in saved}
-        replaced = [file for file in saved if folders.describe(*saved[file]) != found[file]]
-        # The values of samples are a folder: files that are written once.
-        values = output_dir / VALUES
+        logs = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
+        replaced = []
+        for file, parts in logs.items():
+            found = [file] if file.exists() else []
+            if folders.describe(*parts) != folders.describe(*found):
+                replaced.append(file)
+        values = output_dir / VALUES  # a folder
         if folders.describe_files(values) != folders.describe_files(copies / VALUES):
             replaced.append(values)
-        # The final actor has no step in its name. It stays only where the run had ended here and
-        # does not go on (`--max_steps` may be higher now): the run then saves the same one again.
+        # The final actor stays only where the run had ended here and does not go on: `--max_steps`
+        # may be higher now.
         if beyond or replaced or not self.run.finished:
             beyond.append(output_dir / "actor")
         if self.actor.best.global_step is None:
@@ -311,9 +298,9 @@ class Checkpoint:
             if file == values and (copies / VALUES).exists():
                 shutil.copytree(copies / VALUES, values)
                 folders.flush(*values.iterdir(), values)
-            elif saved.get(file):
+            elif logs.get(file):
                 with open(file, "xb") as log_file:
-                    log_file.writelines(folders.blocks(*saved[file]))
+                    log_file.writelines(folders.blocks(*logs[file]))
                 folders.flush(file)
         folders.flush(output_dir)
         if aside:

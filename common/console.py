@@ -15,7 +15,7 @@ from common.record import relative
 
 
 def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
-    """Prints what is trained on what, and how; once on each node. All processes may call it.
+    """Prints what is trained on what, and how.
 
     Args:
         data: what the run learns from.
@@ -23,8 +23,6 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
     """
     run = checkpoint.run
     args = run.args
-    if not run.accelerator.is_local_main_process:
-        return
     module = checkpoint.actor.unwrapped
     size, trained = [count / 1e6 for count in engine.count_parameters(module)]
     processes = counted(run.accelerator.num_processes, "process")
@@ -84,9 +82,10 @@ def end(actor: Actor) -> None:
 def describe_result(actor: Actor) -> list[str]:
     """Returns lines: what was learned, and the commands that show the curves and load the model."""
     run = actor.run
-    metrics = [name for name in (run.evaluations or [{}])[-1] if display.direction(name)]
+    evaluations = log.evaluations(run.output_dir)
+    metrics = [name for name in (evaluations or [{}])[-1] if display.direction(name)]
     width = max(map(len, metrics), default=0)
-    lines = [f"{name:{width}}  {display.progress_of(name, run.evaluations)}" for name in metrics]
+    lines = [f"{name:{width}}  {display.progress_of(name, evaluations)}" for name in metrics]
     is_default = run.args.learning_rate == getattr(type(run.args), "learning_rate", None)
     if run.global_step <= 3 and is_default:
         lines.append(

@@ -28,10 +28,7 @@ def make_exact(accelerator: Accelerator) -> None:
 
 
 class HalfProductsInFp32(TorchFunctionMode):
-    """Computes half-precision products and attention in fp32 and rounds them, as tensor cores do.
-
-    A CPU without half kernels does it many times faster than torch's own half products.
-    """
+    """Computes half products and attention in fp32 and rounds them: faster than torch's own."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -61,8 +58,7 @@ def to_fp32(value):
 def clip_by_exact_norm(parameters, max_norm: float) -> torch.Tensor:
     """Clips gradients by their norm, as torch does, and returns it: summed in fp64.
 
-    On a CPU torch adds up squares in fp32, one after the other: the norm of a hundred million
-    numbers is too small by 1e-2 of it. A GPU takes many short sums side by side.
+    On a CPU torch sums squares in fp32: the norm of 1e8 numbers is too small by 1e-2 of it.
     """
     parameters = list(parameters)
     norms = []

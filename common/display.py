@@ -29,7 +29,9 @@ def number(value: float) -> str:
 
 
 def write(*lines: str) -> None:
-    """Prints lines above the bar; on a terminal they break between words."""
+    """Prints lines above the bar, on the main process; on a terminal they break between words."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     if sys.stdout.isatty():
         width = max(os.get_terminal_size(sys.stdout.fileno()).columns, 40)
         wrapper = textwrap.TextWrapper(width, subsequent_indent=" " * 12)

@@ -5,7 +5,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from tqdm import tqdm
 
 from common import Refused, errors, refuse
 
@@ -13,8 +12,7 @@ from common import Refused, errors, refuse
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
     """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
 
-    If the function refuses or exits on one process, all processes refuse, or the others would wait
-    for it forever. All processes must call it.
+    Where one refuses or exits, all do, or they would wait forever. All processes must call it.
     """
     result = None
     problem = None
@@ -34,12 +32,6 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
     """Returns `function(*args)` of the main process on every process; see `all_or_none`."""
     result = all_or_none(accelerator, accelerator.is_main_process, function, *args)
     return broadcast_object_list([result])[0]
-
-
-def warn(accelerator: Accelerator, message: str) -> None:
-    """Prints a line above the progress bar. All processes may call it."""
-    if accelerator.is_main_process:
-        tqdm.write(f"WARNING: {message}")
 
 
 def gather_rows(mine: dict[int, Any]) -> list:

@@ -1,4 +1,4 @@
-"""What a loop asks of its engine: accumulation, the loss scale, shards, counts."""
+"""What a loop asks of its engine and its model: accumulation, the loss scale, shards, counts."""
 
 from __future__ import annotations
 
@@ -45,12 +45,6 @@ def is_sharded(accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
-def deepspeed_engine(accelerator: Accelerator):
-    """Returns DeepSpeed's engine, which `accelerator.prepare` made; None without DeepSpeed."""
-    wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
-    return None if wrapped is None else wrapped.engine
-
-
 def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
     """Tells accelerate and DeepSpeed how many micro-batches a process has in the next update.
 
@@ -59,8 +53,8 @@ def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
     accelerator.step = 0  # so that it syncs at the last micro-batch of this update
     accelerator.gradient_accumulation_steps = len(micro_batches)
     divisor = len(micro_batches) * accelerator.num_processes
-    engine = deepspeed_engine(accelerator)
-    if engine is not None:
+    if zero_stage(accelerator):
+        engine = accelerator.deepspeed_engine_wrapped.engine
         engine.set_train_batch_size(divisor * engine.train_micro_batch_size_per_gpu())
         scaler = engine.optimizer.loss_scaler
         scaler.cur_scale = vars(scaler).pop("grown", scaler.cur_scale)  # `zero.delay_scale_growth`
@@ -70,7 +64,7 @@ def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
 def loss_scale(accelerator: Accelerator) -> float | None:
     """Returns the current scale of the loss under fp16; None where there is none."""
     if zero_stage(accelerator) and accelerator.mixed_precision == "fp16":
-        return deepspeed_engine(accelerator).optimizer.cur_scale
+        return accelerator.deepspeed_engine_wrapped.engine.optimizer.cur_scale
     if accelerator.scaler is not None:
         return accelerator.scaler.get_scale()
     return None
@@ -96,3 +90,13 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(map(size_of, parameters)), sum(map(size_of, trained))
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are trained, by name: of a model with adapters, those alone."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether a model, or a module with models inside, has adapters."""
+    return any(getattr(part, "_hf_peft_config_loaded", False) for part in module.modules())

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import json
 import os
 import sys
 import time
@@ -16,14 +15,14 @@ from tqdm import tqdm
 from common import Refused
 
 LAUNCHER = os.getppid()  # if a launcher started this process
+IN_LAUNCHER = "TORCHELASTIC_ERROR_FILE"  # what torch's launcher sets for each of its processes
 
 
 def run(main: Callable[[], None]) -> None:
     """Runs a recipe's `main`. If it fails, says why, as the last thing on the screen.
 
-    torch's launcher ends its report with what it finds in a process's `error.json`. Only the first
-    process of a node that fails writes one. What the others would say is a consequence, or the
-    same: they wait for the launcher, which ends them once it sees the first.
+    Of several processes of a node only the first that fails says so. What the others would say is a
+    consequence, or the same: they wait for the launcher, which ends them once it sees the first.
     """
     try:
         main()
@@ -37,21 +36,15 @@ def run(main: Callable[[], None]) -> None:
             bar.close()  # or Python would draw it again below the message
         if not isinstance(message, str):
             raise  # a number
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            repeat(message)
-            sys.exit(message)
-        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # .../attempt_0/<local rank>/error.json
         try:
-            open(file.parent.parent / "first_failure", "x").close()
+            if IN_LAUNCHER in os.environ:  # .../attempt_0/<local rank>/error.json
+                folder = Path(os.environ[IN_LAUNCHER]).parent.parent
+                open(folder / "first_failure", "x").close()
         except FileExistsError:
             time.sleep(3)
-        else:
-            # The launcher prints `py_callstack`, with or without a call stack in it.
-            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-            report = {"message": {"message": message, "extraInfo": extra}}
-            file.write_text(json.dumps(report), encoding="utf-8")
-            repeat(message)
-        sys.exit(1)
+            sys.exit(1)
+        repeat(message)
+        sys.exit(message)
     if torch.distributed.is_initialized():
         atexit.register(leave)
 
@@ -61,7 +54,7 @@ def repeat(message: str) -> None:
     launcher = Path(f"/proc/{LAUNCHER}/cmdline")
     words = launcher.read_bytes() if launcher.exists() else b""
     is_launched = b"accelerate" in words or b"preference-recipes" in words
-    if not (is_launched or "TORCHELASTIC_ERROR_FILE" in os.environ) or os.fork():
+    if not (is_launched or IN_LAUNCHER in os.environ) or os.fork():
         return
     try:
         os.setsid()  # the launcher ends the groups of the processes that it started

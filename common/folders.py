@@ -7,6 +7,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ LEAST_PART = 2**16  # of a log, in bytes
 
 
 def replace(temporary: Path, directory: Path) -> None:
-    """Flushes a written folder to the disk and puts it in the place of another.
+    """Flushes a written folder to the disk and puts it in the place of another beside it.
 
-    Both have the same parent. Killed at any instant, this leaves the old folder or the new one
-    whole: at worst the old one under its name with `.old`.
+    Killed at any instant, this leaves one of them whole: at worst the old one as `.<name>.old`.
     """
     flush(*temporary.rglob("*"), temporary)
     old = directory.with_name(f".{directory.name}.old")
@@ -128,37 +128,34 @@ def describe(*files: Path) -> list[int]:
     return [size, crc]
 
 
-def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """Returns what `describe` says of a folder's files, by path: one share of several.
-
-    A checkpoint's `manifest.json` holds those of all files, for `fault_of`.
-    """
+def describe_files(folder: Path) -> dict[str, list[int]]:
+    """Returns what `describe` says of each file of a folder, by path, as in `manifest.json`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): describe(path) for path in files[share::shares]}
+    with ThreadPoolExecutor() as pool:
+        described = pool.map(describe, files)
+        return {str(path.relative_to(folder)): entry for path, entry in zip(files, described)}
 
 
-def copy_log(log: Path, checkpoint: Path, earlier: Path | None) -> dict[str, list[int]]:
-    """Copies a log into a checkpoint, in parts, and returns these for its manifest.
+def copy_log(log: Path, folder: Path, earlier: Path) -> None:
+    """Copies a log into a checkpoint's `logs`, in parts.
 
-    Those of an earlier checkpoint that the log still begins with become hard links, so only what is
-    new is written, unless they are small or the disk has no links.
+    Those of an earlier checkpoint's `logs` that the log still begins with become hard links, so
+    only what is new is written, unless they are small or the disk has no links.
     """
-    parts = {}
+    n_linked = size = 0
     with open(log, "rb") as source:
-        with contextlib.suppress(OSError, ValueError):
-            known = read_json(earlier / "manifest.json") if earlier else {}
-            for name in [name for name in known if name.startswith(f"logs/{log.name}")]:
-                size, part = known[name][0], earlier / name
+        with contextlib.suppress(OSError):
+            for part in sorted(earlier.glob(f"{log.name}*")):
                 is_same = all(source.read(len(block)) == block for block in blocks(part))
-                if size < LEAST_PART or part.stat().st_size != size or not is_same:
+                if part.stat().st_size < LEAST_PART or not is_same:
                     break
-                os.link(part, checkpoint / name)
-                parts[name] = known[name]
-        source.seek(sum(size for size, _ in parts.values()))
-        new = f"logs/{log.name}" + (f".{len(parts):04d}" if parts else "")
-        with open(checkpoint / new, "xb") as target:
+                os.link(part, folder / part.name)
+                n_linked += 1
+                size += part.stat().st_size
+        source.seek(size)
+        name = f"{log.name}.{n_linked:04d}" if n_linked else log.name
+        with open(folder / name, "xb") as target:
             shutil.copyfileobj(source, target)
-    return {**parts, new: describe(checkpoint / new)}
 
 
 def fault_of(path: Path) -> str | None:

@@ -17,16 +17,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from common import arguments, distributed, engine, folders, in_one_line, log, record, refuse
 
-# How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
-# That is too short while one of them tokenises, checks or writes files.
+# How long processes wait while one of them tokenises or writes files. NCCL's default is 10 minutes.
 PATIENCE = datetime.timedelta(hours=12)
 
 
 def make_accelerator(args, recipe: str) -> Accelerator:
-    """Builds the `Accelerator` that the launcher's environment asks for.
+    """Builds the `Accelerator` that the launcher's environment asks for, and seeds the processes.
 
     Fills in what the arguments leave open: the size of micro-batches, and `args.output_dir`, the
-    same on all processes, by default in `runs/<recipe>`. Seeds Python, NumPy and torch.
+    same on all processes, by default in `runs/<recipe>`.
     """
     asks_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     on_cpu = asks_for_cpu or not torch.cuda.is_available()
@@ -71,7 +70,7 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
     if not (on_cpu or use_deepspeed) and torch.cuda.is_bf16_supported(including_emulation=False):
         # python and torchrun do not say how to compute: accelerate would take fp32.
         os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
-    process_group = None
+    process_group = []
     if "LOCAL_RANK" in os.environ:  # of a launcher
         backend = "gloo" if on_cpu else "nccl"
         process_group = [InitProcessGroupKwargs(backend=backend, timeout=PATIENCE)]
@@ -79,11 +78,10 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
         # accelerate applies FSDP only to MULTI_GPU, and on a CPU silently uses DDP.
         PartialState(cpu=True, backend="gloo", timeout=PATIENCE)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    # The number is for DeepSpeed's config, see `engine.begin_update`.
+    plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=accumulation,  # for DeepSpeed's config, see `begin_update`
-            sync_with_dataloader=False,
-        ),
+        gradient_accumulation_plugin=plugin,
         deepspeed_plugin=deepspeed_plugin,
         kwargs_handlers=process_group,
         # If accelerate is told to use the CPU it ignores DeepSpeed and silently uses DDP.
@@ -138,8 +136,8 @@ def decide_folder(args, recipe: str) -> str:
     now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     path = args.output_dir or own or folders.unused(Path("runs", recipe, now), separator="-")
     path = Path(path).absolute()  # a user's code may change the working directory
-    # A folder named after the time must be new: another run may begin in the same instant.
     try:
+        # A folder named after the time must be new: another run may begin in the same instant.
         path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
         lock(path)
     except OSError as error:
@@ -157,8 +155,7 @@ def lock(folder: Path) -> None:
     """Locks a run's folder until this process ends, however it ends."""
     handle = os.open(folder / folders.LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # never closed
     try:
-        # POSIX, not BSD (`flock`): what a reward function forks, which may outlive this run, does
-        # not inherit it. It works on NFS, too.
+        # Unlike `flock` it is not inherited by what a reward function forks, and works on NFS.
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         refuse(f"--output_dir {folder} is in use: two runs would write over each other")

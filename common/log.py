@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+
+from common.values import COUNT
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -37,10 +38,9 @@ def changed_arguments(args) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if value != defaults.get(name)}
 
 
-def open_trackers(
-    accelerator: Accelerator, args, global_step: int, charts: dict[str, list[str]]
-) -> "Board | None":
+def open_trackers(run) -> "Board | None":
     """Opens what `--report_to` names. Returns TensorBoard, with a page of the key charts."""
+    accelerator, args = run.accelerator, run.args
     trackers = [name for name in args.report_to if name not in ("tensorboard", "none")]
     if trackers:
         accelerator.log_with = trackers
@@ -51,33 +51,31 @@ def open_trackers(
             accelerator.init_trackers(Path(sys.argv[0]).stem, config=config)
     if "tensorboard" not in args.report_to:
         return None
-    board = Board(args, global_step, charts)
+    board = Board(run)
     accelerator.trackers.append(board)
     return board
 
 
 class Board:
-    """A run in TensorBoard. Its evaluations are a run of their own there, with training's tags.
-
-    So both have their own colour, and lie over each other in every chart.
-    """
+    """A run in TensorBoard. Evaluations are a run of their own there, and lie over training."""
 
     name = "tensorboard"  # among accelerate's trackers
 
-    def __init__(self, args, global_step: int, charts: dict[str, list[str]]):
+    def __init__(self, run):
         from torch.utils.tensorboard.summary import hparams
 
-        self.folder = Path(args.output_dir, "tensorboard")
-        self.purge_step = global_step + 1  # it hides what a killed run wrote from there on
+        args = run.args
+        self.folder = run.output_dir / "tensorboard"
+        self.purge_step = run.global_step + 1  # it hides what a killed run wrote from there on
         self.has_several_sets = len(args.eval_dataset_name or []) > 1
         self.writers = {}  # by their folders
         writer = self.writer("")
         multiline = {}
-        for title, tags in charts.items():  # in training, and in each held-out set's evaluation
+        for title, tags in run.charts.items():  # in training, and in each held-out set's evaluation
             names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
             multiline[title] = ["Multiline", [f"^({names})$"]]
         writer.add_custom_scalars({"key metrics": multiline})
-        self.add_text("arguments", vars(args), global_step)
+        self.add_text("arguments", vars(args), run.global_step)
         changed = changed_arguments(args).items()
         plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in changed}
         for summary in hparams(plain, {"loss": 0.0}):
@@ -103,16 +101,17 @@ class Board:
             writer.flush()
 
     def add_text(self, tag: str, values: dict | list, step: int) -> None:
-        """Shows values as indented JSON."""
+        """Shows values as JSON."""
         text = json.dumps(values, indent=1, ensure_ascii=False)
         self.writer("").add_text(tag, "    " + text.replace("\n", "\n    "), step)
 
-    def add_histograms(self, source: str, values: dict[str, np.ndarray], step: int) -> None:
-        """Shows how the values of samples are distributed, under tags such as `samples/loss`."""
-        for name, numbers in values.items():
+    def add_histograms(self, source: str, samples, step: int) -> None:
+        """Shows a table of `values.Recorder` under tags such as `samples/loss`."""
+        writer = self.writer(source if source.startswith("eval") else "")
+        for name in [name for name in samples.column_names if name + COUNT in samples.column_names]:
+            numbers = samples[name].drop_null().to_numpy()
             if (finite := numbers[np.isfinite(numbers)]).size:
-                folder = source if source.startswith("eval") else ""
-                self.writer(folder).add_histogram(f"samples/{name}", finite, step)
+                writer.add_histogram(f"samples/{name}", finite, step)
 
     def finish(self) -> None:
         """Closes the writers."""

@@ -1,98 +1,44 @@
-"""Exact means over all samples: of an update, of a log line, of an evaluation; and `perf/*`."""
+"""Exact means over all samples: of an update, of a log line, of an evaluation."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
 
-from common.progress import Progress
 from common.values import NOTHING, Recorder
 
 Reduce = Literal["mean", "min", "max"]
 
-# How two sums of values, two minima or two maxima become one, and the neutral element of each.
+# What one process has added, by tag: float64 `[2]` on the device, the weighted sum of the values,
+# or their minimum or maximum, and the sum of their weights.
+Sums = dict[str, tuple[Reduce, torch.Tensor]]
+# How two sums of values, two minima or two maxima become one.
 JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
 
 
-class Sums:
-    """Weighted means, minima and maxima by tag.
+@torch.no_grad()
+def weighted(value: torch.Tensor, weights: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+    """Returns what `Sums` hold of values, with how much each counts, of the same shape."""
+    weights = weights.double()
+    # The value of a padding row may be inf, and inf times its weight of 0 is NaN.
+    counted = torch.where(weights > 0, value.double(), NOTHING[reduce])
+    if reduce == "mean":
+        number = (counted * weights).sum()
+    else:
+        number = counted.amin() if reduce == "min" else counted.amax()
+    return torch.stack([number, weights.sum()])
 
-    Every process must add the same tags in the same order. Adding never makes a GPU wait: no value
-    is read back from it, and no tensor is made of Python numbers, which would be a copy that waits.
 
-    Attributes:
-        sums: what this process has added, by tag: "mean", "min" or "max"; and float64 `[2]` on the
-            device: the weighted sum of the values, their minimum or maximum; the sum of weights.
-    """
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.sums: dict[str, tuple[Reduce, torch.Tensor]] = {}
-
-    @torch.no_grad()
-    def add(
-        self, name: str, value: torch.Tensor, weights: torch.Tensor, reduce: Reduce = "mean"
-    ) -> None:
-        """Adds values of samples or of tokens, with how much each counts, of the same shape."""
-        weights = weights.double()
-        # The value of a padding row may be inf, and inf times its weight of 0 is NaN.
-        counted = torch.where(weights > 0, value.double(), NOTHING[reduce])
-        if reduce == "mean":
-            number = (counted * weights).sum()
-        else:
-            number = counted.amin() if reduce == "min" else counted.amax()
-        self.join(name, reduce, torch.stack([number, weights.sum()]))
-
-    def join(self, name: str, reduce: Reduce, new: torch.Tensor) -> None:
-        """Merges an entry of `sums` into that of the same tag."""
-        if name in self.sums:
-            _, old = self.sums[name]
+def merge(sums: Sums, others: Sums) -> None:
+    """Adds others to sums."""
+    for name, (reduce, new) in others.items():
+        if name in sums:
+            _, old = sums[name]
             new = torch.stack([JOIN[reduce](old[0], new[0]), old[1] + new[1]])
-        self.sums[name] = (reduce, new)
-
-    def take(self, other: Sums) -> None:
-        """Adds all that another `Sums` holds, and empties it."""
-        for name, (reduce, new) in other.sums.items():
-            self.join(name, reduce, new)
-        other.sums = {}
-
-    def reduce(self) -> dict[str, float]:
-        """Returns the values over all processes, by one collective, and empties the sums.
-
-        A tag under which nothing counted is left out. All processes must call it.
-        """
-        if not self.sums:
-            return {}
-        sums = self.sums
-        self.sums = {}
-        mine = torch.stack([numbers for _, numbers in sums.values()])  # [tags, 2]
-        everyone = self.accelerator.gather(mine[None])  # [processes, tags, 2]
-        numbers, weights = everyone.unbind(-1)
-        weight = weights.sum(0)
-        # All three are computed for each tag, and read at once: a GPU waits at each reading.
-        table = torch.stack([weight, numbers.sum(0) / weight, numbers.amin(0), numbers.amax(0)], 1)
-
-        values = {}
-        for (name, (reduce, _)), row in zip(sums.items(), table.tolist()):
-            total_weight, mean, least, greatest = row
-            if total_weight > 0:
-                values[name] = {"mean": mean, "min": least, "max": greatest}[reduce]
-        return values
-
-    def state(self) -> dict[str, list]:
-        """Returns the sums of this process for a checkpoint."""
-        return {name: [reduce, *numbers.tolist()] for name, (reduce, numbers) in self.sums.items()}
-
-    def load_state(self, state: dict[str, list]) -> None:
-        """Restores the sums that this process wrote to a checkpoint."""
-        for name, (reduce, *numbers) in state.items():
-            tensor = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-            self.sums[name] = (reduce, tensor)
+        sums[name] = (reduce, new)
 
 
 class Means:
@@ -101,6 +47,9 @@ class Means:
     `add` fills `pending`. An update that is applied moves it to `open`, of which `reduce` makes a
     line. An evaluation has a `Means` of its own: it adds, and reduces.
 
+    Every process must add the same tags in the same order. Adding never makes a GPU wait: no value
+    is read back from it, and no tensor is made of Python numbers, which would be a copy that waits.
+
     Args:
         recorder: writes down the values of each sample, see `Run.recorder`; None: nothing does.
     """
@@ -108,11 +57,9 @@ class Means:
     def __init__(self, accelerator: Accelerator, recorder: Recorder | None = None):
         self.accelerator = accelerator
         self.recorder = recorder
-        self.pending = Sums(accelerator)  # of the current update; dropped if it is skipped
-        # A checkpoint holds these: of the updates applied since the last line, and values of the
-        # last applied update alone.
-        self.open = Sums(accelerator)
-        self.last_update: dict[str, float] = {}
+        self.pending: Sums = {}  # of the current update; dropped if it is skipped
+        self.open: Sums = {}  # of the updates applied since the last line
+        self.last_update: dict[str, float] = {}  # values of the last applied update alone
 
     def add(self, values: dict[str, Any], weights: torch.Tensor, *numbers: Sequence[int]) -> None:
         """Adds values of the samples of a micro-batch.
@@ -124,121 +71,83 @@ class Means:
             numbers: of each sample's row in the data file and, where responses are sampled, of the
                 response to it, both from 1; the recorder needs them.
         """
-        if self.recorder is not None:
-            self.recorder.add(values, weights, *numbers)
+        ones = torch.ones_like(weights)
+        complete = {}
         for name, value in values.items():
-            if isinstance(value, tuple):
-                value, counts, *reduce = value
-                of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
-                self.pending.add(name, value, counts * of_rows, *reduce)
-            else:
-                self.pending.add(name, value, weights)
+            value, counts, *other = value if isinstance(value, tuple) else (value, ones)
+            reduce: Reduce = other[0] if other else "mean"
+            complete[name] = (value, counts, reduce)
+            of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
+            merge(self.pending, {name: (reduce, weighted(value, counts * of_rows, reduce))})
+        if self.recorder is not None:
+            self.recorder.add(complete, weights, *numbers)
 
     def add_rollout(self, values: dict[str, torch.Tensor], reduce: Reduce = "mean") -> None:
-        """Adds values of a rollout to the next log line. NaN counts nowhere.
-
-        They count even if the engine skips the rollout's first update, because the rollout was made
-        all the same. All processes must call it.
+        """Adds values of a rollout to the next log line, also if its first update is skipped.
 
         Args:
-            values: by tag, each of any shape, the same on every process.
+            values: by tag, each of any shape, the same on every process. NaN counts nowhere.
         """
         for name, value in values.items():
             value = value.to(self.accelerator.device)
             # Every process holds the whole rollout: one of them counts it.
             counts = ~value.isnan() & self.accelerator.is_main_process
-            self.open.add(name, value, counts, reduce)
+            merge(self.open, {name: (reduce, weighted(value, counts, reduce))})
 
     def close_update(self, applied: bool, **of_update: float | torch.Tensor | None) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one.
 
-        Args:
-            of_update: values of this update alone, such as `grad_norm`. None: there is none.
+        `of_update` are values of this update alone, such as `grad_norm`; None: there is none.
         """
         if applied:
-            self.open.take(self.pending)
+            merge(self.open, self.pending)
             self.last_update = {
                 name: float(value) for name, value in of_update.items() if value is not None
             }
-        self.pending.sums = {}
+        self.pending = {}
         if self.recorder is not None:
             self.recorder.close_update(applied)
 
     def reduce(self) -> dict[str, float]:
-        """Returns the means over all processes and forgets them. All processes must call it.
+        """Returns the means over all processes, by one collective, and forgets them.
 
-        If an update was applied, so that there is a `loss`, they include the values of the last
-        one, such as its `grad_norm`.
+        A tag under which nothing counted is left out. If there is a `loss`, the values of the last
+        applied update are among them. All processes must call it.
         """
-        self.open.take(self.pending)  # of an evaluation; in training `close_update` emptied it
+        merge(self.open, self.pending)  # of an evaluation; in training `close_update` emptied it
+        sums, self.open, self.pending = self.open, {}, {}
         if self.recorder is not None:
-            self.recorder.end_line()
-        means = self.open.reduce()
-        if "loss" not in means:
-            return means
-        return {"loss": means.pop("loss"), **self.last_update, **means}
+            self.recorder.close_update(applied=True)  # of an evaluation, or at the end
+        if not sums:
+            return {}
+        mine = torch.stack([numbers for _, numbers in sums.values()])  # [tags, 2]
+        everyone = self.accelerator.gather(mine[None])  # [processes, tags, 2]
+        numbers, weights = everyone.unbind(-1)
+        weight = weights.sum(0)
+        # All three are computed for each tag, and read at once: a GPU waits at each reading.
+        table = torch.stack([weight, numbers.sum(0) / weight, numbers.amin(0), numbers.amax(0)], 1)
+        values = {}
+        for (name, (reduce, _)), row in zip(sums.items(), table.tolist()):
+            total_weight, mean, least, greatest = row
+            if total_weight > 0:
+                values[name] = {"mean": mean, "min": least, "max": greatest}[reduce]
+        if "loss" not in values:
+            return values
+        return {"loss": values.pop("loss"), **self.last_update, **values}
+
+    def state(self) -> dict[str, list]:
+        """Returns the open sums of this process for a checkpoint; `load_state` takes them over."""
+        return {name: [reduce, *numbers.tolist()] for name, (reduce, numbers) in self.open.items()}
+
+    def load_state(self, state: dict[str, list]) -> None:
+        for name, (reduce, *numbers) in state.items():
+            tensor = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
+            self.open[name] = (reduce, tensor)
 
 
-# ============================================================ perf/*
 class Flop(NamedTuple):
     """What `perf/mfu` needs to know of a model and of the GPU that computes it."""
 
     per_token: float  # operations for a token that is read, forward and backward
     per_target: float  # and for one whose log-prob is computed
     peak: float | None  # operations a second at most; None: not known, so no MFU
-
-
-class Speed:
-    """Measures the seconds since the last log line, and what was done in them."""
-
-    def __init__(self, accelerator: Accelerator, progress: Progress, flop: Flop):
-        self.accelerator = accelerator
-        self.progress = progress
-        self.flop_per_token, self.flop_per_target, self.peak = flop
-        self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
-        # Operations of this process; on the device, so that no GPU waits for them.
-        self.flop = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
-        self.restart()
-
-    def restart(self) -> None:
-        """Starts the clock of the next line."""
-        # A name once timed stays in every line, if only as 0.
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.flop.zero_()
-        self.since = time.perf_counter()
-        self.samples_before = self.progress.samples
-        self.tokens_before = self.progress.tokens
-
-    @contextlib.contextmanager
-    def timed(self, name: str):
-        """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
-
-        `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
-        """
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
-        """Counts the operations of a batch of `Packer.make_batch`, for `perf/mfu`."""
-        if self.peak is not None:
-            for_tokens = self.flop_per_token * batch["n_tokens"]
-            for_targets = self.flop_per_target * len(batch["targets"])
-            self.flop += (for_tokens + for_targets) * weights.amax()  # 0: padding alone
-
-    def values(self) -> dict[str, float]:
-        """Returns `perf/*` of the time since the last line. All processes must call it."""
-        elapsed = time.perf_counter() - self.since - self.seconds.get("paused", 0.0)
-        values = {
-            "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
-            "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
-        }
-        timed = {name: seconds for name, seconds in self.seconds.items() if name != "paused"}
-        values |= {f"perf/{name}_seconds": seconds for name, seconds in timed.items()}
-        if self.accelerator.device.type == "cuda":
-            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if self.peak is not None:
-            mean_of_processes = self.accelerator.reduce(self.flop, "mean").item()
-            if mean_of_processes:
-                values["perf/mfu"] = mean_of_processes / elapsed / self.peak
-        return values

@@ -17,7 +17,7 @@ class Position:
 
     @property
     def prompts_without_update(self) -> int:
-        """Prompts done since then: they have led to no update."""
+        """Prompts done since the last update."""
         return self.prompts_done - self.prompts_at_last_update
 
 
@@ -32,12 +32,9 @@ class Progress:
     updates_per_epoch: int = 0
     global_step: int = 0  # updates applied; the one x-axis
     skipped_steps: int = 0  # updates skipped by the engine: their gradients are not finite
-    # Trained on so far, in applied updates. `tokens` adds up each `length`, without padding; in
-    # DPO and reward a pair's prompt counts twice.
-    samples: int = 0
-    tokens: int = 0
-    # Where a recipe that samples is; its rollouts may lead to fewer updates than planned, or none.
-    position: Position | None = None
+    samples: int = 0  # trained on so far, in applied updates
+    tokens: int = 0  # of them, without padding; in DPO and reward a pair's prompt counts twice
+    position: Position | None = None  # of a recipe that samples
     stopped_early: bool = False  # by `--stop_after`
     is_idle: bool = False  # see `used_up`
     consecutive_skips: int = 0  # since the last applied update

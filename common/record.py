@@ -25,13 +25,12 @@ def relative(path: Path) -> str:
 def write(accelerator, args) -> None:
     """Writes `run.yaml` and `environment.json` to `args.output_dir`; for the main process.
 
-    `run.yaml` can be the first argument of the same recipe, which then repeats the run. So it lacks
-    where a run writes, and whether it resumes. `environment.json` holds one entry for each start of
-    the run, the newest last.
+    `run.yaml` can be the first argument of the same recipe, which then repeats the run.
+    `environment.json` holds one entry for each start of the run, the newest last.
     """
     output_dir = Path(args.output_dir)
-    repeated = {name: value for name, value in vars(args).items() if name != "output_dir"}
-    del repeated["resume"]
+    own = ("output_dir", "resume")
+    repeated = {name: value for name, value in vars(args).items() if name not in own}
     folders.replace_file(output_dir / "run.yaml", yaml.safe_dump(repeated, sort_keys=False))
 
     file = output_dir / "environment.json"
@@ -59,7 +58,7 @@ def write(accelerator, args) -> None:
 
 
 def write_card(folder: Path, args) -> None:
-    """Writes a model card into an actor's folder, for the hub. It shows no folder of the user's."""
+    """Writes a model card into an actor's folder. It shows no folder of the user's."""
     recipe = Path(sys.argv[0]).stem
     model, *data = map(without_folder, (args.model_name_or_path, *args.dataset_name))
     is_adapter = (folder / "adapter_config.json").exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ import torch
 from accelerate import Accelerator
 
 from common import batches, display, engine, folders, log, stopping
-from common.metrics import Flop, Speed
+from common.metrics import Flop
 from common.progress import Progress
-from common.values import VALUES, Recorder
+from common.values import Recorder
 
 
 @dataclasses.dataclass
@@ -39,9 +41,7 @@ class Run(Progress):
     """A run: the counters of `Progress`, a clock and a log. It holds no model and no data.
 
     Args:
-        args: `SharedArgs`.
         n_rows: rows of the training data; with the arguments they decide when the run ends.
-        flop: operations, for `perf/mfu`.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
         progress: further fields of `Progress`, in a recipe that samples.
@@ -58,15 +58,16 @@ class Run(Progress):
         charts: dict[str, list[str]],
         **progress: Any,
     ):
-        limits = (args.train_batch_size, args.max_epochs, args.max_steps)
-        super().__init__(n_rows, *limits, **progress)
+        super().__init__(n_rows, args.train_batch_size, args.max_epochs, args.max_steps, **progress)
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)
-        self.speed = Speed(accelerator, self, flop)
+        self.flop = flop
         self.bar_metrics = ("loss", bar_metric, "perf/tokens_per_second")
         self.charts = charts
-        self.evaluations: list[dict[str, float]] = []  # their lines, on the main process
+        self.seconds: dict[str, float] = {}  # of the blocks that were timed, by name
+        # Operations of this process; on the device, so that no GPU waits for them.
+        self.operations = torch.zeros(1, dtype=torch.float64, device=accelerator.device)
         # From `start` on: TensorBoard, if it is asked for, on the main process; the progress bar.
         self.board: log.Board | None = None
         self.bar: display.Bar | None = None
@@ -75,26 +76,13 @@ class Run(Progress):
         """Opens the trackers and the bar, and starts the clock. All processes must call it."""
         accelerator = self.accelerator
         if accelerator.is_main_process:
-            self.board = log.open_trackers(accelerator, self.args, self.global_step, self.charts)
-            self.evaluations = log.evaluations(self.output_dir)
+            self.board = log.open_trackers(self)
         self.bar = display.Bar(self)
-        self.speed.restart()
+        self.restart_clock()
 
     def recorder(self, source: str) -> Recorder | None:
         """Returns what records the values of a source, such as `eval/`; None: nothing does."""
-        if not self.args.values_steps:
-            return None
-        every = self.every(self.args.values_steps)
-        folder = self.output_dir / VALUES
-        return Recorder(self, source.rstrip("/"), every, folder, self.accelerator)
-
-    def timed(self, name: str):
-        """Returns a context whose seconds are logged as `perf/<name>_seconds`, see `Speed`."""
-        return self.speed.timed(name)
-
-    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
-        """Counts the operations of a micro-batch for `perf/mfu`."""
-        self.speed.count_flop(batch, weights)
+        return Recorder(self, source.rstrip("/")) if self.args.values_steps else None
 
     # ============================================================ the next update
 
@@ -118,9 +106,7 @@ class Run(Progress):
     ) -> Update:
         """Returns an update of chosen samples, and tells accelerate how many micro-batches it has.
 
-        Args:
-            lengths: by which they are sorted and cut into micro-batches.
-            sequences: the numbers of what the samples are cut into (SFT); else `rows`.
+        `lengths` sort and cut them. `sequences` are what the samples are cut into (SFT).
         """
         micro_batches = self.split(rows if sequences is None else sequences, lengths)
         return Update(
@@ -149,10 +135,9 @@ class Run(Progress):
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Ends the run if a loss of the update is not finite; see `stopping.check_finite`.
+        """Ends the run if a loss is not finite: once, before the update's last `backward`.
 
-        All losses are checked in the update's last micro-batch, so that the host waits for a GPU
-        once. Call it before `backward`, where DeepSpeed steps.
+        So the host waits for a GPU once, and DeepSpeed, which steps in `backward`, does not step.
         """
         update.losses.append(stopping.Losses(data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
@@ -163,7 +148,7 @@ class Run(Progress):
         applied = not self.accelerator.optimizer_step_was_skipped
         self.update_done(applied, update.n_samples, update.n_tokens)
         if not applied:
-            stopping.check_skips(self.accelerator, self, update.loss_scale)
+            stopping.check_skips(self, update.loss_scale)
         elif not math.isfinite(float(grad_norm)):
             raise FloatingPointError(
                 f"the gradient of update {self.global_step} is not finite although its loss is: "
@@ -182,19 +167,19 @@ class Run(Progress):
         line = dict(values)
         if "loss" in values:  # not where a rollout led to no update
             line |= {name: getattr(self, name) for name in ("samples", "tokens", "skipped_steps")}
-            line |= self.speed.values()
-            self.speed.restart()
+            line |= self.speed()
+            self.restart_clock()
         self.write({**line, "epoch": self.epoch})
 
     def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
-        """Writes an evaluation as a line of its own, and prints it. All processes may call it."""
+        """Writes an evaluation as a line of its own, and prints it."""
         if not values:
             return
         self.write(values)
         self.write_samples(samples)
         if self.accelerator.is_main_process:
-            self.evaluations.append({"global_step": self.global_step, **values})
-            display.write(*display.describe_evaluation(self.evaluations, samples))
+            evaluations = log.evaluations(self.output_dir)
+            display.write(*display.describe_evaluation(evaluations, samples))
 
     def write(self, values: dict[str, float]) -> None:
         """Writes a line to `metrics.jsonl`, a JSON object; trackers and the bar show it, too."""
@@ -213,7 +198,7 @@ class Run(Progress):
             self.board.add_text(f"samples/{samples[0]['source']}", samples[:3], self.global_step)
 
     def append(self, name: str, lines: list[dict]) -> None:
-        """Appends lines to one of the run's files. All processes may call it."""
+        """Appends lines to one of the run's files, on the main process."""
         if not lines or not self.accelerator.is_main_process:
             return
         path = self.output_dir / name
@@ -221,3 +206,47 @@ class Run(Progress):
             for line in lines:
                 numbered = {"global_step": self.global_step, **line}
                 file.write(json.dumps(numbered, ensure_ascii=False) + "\n")
+
+    # ============================================================ the clock: perf/*
+    def restart_clock(self) -> None:
+        """Starts the clock of the next line."""
+        # A name once timed stays in every line, if only as 0.
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.operations.zero_()
+        self.since = time.perf_counter()
+        self.samples_before = self.samples
+        self.tokens_before = self.tokens
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
+
+        `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
+        """
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
+        """Counts the operations of a batch of `Packer.make_batch`, for `perf/mfu`."""
+        if self.flop.peak is not None:
+            for_tokens = self.flop.per_token * batch["n_tokens"]
+            for_targets = self.flop.per_target * len(batch["targets"])
+            self.operations += (for_tokens + for_targets) * weights.amax()  # 0: padding alone
+
+    def speed(self) -> dict[str, float]:
+        """Returns `perf/*` of the time since the last line. All processes must call it."""
+        seconds = dict(self.seconds)
+        elapsed = time.perf_counter() - self.since - seconds.pop("paused", 0.0)
+        values = {
+            "perf/samples_per_second": (self.samples - self.samples_before) / elapsed,
+            "perf/tokens_per_second": (self.tokens - self.tokens_before) / elapsed,
+        }
+        values |= {f"perf/{name}_seconds": spent for name, spent in seconds.items()}
+        if self.accelerator.device.type == "cuda":
+            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if self.flop.peak is not None:
+            mean_of_processes = self.accelerator.reduce(self.operations, "mean").item()
+            if mean_of_processes:
+                values["perf/mfu"] = mean_of_processes / elapsed / self.flop.peak
+        return values

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import nn
-from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from common import adapters, engine, folders, record
+from common import display, engine, folders, record
+
+# The one adapter of a model, by the name that peft gives to a first one.
+ADAPTER = "default"
+# What peft's folder has no place for: a reward model's moments, and the fingerprint of the base.
+MOMENTS_FILE = "reward_moments.json"
+BASE_FILE = "base_model.json"
 
 
 def save(
@@ -25,7 +32,7 @@ def save(
 
     Args:
         models: by the folder of each, which is replaced as a whole if it is there.
-        dtype: floating-point weights are converted to it. None: they stay as they are.
+        dtype: of the saved floating-point weights. None: they stay as they are.
         weights: see `Actor.save`.
     """
     unwrapped = engine.unwrapped(accelerator, prepared)
@@ -37,8 +44,8 @@ def save(
             temporary = folder.with_name(f".{folder.name}.writing")
             shutil.rmtree(temporary, ignore_errors=True)
             with folders.writing(temporary):
-                if adapters.has_adapter(model):
-                    adapters.save(model, state_dict, temporary)
+                if engine.has_adapter(model):
+                    save_adapter(model, state_dict, temporary)
                 else:
                     model.save_pretrained(temporary, state_dict=state_dict)
                     largest = max(state_dict.values(), key=torch.Tensor.numel)
@@ -47,6 +54,26 @@ def save(
                 record.write_card(temporary, args)
                 folders.replace(temporary, folder)
     accelerator.wait_for_everyone()
+
+
+def save_adapter(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes a model's adapter as peft does. At 4 bits `save_pretrained` would take no weights."""
+    import peft
+
+    weights = peft.get_peft_model_state_dict(
+        model, state_dict=state_dict, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    weights = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    base = {"fingerprint": model.base_fingerprint}
+    (folder / BASE_FILE).write_text(json.dumps(base) + "\n", encoding="utf-8")
+    if hasattr(model.config, "reward_mean"):
+        moments = {name: getattr(model.config, name) for name in ("reward_mean", "reward_std")}
+        (folder / MOMENTS_FILE).write_text(json.dumps(moments) + "\n", encoding="utf-8")
 
 
 def write_config(folder: Path, dtype: str) -> None:
@@ -74,28 +101,26 @@ def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
         return tensor
     result = tensor.to(getattr(torch, dtype))
     if tensor.isfinite().all() and not result.isfinite().all():
-        tqdm.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
+        display.write(f"WARNING: weights are too large for {dtype}: they are saved as inf")
     return result
 
 
 def gather_weights(
     accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Returns the whole weights on the main process, by their names in `unwrapped`.
+    """Returns the whole weights by their names in `unwrapped`: of adapters, if there are any.
 
-    With adapters they are those of the adapters alone. What other processes get has no meaning. All
-    processes must call it.
+    They are those of the main process alone. All processes must call it.
     """
     engine.reshard(prepared)
-    if adapters.has_adapter(unwrapped):
+    if engine.has_adapter(unwrapped):
         from common import zero
 
-        trained = adapters.trained_parameters(unwrapped)
+        trained = engine.trained_parameters(unwrapped)
         return {name: zero.whole(p).to("cpu", copy=True) for name, p in trained.items()}
     if engine.zero_stage(accelerator) == 3 or accelerator.is_fsdp2:
         return accelerator.get_state_dict(prepared)  # each process holds a part
-    # Here every process has all weights. accelerate would copy them to the host on each process,
-    # under the names that DDP and torch.compile give them.
+    # accelerate would copy them to the host, under the names that DDP and torch.compile give them.
     return unwrapped.state_dict()
 
 

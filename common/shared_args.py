@@ -27,8 +27,8 @@ def arg(
 
     Args:
         with_lora: the default at `--lora_r` above 0; None: the same.
-        only_with: the argument without which this one is not used, such as `kl_coef`, or also the
-            values of it at which it is: `loss_type=sigmoid,robust`. Else it is refused.
+        only_with: the argument without which this one is refused, such as `kl_coef`; also with the
+            values that it needs: `loss_type=sigmoid,robust`.
         limits: of the values, such as `at_least=0`, see `LIMITS`. A value of None has none.
     """
     metadata = {"help": help, "limits": limits, "with_lora": with_lora, "only_with": only_with}
@@ -70,7 +70,6 @@ class UpdateArgs:
     lr_scheduler_type: SchedulerType = arg("linear", "a schedule of transformers")
     warmup_steps: float = arg(0.03, "updates of warm-up; below 1: a share of all", at_least=0)
     weight_decay: float = arg(0.0, "on matrices only, not on biases and norms", at_least=0)
-    optimizer: Literal["adamw", "muon"] = arg("adamw", "muon: Muon on hidden matrices, else AdamW")
     adam_epsilon: float = arg(1e-8, "Adam's epsilon", at_least=0)
     max_grad_norm: float = arg(1.0, "gradient clipping; 0: none", at_least=0)
     gradient_checkpointing: bool = arg(False, "saves memory, costs time")

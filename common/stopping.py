@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from accelerate import Accelerator
 
-from common import distributed, errors, refuse
+from common import display, errors, refuse
 from common.progress import Progress
 
 MANY = 100  # consecutive skips that end a run
@@ -29,20 +29,16 @@ def check_finite(
     losses: Sequence[Losses],
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Stops a run whose losses, or what they come from, are not finite: no loss scale would help.
-
-    An overflow of fp16 gradients is something else: the engine skips that update.
+    """Stops a run whose losses are not finite: unlike with fp16 gradients, no scale would help.
 
     Args:
         losses: of each micro-batch.
         tensors: what the losses come from: the message names those that are not finite.
     """
-    is_finite = torch.cat(
-        [
-            (values.isfinite() | (weights == 0)).reshape(len(rows), -1).all(1)
-            for rows, values, weights in losses
-        ]
-    )
+    parts = []
+    for rows, values, weights in losses:
+        parts.append((values.isfinite() | (weights == 0)).reshape(len(rows), -1).all(1))
+    is_finite = torch.cat(parts)
     if is_finite.all():
         return
     all_rows = [row for rows, *_ in losses for row in rows]
@@ -57,17 +53,13 @@ def check_finite(
     )
 
 
-def check_skips(accelerator: Accelerator, progress: Progress, loss_scale: float | None) -> None:
-    """Warns of an update that the engine skipped, and ends a run that does nothing but skip.
-
-    In fp16 its gradients overflowed. DeepSpeed also skips updates in bf16 and fp32, where there is
-    no loss scale.
-    """
+def check_skips(progress: Progress, loss_scale: float | None) -> None:
+    """Warns of an update that the engine skipped, and ends a run that does nothing but skip."""
     why = "its gradients are not finite"
-    if loss_scale:
+    if loss_scale:  # else DeepSpeed in bf16 or fp32
         why += f" at loss scale {loss_scale:g}"
     if progress.consecutive_skips < MANY:
-        distributed.warn(accelerator, f"update {progress.updates_seen} was skipped: {why}")
+        display.write(f"WARNING: update {progress.updates_seen} was skipped: {why}")
         return
     refuse(
         f"update {progress.global_step + 1} was skipped {MANY} times in a row: {why}. "

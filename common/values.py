@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-
-from common.progress import Progress
 
 # The folder in which a run records them, in parts that Parquet's readers take for one table.
 VALUES = "values.parquet"
+COUNT = ":count"  # after the name of a metric, in the name of the column that counts it
 # What counts nowhere, by how values are joined.
 NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 SAMPLES_OF_A_PART = 4096  # of a process; fewer before a checkpoint and at the end
 INTEGER, TEXT, NUMBER = pyarrow.int32(), pyarrow.string(), pyarrow.float64()
-SCHEMA = {"global_step": INTEGER, "source": TEXT, "row": INTEGER, "response": INTEGER}
+SAMPLE = pyarrow.schema(
+    dict(global_step=INTEGER, source=TEXT, row=INTEGER, response=INTEGER, weight=NUMBER)
+)
 
 
 @dataclasses.dataclass
 class Recorder:
-    """Records the values of each sample of one source, for `Means`.
+    """Records the values of each sample of one source: no micro-batch waits for a GPU."""
 
-    They stay on the device until their update is applied, so that no micro-batch waits for a GPU.
-    """
-
-    progress: Progress
+    run: Any  # a `Run`
     source: str  # `train`; `rollout` in a recipe that samples; `eval` or `eval/<name>`
-    every: int  # updates from one that is recorded to the next; an evaluation always is
-    folder: Path  # of the parts
-    accelerator: Accelerator
     # Micro-batches of an update that is not applied yet, and tables that are in no part yet.
     pending: list[tuple] = dataclasses.field(default_factory=list)
     tables: list[pyarrow.Table] = dataclasses.field(default_factory=list)
@@ -50,74 +44,66 @@ class Recorder:
     @torch.no_grad()
     def add(self, values: dict, weights: torch.Tensor, rows: list, responses=None) -> None:
         """Keeps each sample's values if the update of this micro-batch is due; see `Means.add`."""
-        if not self.source.startswith("eval") and (self.progress.global_step + 1) % self.every:
+        every = self.run.every(self.run.args.values_steps)
+        if not self.source.startswith("eval") and (self.run.global_step + 1) % every:
             return
-        fields = []
+        schema = SAMPLE
         columns = [weights.double()]
         shape = (len(weights), -1)
-        for name, value in values.items():
-            one_each = (value, torch.ones_like(weights))
-            numbers, counts, *other = value if isinstance(value, tuple) else one_each
-            reduce = other[0] if other else "mean"
+        for name, (numbers, counts, reduce) in values.items():
             counts = counts.double().reshape(shape)
             kept = torch.where(counts > 0, numbers.double().reshape(shape), NOTHING[reduce])
             mean = (kept * counts).sum(1) / counts.sum(1)
             columns += [{"mean": mean, "min": kept.amin(1), "max": kept.amax(1)}[reduce]]
             columns += [counts.sum(1)]
-            fields += [(name, reduce)]
-        responses = responses or [None] * len(rows)
-        self.pending.append((fields, torch.stack(columns), rows, responses, self.logps))
+            schema = schema.append(pyarrow.field(name, NUMBER, metadata={"reduce": reduce}))
+            schema = schema.append(pyarrow.field(name + COUNT, NUMBER))
+        self.pending.append((torch.stack(columns), (schema, rows, responses, self.logps)))
 
     def close_update(self, applied: bool) -> None:
-        """Keeps the values of an update that was applied, and drops those of a skipped one."""
+        """Keeps the values of an update that was applied, and drops those of a skipped one.
+
+        Writes them when they are many, and at the end of an evaluation or of the run.
+        """
         pending, self.pending = self.pending, []
-        if not pending or not applied:
-            return
-        fields, numbers, rows, responses, logps = zip(*pending)
-        weights, *values = torch.cat(numbers, 1).cpu().numpy()
-        counted = {}
-        schema = pyarrow.schema({**SCHEMA, "weight": NUMBER})
-        columns = [[self.progress.global_step] * len(weights), [self.source] * len(weights)]
-        columns += [[number for part in parts for number in part] for parts in (rows, responses)]
-        columns += [weights]
-        for (name, reduce), means, counts in zip(fields[0], values[::2], values[1::2]):
-            schema = schema.append(pyarrow.field(name, NUMBER, metadata={"reduce": reduce}))
-            schema = schema.append(pyarrow.field(f"{name}:count", NUMBER))
-            columns += [pyarrow.array(means, mask=counts == 0), counts]
-            counted[name] = means[(counts > 0) & (weights > 0)]
-        if self.logps is not None:
-            schema = schema.append(pyarrow.field("logps", pyarrow.list_(pyarrow.float32())))
-            parts = [by_sample(each, len(some)) for each, some in zip(logps, rows)]
-            columns += [[sample for part in parts for sample in part]]
-        everyone = gather_object([counted])
-        for board in [each for each in self.accelerator.trackers if each.name == "tensorboard"]:
-            joined = {name: np.concatenate([part[name] for part in everyone]) for name in counted}
-            board.add_histograms(self.source, joined, self.progress.global_step)
-        table = pyarrow.table(columns, schema=schema)
-        self.tables.append(table.filter(weights > 0))  # without padding rows
-        if sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
+        if pending and applied:
+            kept, others = zip(*pending)
+            sizes = [each.shape[1] for each in kept]
+            numbers = torch.cat(kept, 1).cpu().split(sizes, 1)  # a GPU waits for one copy
+            parts = [self.table_of(part, *other) for part, other in zip(numbers, others)]
+            table = pyarrow.concat_tables(parts)
+            self.tables.append(table.filter(pyarrow.compute.greater(table["weight"], 0)))
+            everyone = pyarrow.concat_tables(gather_object(self.tables[-1:]))
+            if self.run.board:
+                self.run.board.add_histograms(self.source, everyone, self.run.global_step)
+        is_end = self.source.startswith("eval") or self.run.finished
+        if is_end or sum(map(len, self.tables)) >= SAMPLES_OF_A_PART:
             self.write()
 
-    def end_line(self) -> None:
-        """Writes what an evaluation has added, or what is left at the end of the run."""
-        self.close_update(applied=True)  # in training nothing is pending
-        if self.source.startswith("eval") or self.progress.finished:
-            self.write()
+    def table_of(self, numbers, schema, rows, responses, logps) -> pyarrow.Table:
+        """Returns a micro-batch that `add` has kept, a row for each sample."""
+        weights, *values = numbers.numpy()
+        columns = [[self.run.global_step] * len(rows), [self.source] * len(rows)]
+        columns += [rows, responses or [None] * len(rows), weights]
+        for means, counts in zip(values[::2], values[1::2]):
+            columns += [pyarrow.array(means, mask=counts == 0), counts]
+        if logps is not None:
+            schema = schema.append(pyarrow.field("logps", pyarrow.list_(pyarrow.float32())))
+            of_answers = [each[mask.bool()] for each, mask in zip(*(each.cpu() for each in logps))]
+            # Those of a sample: in a pair, of the chosen answer, then of the rejected.
+            by_sample = [torch.cat(of_answers[place :: len(rows)]) for place in range(len(rows))]
+            columns.append([each.tolist() for each in by_sample])
+        return pyarrow.table(columns, schema=schema)
 
     def write(self) -> None:
         """Writes what is in no file yet as a part, which is whole or not there."""
         tables, self.tables = self.tables, []
         if any(map(len, tables)):
-            self.folder.mkdir(exist_ok=True)
+            folder = self.run.output_dir / VALUES
+            folder.mkdir(exist_ok=True)
             source = self.source.replace("/", "-")
-            process = self.accelerator.process_index  # each writes parts of its own
-            name = f"{self.progress.global_step:06d}-{source}-{process}.parquet"
+            process = self.run.accelerator.process_index  # each writes parts of its own
+            name = f"{self.run.global_step:06d}-{source}-{process}.parquet"
             table = pyarrow.concat_tables(tables, promote_options="default")
-            pyarrow.parquet.write_table(table, self.folder / f".{name}")
-            (self.folder / f".{name}").rename(self.folder / name)
-
-
-def by_sample(of_answers: tuple, n_samples: int) -> list[list[float]]:
-    """Returns the log-probs of each sample's tokens that count: in a pair, chosen then rejected."""
-    kept = [logps[mask.bool()] for logps, mask in zip(*(each.cpu() for each in of_answers))]
-    return [torch.cat(kept[place::n_samples]).tolist() for place in range(n_samples)]
+            pyarrow.parquet.write_table(table, folder / f".{name}")
+            (folder / f".{name}").rename(folder / name)

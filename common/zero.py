@@ -13,10 +13,7 @@ from common import FILES, refuse
 
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
-    """Returns the launcher's DeepSpeed settings, with the run's own sizes and clipping written in.
-
-    `accumulation` is the number of micro-batches of an update in each process.
-    """
+    """Returns the launcher's DeepSpeed settings with the run's own sizes and clipping in them."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed  # slow to import: only where it is used
 
@@ -63,8 +60,7 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
 def delay_scale_growth() -> None:
     """Lets DeepSpeed's loss scale grow in `engine.begin_update` only, as `grown` of the scaler.
 
-    DeepSpeed 0.19.8 lets it grow within an update, and then divides gradients by twice the scale
-    that they were multiplied by.
+    DeepSpeed 0.19.8 lets it grow within an update, and divides gradients by the new one.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -102,10 +98,7 @@ def whole(parameter: nn.Parameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gathered_for_generation(prepared: nn.Module, model: nn.Module):
-    """Gathers the whole `model` on every process inside the block, and removes ZeRO-3's hooks.
-
-    The hooks would gather and release the weights of `prepared` again at every token.
-    """
+    """Gathers the whole `model` inside the block, without the hooks that do so at every token."""
     offload = prepared.optimizer.parameter_offload
     with gathered(list(model.parameters())):
         offload._remove_module_hooks()

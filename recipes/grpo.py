@@ -342,7 +342,7 @@ def main():
     checkpoint = Checkpoint(
         run, actor, optimizer, scheduler, means, same=same, rollout=state, ahead=sampler.generator
     )
-    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
+    checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",

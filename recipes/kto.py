@@ -188,7 +188,7 @@ def main():
     actor = Actor(run, model, tokenizer)
     same = [data, policy, reference]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
-    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
+    checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
         data=f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}",

@@ -184,7 +184,7 @@ def main():
     moments = Moments(scorer.config)
     same = [data, scorer]  # as in the checkpoint that the run resumes from
     checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same, moments=moments)
-    checkpoint.resume()  # sets seeds, loads what --resume names, opens the log
+    checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
         data=f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}",

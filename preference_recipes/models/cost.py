@@ -5,7 +5,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from common import engine
-from common.adapters import has_adapter
 from common.metrics import Flop
 from preference_recipes.models import architecture
 
@@ -40,7 +39,7 @@ def flop(wrapper: nn.Module, processor=None) -> Flop:
         visited_share = share_of_experts(model.config.get_text_config())
         if visited_share is None or processor is not None:  # a tower's are not counted
             return Flop(0.0, 0.0, None)
-        if_frozen = 4 if has_adapter(model) else 0
+        if_frozen = 4 if engine.has_adapter(model) else 0
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         for weight in model.get_decoder().parameters():
             if id(weight) not in looked_up:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from common import counted, display, engine, print_once, refuse, replaced
-from common.adapters import ADAPTER
+from common.saving import ADAPTER
 from preference_recipes.models import architecture
 
 # The name by which peft means every linear layer but the output layer.

@@ -10,7 +10,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from common import engine, refuse
-from common.adapters import has_adapter
 from preference_recipes.models import architecture, load
 from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 
@@ -34,7 +33,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
     DeepSpeed's `module.half()` rounds rotary frequencies, which the saved actor has in fp32: such
     buffers are put back.
     """
-    if has_adapter(model):  # the base below adapters is in no saved actor
+    if engine.has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)

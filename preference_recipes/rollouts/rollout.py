@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import batches, carried, counted, distributed, progress, refuse
+from common import batches, carried, counted, display, distributed, progress, refuse
 from common.metrics import Means
 from preference_recipes.models import checks
 from preference_recipes.models.reference import Reference
@@ -141,7 +141,7 @@ def skip(run, state: State, means: Means) -> None:
     if run.finished and run.global_step == 0:
         run.log(means.reduce())  # so that the rewards are in the log
         refuse(f"{message}. The run has applied no update")
-    distributed.warn(run.accelerator, message)
+    display.write(f"WARNING: {message}")
 
 
 # ============================================================ what the updates need

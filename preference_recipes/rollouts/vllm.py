@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import adapters, engine, refuse, saving
+from common import engine, refuse, saving
 from common.distributed import on_main_process
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
@@ -184,7 +184,7 @@ class Servers:
         dtype = None if self.dtype == "float32" else self.dtype
         models = {folder: policy.unwrapped.model}
         saving.save(policy.accelerator, policy.args, policy.model, models, policy.tokenizer, dtype)
-        is_adapter = adapters.has_adapter(policy.unwrapped)
+        is_adapter = engine.has_adapter(policy.unwrapped)
         self.version = self.on_main_process(self.load_weights, str(folder), is_adapter)
         if is_adapter:
             for server in self.servers:

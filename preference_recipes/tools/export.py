@@ -87,7 +87,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
 
     `adapter` is a folder or a hub name; for `base` see `export`.
     """
-    from common import adapters, launch  # all of these are slow to import
+    from common import launch  # all of these are slow to import
 
     launch.quiet()
     import peft
@@ -121,7 +121,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
         auto_class = load.class_for(base, tokenizer)
         model = load.from_pretrained(auto_class, base, dtype=torch.float32)
     now = load.describe_weights(base, model.config)
-    file = folder / adapters.BASE_FILE
+    file = folder / saving.BASE_FILE
     before = folders.read_json(file)["fingerprint"] if file.is_file() else now
     if before.partition(" ")[0] != now.partition(" ")[0]:  # one on the hub, the other in a folder
         print(f"NOTE: the adapter was trained on {before}; {base} has {now}: not compared")
@@ -144,7 +144,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     if config.task_type == "SEQ_CLS":  # transformers finds the last token by it
         merged.config.pad_token_id = tokenizer.pad_token_id
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    moments = folder / adapters.MOMENTS_FILE  # of a reward model
+    moments = folder / saving.MOMENTS_FILE  # of a reward model
     if moments.is_file():
         merged.config.update(json.loads(moments.read_text(encoding="utf-8")))
     if merged.can_generate():

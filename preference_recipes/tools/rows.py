@@ -33,9 +33,8 @@ import pyarrow.parquet
 import yaml
 
 from common import batches, folders, log, replaced
-from common.values import VALUES
+from common.values import COUNT, VALUES
 
-COUNT = ":count"  # after the name of a metric, in the name of the column that counts it
 WAYS = {"mean": "mean", "last": "last", "spread": "stddev"}  # what pyarrow calls them
 
 

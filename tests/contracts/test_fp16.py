@@ -5,7 +5,6 @@ Overflows are explained, and a run that does nothing but skip has an end.
 
 import ast
 import re
-import types
 
 import pytest
 import torch
@@ -85,12 +84,11 @@ def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
 
 @pytest.mark.parametrize("scale, said", [(2.0, " at loss scale 2"), (None, "")])
 def test_skips_are_said_and_without_end_end(scale, said, capsys):
-    accelerator = types.SimpleNamespace(is_main_process=True)
     progress = Progress(1000, 1, 1, 1000, global_step=20)
     with pytest.raises(ValueError, match=f"update 21 was skipped 100 times .* finite{said}. Lower"):
         while True:
             progress.update_done(applied=False, samples=1, tokens=1)
-            stopping.check_skips(accelerator, progress, scale)
+            stopping.check_skips(progress, scale)
     assert progress.skipped_steps == 100 and progress.global_step == 20
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 99

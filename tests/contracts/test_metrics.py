@@ -11,8 +11,7 @@ import types
 import pytest
 import torch
 
-from common.metrics import Flop, Speed
-from common.progress import Progress
+from common.metrics import Flop
 from preference_recipes.models.cost import PEAK_FLOPS
 from runs import lines, recipe, training_lines
 from small_run import small_run
@@ -59,20 +58,21 @@ def test_the_preference_losses_of_a_pair(kind, smoothing, expected):
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_the_share_of_the_gpu_that_is_used(monkeypatch, gpu, share):
+def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     """6e9 operations a token and 2e9 a target, in a second; no number where the GPU's peak is not known."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
-    cpu, there = torch.device("cpu"), torch.device("cuda")
-    accelerator = types.SimpleNamespace(device=cpu, reduce=lambda number, how: number)
-    speed = Speed(accelerator, Progress(8, 8, 1, 0), flop=Flop(6e9, 2e9, PEAK_FLOPS.get(gpu)))
-    accelerator.device = there  # there is no GPU to hold the counts of one
+    run = small_run(tmp_path).run
+    run.start()
+    run.flop = Flop(6e9, 2e9, PEAK_FLOPS.get(gpu))
+    device = torch.device("cuda")  # there is no GPU to hold the counts of one
+    run.accelerator = types.SimpleNamespace(device=device, reduce=lambda number, how: number)
     of_one = 989e12 * 0.2  # an update; there are two
     targets = [0] * int((of_one - 6e9 * 25_000) / 2e9)
     for _ in range(2):
-        speed.count_flop({"n_tokens": 25_000, "targets": targets}, torch.ones(8))
-    speed.count_flop({"n_tokens": 10**9, "targets": targets}, torch.zeros(1))  # padding
-    monkeypatch.setattr(time, "perf_counter", lambda: speed.since + 1.0)
-    values = speed.values()
+        run.count_flop({"n_tokens": 25_000, "targets": targets}, torch.ones(8))
+    run.count_flop({"n_tokens": 10**9, "targets": targets}, torch.zeros(1))  # padding
+    monkeypatch.setattr(time, "perf_counter", lambda: run.since + 1.0)
+    values = run.speed()
     assert values.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4))
     assert values["perf/peak_memory_gib"] == 1.5
 

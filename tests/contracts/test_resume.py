@@ -132,7 +132,7 @@ def test_killed_and_resumed_is_the_run_never_killed(request, bench, name, launch
 def test_fsdp2_saved_before_its_first_update(bench, tmp_path):
     """torch steps a fresh optimizer when it saves it: Adam's next update would have been its second."""
     copy = tmp_path / "saves_at_once.py"
-    loads = "    checkpoint.resume()"
+    loads = "    checkpoint.begin_or_resume()"
     text = bench("dpo").recipe.read_text()
     copy.write_text(text.replace(loads, f"{loads}; checkpoint.save(); sys.exit()"))
     output = bench("dpo").folder / "saved-at-0"

@@ -22,7 +22,7 @@ from transformers import (
 
 import architectures
 import runs
-from common import adapters, arguments, folders
+from common import arguments, engine, folders
 from common.shared_args import SharedArgs
 from preference_recipes.models import cost, load, lora, prepare, scores
 from preference_recipes.models.logprobs import LogProbModel
@@ -124,7 +124,7 @@ def test_every_adapter_learns(name, said, capsys):
     assert f"no adapters on {said}" in found if said else "no adapters" not in found
     ids = torch.arange(3, 163)[None] if name == "deepseek_v4" else torch.arange(3, 43)[None]
     wrapper.model(ids, use_cache=False).logits.sum().backward()
-    trained = adapters.trained_parameters(wrapper)
+    trained = engine.trained_parameters(wrapper)
     assert trained and [name for name, p in trained.items() if p.grad is None] == []
 
 
@@ -134,11 +134,11 @@ def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names():
     text = architectures.config_of("gemma3").text_config.to_dict()
     text |= dict(num_hidden_layers=layers, layer_types=["full_attention"] * layers)
     wrapper = adapted(architectures.build("gemma3", text_config=text))
-    trained = adapters.trained_parameters(wrapper)
+    trained = engine.trained_parameters(wrapper)
     assert len(trained) == 2 * 7 * layers and all("language_model" in name for name in trained)
     again = architectures.build("gemma3", text_config=text)
     again.add_adapter(wrapper.model.peft_config["default"])
-    assert {f"model.{name}" for name in adapters.trained_parameters(again)} == set(trained)
+    assert {f"model.{name}" for name in engine.trained_parameters(again)} == set(trained)
 
 
 def test_the_formula_and_what_is_trained(inputs):
@@ -146,7 +146,7 @@ def test_the_formula_and_what_is_trained(inputs):
     plain = AutoModelForCausalLM.from_pretrained(inputs / "model")
     torch.manual_seed(5)
     wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"), lora_alpha=12.0)
-    trained = adapters.trained_parameters(wrapper)
+    trained = engine.trained_parameters(wrapper)
     assert set(trained) == {name for name, _ in wrapper.named_parameters() if "lora_" in name}
     ids = torch.arange(3, 20)[None]
     assert torch.equal(wrapper.model(ids).logits, plain(ids).logits)
@@ -165,7 +165,7 @@ def test_the_draw_follows_from_the_seed_alone(inputs):
         torch.manual_seed(3)
         torch.rand(used_up)  # as an engine may do while it loads
         wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"))
-        return adapters.trained_parameters(wrapper), torch.rand(1)
+        return engine.trained_parameters(wrapper), torch.rand(1)
 
     (one, after), (other, _) = drawn(0), drawn(100)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -205,7 +205,7 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
     for one in (plain, wrapper):
         prepare.disable_dropout(one)
     with torch.no_grad():
-        for parameter in adapters.trained_parameters(wrapper).values():
+        for parameter in engine.trained_parameters(wrapper).values():
             parameter.normal_(std=0.1)
     batch = Packer(torch.device("cpu")).make_batch([[3, 4, 5]], [[6, 7]])
     base = lora.WithoutAdapters(wrapper)

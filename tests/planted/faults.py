@@ -102,8 +102,8 @@ common/progress.py contracts/test_counting.py
     (first and self.global_step == 1) >> first
     not at_multiple and self.global_step > 0 >> self.global_step > 0
     math.ceil(round(updates * share, 6)) >> math.ceil(updates * share)
-common/metrics.py contracts/test_metrics.py
-    - self.seconds.get("paused", 0.0) >>
+common/run.py contracts/test_metrics.py
+    - seconds.pop("paused", 0.0) >>
 common/optim.py models/test_optim.py::test_every_projection_decays_and_no_norm_bias_or_rate models/test_optim.py::test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler
     and not is_norm >>
     and "bias" not in name >>

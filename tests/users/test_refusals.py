@@ -1,6 +1,5 @@
 """A user's mistakes, as the console shows them: one message, the last thing on the screen."""
 
-import json
 import signal
 import sys
 import time
@@ -71,7 +70,7 @@ TABLE = [
         ["`reset`: missing a required argument: 'deck'", "columns: prompt, answer"],
     ),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
-    ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected a whole number of updates"]),
+    ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected whole updates"]),
     # Not after the models are loaded.
     ("dpo", ["--report_to", "all"], ["--report_to all: expected one of tensorboard,"]),
     ("dpo", ["--beta", 0], ["--beta 0.0: expected above 0"]),
@@ -115,15 +114,14 @@ class Waits(Exception):
     """A process waits for its launcher to end it."""
 
 
-def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch, capsys):
-    """That of the first. It stands at the end of the launcher's report, so the process does not print it."""
+def test_of_all_processes_one_says_why(tmp_path, monkeypatch, capsys):
+    """The first, and once more below what the launcher prints."""
 
     def become(rank: int):
         """One of the two processes of a launcher, whose files have the places that torch gives them."""
         file = tmp_path / f"attempt_0/{rank}/error.json"
         file.parent.mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        return file
 
     def sleep(seconds):
         raise Waits
@@ -131,22 +129,20 @@ def test_the_launcher_is_told_one_message_of_all_processes(tmp_path, monkeypatch
     monkeypatch.setattr(time, "sleep", sleep)
     repeated = []
     monkeypatch.setattr(errors, "repeat", repeated.append)
-    file = become(1)
+    become(1)
     with pytest.raises(SystemExit) as stopped:  # a signal that stops a run is no error
         errors.run(lambda: sys.exit(128 + signal.SIGTERM))
-    assert stopped.value.code == 143 and not file.exists()
+    assert stopped.value.code == 143
     with pytest.raises(SystemExit) as refusal:
         errors.run(lambda: sys.exit("--beta 0: expected more"))
-    assert refusal.value.code == 1
-    message = json.loads(file.read_text())["message"]
-    assert message["message"] == message["extraInfo"]["py_callstack"] == "--beta 0: expected more"
+    assert refusal.value.code == "--beta 0: expected more"
 
     # The others tell nothing, and wait: a process that fails too would be in the report.
-    other = become(0)
+    become(0)
     for main in (lambda: sys.exit("--beta 0: expected more"), lambda: 1 / 0):
         with pytest.raises(Waits):
             errors.run(main)
-    assert capsys.readouterr().err == "" and not other.exists()
+    assert capsys.readouterr().err == ""
     assert repeated == ["--beta 0: expected more"]
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # without a launcher
     with pytest.raises(SystemExit, match="said"):

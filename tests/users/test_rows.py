@@ -13,9 +13,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import values
-from common.progress import Progress
 from preference_recipes.tools import rows
 from runs import launch, lines, recipe, refuses, short_run
+from small_run import small_run
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +167,15 @@ def test_tensorboard_has_histograms_of_what_is_recorded(run):
         assert total == pytest.approx(math.fsum(itertools.chain(*by_row.values())), rel=1e-9)
 
 
-def test_a_part_is_written_when_enough_samples_wait(tmp_path, monkeypatch, accelerator):
+def test_a_part_is_written_when_enough_samples_wait(tmp_path, monkeypatch):
     """So that a long run does not keep them in memory."""
     monkeypatch.setattr(values, "SAMPLES_OF_A_PART", 10)
-    progress = Progress(100, 4, 1, 0)
-    recorder = values.Recorder(progress, "train", 1, tmp_path / "values", accelerator)
+    run = small_run(tmp_path, values_steps=1).run
+    recorder = run.recorder("train")
     for _ in range(7):
-        recorder.add({"loss": torch.ones(4)}, torch.ones(4), [1, 2, 3, 4])
-        progress.update_done(True, 4, 1)
+        ones = torch.ones(4)
+        recorder.add({"loss": (ones, ones, "mean")}, ones, [1, 2, 3, 4])
+        run.update_done(True, 4, 1)
         recorder.close_update(True)
-    names = sorted(part.name for part in (tmp_path / "values").iterdir())
+    names = sorted(part.name for part in (tmp_path / "values.parquet").iterdir())
     assert names == ["000003-train-0.parquet", "000006-train-0.parquet"]
