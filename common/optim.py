@@ -1,27 +1,43 @@
-"""Parameter groups, AdamW, the schedule."""
+"""Parameter groups, AdamW and Muon, the schedule."""
 
 import math
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers.pytorch_utils import Conv1D
 
+from common import engine, refuse
 from common.progress import share_of
 
 
 def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
     """Returns parameter groups with weight decay on matrices only, not on biases and norms.
 
-    `settings` are further ones of all groups, such as `lr`.
+    With `--optimizer muon` the weights of hidden layers are a group with `adjust_lr_fn`. They are
+    told by their type: output layers and score heads have types of their own.
+
+    Args:
+        settings: further settings of all groups, such as `lr`.
     """
-    matrices = {"params": [], "weight_decay": args.weight_decay, **settings}
+    decays = {"weight_decay": args.weight_decay, **settings}
+    matrices = {"params": [], **decays}
     vectors = {"params": [], "weight_decay": 0.0, **settings}
+    # Updates as large as AdamW's, for AdamW's learning rate and weight decay.
+    hidden = {"params": [], "adjust_lr_fn": "match_rms_adamw", **decays}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            path, _, own_name = name.rpartition(".")
-            is_decayed = is_matrix(parameter, own_name, model.get_submodule(path))
-            (matrices if is_decayed else vectors)["params"].append(parameter)
-    return [group for group in (matrices, vectors) if group["params"]]
+        if not parameter.requires_grad:
+            continue
+        path, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(path)
+        is_hidden = type(owner) in (nn.Linear, Conv1D) and "lora_" not in path
+        group = matrices
+        if not is_matrix(parameter, own_name, owner):
+            group = vectors
+        elif args.optimizer == "muon" and is_hidden:
+            group = hidden
+        group["params"].append(parameter)
+    return [group for group in (matrices, vectors, hidden) if group["params"]]
 
 
 def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
@@ -37,13 +53,40 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
 
 
 def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
-    """Returns AdamW for the groups, fused on a GPU, which is faster.
+    """Returns the optimizer of the groups. AdamW is fused on a GPU, which is faster.
 
     With torch's loss scaler for fp16 the kernel would skip updates, unnoticed by accelerate.
     """
     is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
     fused = is_fused or None  # None: torch's default
-    return torch.optim.AdamW(groups, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
+    settings = {"lr": args.learning_rate, "eps": args.adam_epsilon, "fused": fused}
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **settings)
+    if engine.is_sharded(accelerator):
+        refuse(
+            "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
+            "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
+        )
+    return MuonAndAdamW(groups, settings)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon for the groups that have `adjust_lr_fn`, and AdamW for the others, as one."""
+
+    def __init__(self, groups: list[dict], settings: dict):
+        for_muon = [group for group in groups if "adjust_lr_fn" in group]
+        others = [group for group in groups if "adjust_lr_fn" not in group]
+        self.muon = torch.optim.Muon(for_muon, lr=settings["lr"])
+        self.adamw = torch.optim.AdamW(others, **settings)
+        super().__init__(self.adamw.param_groups + self.muon.param_groups, {})
+
+    def step(self, closure=None) -> None:
+        # Loading a checkpoint replaces groups and state.
+        self.muon.state = self.adamw.state = self.state
+        self.muon.param_groups = [group for group in self.param_groups if "adjust_lr_fn" in group]
+        self.adamw.param_groups = [group for group in self.param_groups if "betas" in group]
+        self.muon.step()
+        self.adamw.step()
 
 
 def warmup_updates(args, total_updates: int) -> int:

@@ -1,17 +1,22 @@
-"""AdamW as the recipes make it."""
+"""AdamW and Muon as the recipes make them, and the same values under every engine."""
 
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM
 
+import runs
 from architectures import build
 from common import optim
 from preference_recipes.models.logprobs import LogProbModel
 
 GPU = SimpleNamespace(device=torch.device("cuda"), scaler=None)
-ARGS = SimpleNamespace(learning_rate=0.01, adam_epsilon=1e-6, weight_decay=0.1)
+CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None, distributed_type=DistributedType.NO)
+ARGS = SimpleNamespace(learning_rate=0.01, adam_epsilon=1e-6, weight_decay=0.1, optimizer="adamw")
+MUON = SimpleNamespace(**vars(ARGS) | {"optimizer": "muon"})
 
 
 def test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler():
@@ -42,3 +47,90 @@ def test_every_projection_decays_and_no_norm_bias_or_rate(name):
     for name, parameter in model.named_parameters():
         own_name = ".".join(name.split(".")[-2:])
         assert decay_of[id(parameter)] == (0.0 if STILL.search(own_name) else 0.1), name
+
+
+# ---------------------------------------------------------------------------------------------- Muon
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """Five steps of Newton and Schulz in bf16, arXiv:2502.16982 eq. 2."""
+    is_tall = len(matrix) > matrix.shape[1]
+    found = (matrix.T if is_tall else matrix).bfloat16()
+    found = found / found.norm()
+    for _ in range(5):
+        gram = found @ found.T
+        quintic = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)  # rounded once
+        found = torch.addmm(found, quintic, found, beta=3.4445)
+    return (found.T if is_tall else found).float()
+
+
+def test_muon_steps_the_matrices_of_hidden_layers_alone(tmp_path):
+    """By hand: W -= lr decay W + 0.2 lr sqrt(max(rows, columns)) NS(gradient and momentum, Nesterov's)."""
+    runs.tiny_llama(tmp_path)
+    model = LogProbModel(AutoModelForCausalLM.from_pretrained(tmp_path))
+    named = dict(model.named_parameters())
+    hidden = [name for name in named if name.endswith("_proj.weight")]
+    assert len(hidden) == 7 * model.config.num_hidden_layers
+    expected = {name: parameter.detach().clone() for name, parameter in named.items()}
+    adams = {name: torch.nn.Parameter(expected[name]) for name in named.keys() - {*hidden}}
+    decays = [{"params": [p], "weight_decay": 0.1 * (p.ndim == 2)} for p in adams.values()]
+    adamw = torch.optim.AdamW(decays, lr=0.01, eps=1e-6)
+    momentum = {name: torch.zeros_like(named[name]) for name in hidden}
+
+    optimizer = optim.build(CPU, optim.parameter_groups(model, MUON), MUON)
+    for _ in range(2):
+        for name, parameter in named.items():
+            parameter.grad = torch.randn_like(parameter)
+            if name in adams:
+                adams[name].grad = parameter.grad
+        optimizer.step()
+        adamw.step()
+        for name in hidden:
+            gradient = named[name].grad
+            momentum[name].lerp_(gradient, 1 - 0.95)
+            ahead = gradient.lerp(momentum[name], 0.95)
+            rate = 0.01 * 0.2 * max(ahead.shape) ** 0.5
+            expected[name] *= 1 - 0.01 * 0.1
+            expected[name] -= rate * orthogonalised(ahead)
+    for name, parameter in named.items():
+        atol = 1e-7 if name in hidden else 0
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return runs.letters(tmp_path_factory.mktemp("muon"), 40)
+
+
+def train(folder, name: str, launcher="plain", check=True, **more):
+    given = dict(optimizer="muon", learning_rate=0.003, micro_train_batch_size=4, save_steps=2)
+    flags = runs.short_run(folder, "sft", folder / name, **given | more)
+    done = runs.launch(runs.LAUNCHERS[launcher], runs.recipe("sft"), *flags, check=check)
+    return folder / name if check else done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(chats):
+    return train(chats, "alone", weight_decay=0.1)
+
+
+def test_with_muon_two_processes_are_one(chats, alone):
+    both = train(chats, "both", "ddp", weight_decay=0.1)
+    assert (runs.weights(both) - runs.weights(alone)).norm() <= 1e-5 * runs.weights(alone).norm()
+    for one, two in zip(runs.training_lines(alone), runs.training_lines(both), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=3e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    first, *_, last = runs.training_lines(alone)
+    assert last["loss"] < first["loss"] - 0.3
+
+
+def test_with_muon_a_resumed_run_is_one_never_stopped(chats, alone):
+    at_four = alone / "checkpoints/global_step_000004"
+    resumed = train(chats, "resumed", weight_decay=0.1, resume=at_four)
+    assert torch.equal(runs.weights(resumed), runs.weights(alone))
+    assert runs.timeless(resumed) == runs.timeless(alone)
+
+
+def test_muon_is_refused_where_it_has_no_whole_matrix(chats):
+    said = train(chats, "refused", "zero2", check=False)
+    assert "--optimizer muon: DeepSpeed and FSDP2 give" in said
