@@ -78,8 +78,10 @@ def by_row(run: Path, source: str | None, metric: str, way: str) -> pyarrow.Tabl
     for other in others:
         values = pc.subtract(values, table[other])  # null where one of them is
     weights = pc.multiply(table["weight"], table[first + COUNT])
+    is_counted = pc.and_(pc.is_valid(values), pc.greater(weights, 0))
+    table = table.select(["row", "global_step"])
     table = table.append_column("value", values).append_column("samples", weights)
-    table = table.filter(pc.and_(pc.is_valid(values), pc.greater(weights, 0)))
+    table = table.filter(is_counted)
     names = ("row", "global_step", "value", "samples")
     rows, steps, values, weights = (table[name].to_numpy() for name in names)
     order = np.lexsort((steps, rows))
