@@ -1,19 +1,17 @@
 """The proof, contracts/test_recipe.py, is green for forks, and red for each fault, under its name."""
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 
-from runs import OFFLINE, REPOSITORY, copy_repository, forked, recipe
+from runs import REPOSITORY, copy_repository, forked, launch, recipe
 
+PYTEST = Path(pytest.__file__).with_name("__main__.py")
 PROOF = (REPOSITORY / "tests/contracts/test_recipe.py").read_text()
 PROMISES = [name.replace("_", "-") for name in re.findall(r"^def test_(\w+)", PROOF, re.M)]
 
@@ -32,14 +30,9 @@ def prove(
     tests = [f"{proof}::test_{name.replace('-', '_')}" for name in only] or [str(proof)]
     words = ["--recipe", shlex.join(map(str, [file, *arguments])), *["--quick"] * quick]
     written = ["--basetemp", folder / "runs", "--junit-xml", report, "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *tests, *words, *written, "-raP"],
-        cwd=folder,
-        env={**os.environ, **OFFLINE, "PYTHONPATH": str(repository)},
-        capture_output=True,
-        text=True,
-    )
-    output = result.stdout + result.stderr
+    how = dict(cwd=folder, env={"PYTHONPATH": str(repository)}, check=False, timeout=1200)
+    result = launch([], PYTEST, *tests, *words, *written, "-raP", **how)
+    output = result.stdout
     assert report.exists(), output
     statuses = {}
     for case in ElementTree.parse(report).iter("testcase"):
