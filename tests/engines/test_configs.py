@@ -99,7 +99,7 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
         else [runs.recipe("dpo")]
     )
     given = flags(inputs, output)
-    result = runs.launch(launcher, *script, *given, env={"PROBE": str(probe)}, fresh=name != FAST)
+    result = runs.launch(launcher, *script, *given, env={"PROBE": str(probe)})
     assert f"{said} on cpu" in result.stdout
 
     error = 5e-3 if "fp16" in said else 2e-2

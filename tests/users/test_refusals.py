@@ -172,10 +172,10 @@ def test_the_process_that_repeats_a_message_ends_where_nobody_reads(monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
-    [config_launcher("cpu"), config_launcher("single_gpu"), LAUNCHERS["ddp"]],
-    ids=["cpu", "single_gpu", "ddp"],
+    [config_launcher("single_gpu"), LAUNCHERS["ddp"]],
+    ids=["single_gpu", "ddp"],
 )
-@pytest.mark.parametrize("name, flags, parts", TABLE[::9])
+@pytest.mark.parametrize("name, flags, parts", [TABLE[0], TABLE[-1]])
 def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(
     folder, launcher, name, flags, parts
 ):
