@@ -82,19 +82,6 @@ def test_responses_that_became_unlikely_by_hand():
     assert found.tolist() == [[True], [False], [False]]
 
 
-@pytest.mark.slow
-def test_the_mask_of_responses_that_became_unlikely_is_that_of_trl():
-    trl = pytest.importorskip("trl")
-    fork = loaded(forked("off_policy"))
-    given = trl_grpo.tensors()
-    signed = given["advantages"][:, None] * torch.tensor([[1.0], [-1.0]] * 3)  # all are above 0
-    logps, sampler_logps, mask = given["logps"] - 1, given["sampler_logps"], given["mask"].long()
-    for limit in (0.3, 1.0):
-        kept = trl.GRPOTrainer.get_off_policy_mask(signed, logps, sampler_logps, mask, limit)
-        found = fork.is_off_policy(logps, sampler_logps, mask, signed, limit)
-        assert torch.equal(found, kept == 0) and found.any()
-
-
 def test_each_reward_is_normalised_in_its_group_before_they_are_added():
     """arXiv:2601.05242. A reward of 100 does not drown one of 0.1, and equal ones add nothing."""
     parts = {

@@ -15,7 +15,6 @@ MODEL = ["--model_name_or_path", ASSETS / "model"]
 OWN = [*MODEL, "--dataset_name", "pairs.jsonl"]
 
 SMOOTHED = [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1]
-TARGETS = ["--lora_target_modules", "q_proj"]
 MINE = """
 def asks(prompts, responses, key): ...
 class Deck:
@@ -29,11 +28,6 @@ TABLE = [
     ("dpo", ["unknown.yaml"], ["unknown.yaml: there is no argument betta. Did you mean --beta?"]),
     ("dpo", ["none.yaml"], ["none.yaml cannot be read: [Errno 2] No such file"]),
     ("dpo", ["torn.yaml"], ["torn.yaml cannot be read: ", "line 1"]),
-    (
-        "dpo",
-        ["--per_device_train_batch_size", 4],
-        [" 4. Instead of per_device_train_batch_size give --micro_train_batch_size"],
-    ),
     ("dpo", ["--lr=1e-4"], ["arguments: --lr=1e-4. Instead of lr give --learning_rate"]),
     (
         "grpo",
@@ -42,7 +36,6 @@ TABLE = [
             "--betta 1. Instead of epsilon give --clip_range. Instead of num_epochs give --max_epochs"
         ],
     ),
-    ("dpo", ["--learning-rate", 1], ["--learning-rate 1. Did you mean --learning_rate?"]),
     ("dpo", ["--bf16"], ["--bf16. Instead of bf16 give a YAML of accelerate_configs/"]),
     ("dpo", ["--qqq", 1], ["error: unrecognized arguments: --qqq 1"]),
     ("dpo", ["--report_to", "wandb"], ["wandb is not installed: pip install wandb"]),
@@ -52,7 +45,6 @@ TABLE = [
         ["--push_to_hub True: expected a name, such as me/my-model"],
     ),
     ("dpo", ["--model_name_or_path", "./none", *OWN[2:]], ["folder './none' does not exist"]),
-    ("dpo", ["--model_name_or_path", "a/b/none", *OWN[2:]], ["folder 'a/b/none' does not exist"]),
     (
         "grpo",
         [*ASKED, "none:brief"],
@@ -79,8 +71,6 @@ TABLE = [
     ("sft", ["--seed", 2**32 - 1], ["--seed 4294967295: expected at least 0 and below 2147483648"]),
     ("dpo", SMOOTHED, ["--label_smoothing 0.1: not used with --loss_type ipo, only sigmoid"]),
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha 4.0: not used", "give --lora_r"]),
-    ("dpo", [*OWN, "--load_in_4bit", "True"], ["--load_in_4bit True", "give --lora_r"]),
-    ("dpo", [*OWN, *TARGETS], ["--lora_target_modules ['q_proj']", "give --lora_r"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], ["'owner/never'", "connect"]),
     ("ppo", OWN, ["nothing scores the responses", "--reward_function"]),
     # A file, where a folder is to be made.
