@@ -79,11 +79,7 @@ def is_plain(value) -> bool:
 
 
 class Pretended(TorchDispatchMode):
-    """Runs what is asked of the pretended device.
-
-    Attributes:
-        waits: what was waited for and the place in the repository that asked for it, in their order.
-    """
+    """Runs what is asked of the pretended device."""
 
     def __init__(self):
         super().__init__()

@@ -111,11 +111,7 @@ ROLLOUTS = dict(rollout_batch_size=8, generate_batch_size=8, score_batch_size=8,
 
 
 def short_run(inputs: Path, name: str, output: Path | None, **settings) -> list[str]:
-    """The flags of a run on the model and the rows of `tiny_inputs`, or of `letters`.
-
-    Args:
-        output: None: where the recipe puts it.
-    """
+    """The flags of a run on the model and the rows of `tiny_inputs`, or of `letters`."""
     files = {"model_name_or_path": inputs / "model", "dataset_name": inputs / f"{name}.jsonl"}
     if output:
         files["output_dir"] = output
@@ -137,11 +133,7 @@ def start(
     output: str = os.devnull,
     fresh: bool = False,
 ):
-    """Starts a script under a launcher, offline, its stdout and stderr together in a file.
-
-    Args:
-        fresh: each process is a new interpreter, as a user's are; else see warm.py.
-    """
+    """Starts a script under a launcher, offline; `fresh`: in new interpreters, as a user does."""
     words = command_of(launcher, script, *flags)
     # Helpers beside a recipe import our packages before it does, and others may be installed.
     ours = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
@@ -191,11 +183,7 @@ def kill(process: subprocess.Popen | warm.Process) -> None:
 def launch(
     launcher: list[str], script: Path, *flags, check: bool = True, timeout: float = TIMEOUT, **how
 ) -> subprocess.CompletedProcess:
-    """Runs a script as `start` does; returns the completed process with stdout and stderr together.
-
-    Args:
-        timeout: seconds that it may take.
-    """
+    """Runs a script as `start` does; returns the completed process with stdout and stderr together."""
     with tempfile.NamedTemporaryFile() as console:
         process = start(launcher, script, *flags, output=console.name, **how)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -313,10 +301,7 @@ def say(role: str, content: str) -> list[dict]:
 
 
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
-    """The batch of these rows of tokens, of which some are scored; both are `[rows, length]`.
-
-    Entry t of what a model makes of it is of token t.
-    """
+    """The batch of rows of tokens, some of them scored, both `[rows, length]`; entry t is of token t."""
     predictors = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
     return {
         "inputs": {"input_ids": ids},

@@ -1,7 +1,4 @@
-"""Tiny random models that read images, of many families, with their processors, made offline.
-
-Those that need torchvision are skipped where it does not import: the wheel of one index next to a torch of another.
-"""
+"""Tiny random models that read images, of many families, with their processors, made offline."""
 
 import functools
 import io

@@ -325,11 +325,7 @@ def test_evaluation(bench):
 
 
 def test_resume(bench):
-    """Killed and resumed, a run ends as if it had not been killed.
-
-    Lost random states show only in what draws from them: dropout, and sampling without seeds of its
-    own.
-    """
+    """Killed and resumed, a run ends as if it had not been killed."""
     for launcher in ("ddp",) if bench.quick else ("ddp", "plain", "zero3"):
         expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
         found = runs.killed_twice(bench, launcher)
@@ -340,10 +336,7 @@ def test_resume(bench):
 
 
 def test_overflow(bench):
-    """The applied updates of a run that overflows in fp16 are those of a run that never does.
-
-    Both meet the same samples at every update, since their data are one update long.
-    """
+    """The applied updates of a run that overflows in fp16 are those of a run that never does."""
     overflowed = runs.at_scale(bench, runs.HIGH_SCALE)
     fitting = round(math.log2(overflowed.training[-1]["loss_scale"]))
     clean = runs.at_scale(bench, fitting)

@@ -275,11 +275,7 @@ CHANGE = "change of the weights"
 
 
 def expect_values(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    """The same up to rounding.
-
-    A sum in another order, as micro-batches and other CPUs have it, moves values by up to 4e-6 of
-    their size, or by 3e-6 where they are differences of larger ones.
-    """
+    """The same but for sums in another order, which move values by up to 4e-6 of their size."""
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-5, abs=5e-6), name

@@ -1,7 +1,4 @@
-"""A run killed, told to end or out of disk, and resumed, is one that went on, bit for bit.
-
-It ends with the same weights and the same metrics.jsonl.
-"""
+"""A run killed, told to end or out of disk, and resumed, is one that went on, bit for bit."""
 
 import json
 import os

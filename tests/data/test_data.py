@@ -1,7 +1,4 @@
-"""Every format and file kind becomes the token ids that the chat template writes, once.
-
-And every row stands in one update of an epoch.
-"""
+"""Every format and file kind becomes the token ids that the chat template writes, once."""
 
 import csv
 import functools
@@ -257,10 +254,7 @@ def test_a_folder_that_is_named_as_a_file(tmp_path):
 def reference_targets(
     tokenizer, messages: list[dict], learned: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a ChatML conversation up to its last EOS, and whether each lies in a learned turn.
-
-    That is decided by the places of characters.
-    """
+    """Ids of a ChatML conversation up to its last EOS, and whether each lies in a learned turn."""
     text, spans = "", []
     for i, m in enumerate(messages):
         start = len(text) + len(f"<|im_start|>{m['role']}\n")
@@ -310,10 +304,7 @@ SHOWS_TOOLS = (
 
 
 def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path):
-    """A parquet file gives each call the arguments of all, null.
-
-    A message that calls has no content there, as in OpenAI's format.
-    """
+    """A parquet file gives each call the arguments of all, null."""
     tokenizer = make_tokenizer(SHOWS_TOOLS)
     rows = []
     texts = []

@@ -1,7 +1,4 @@
-"""Data as people have it, and as other tools write it.
-
-Names are names, values keep their type, and other formats are read as they are.
-"""
+"""Data as people have it, and as other tools write it."""
 
 import gzip
 import json

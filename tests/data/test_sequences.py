@@ -1,7 +1,4 @@
-"""Conversations whose history is rewritten, and the date of a run.
-
-One such conversation is several sequences and one sample, and its update is the same however they are split.
-"""
+"""Conversations whose history is rewritten, and the date of a run."""
 
 import json
 import shutil

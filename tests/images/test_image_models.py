@@ -1,7 +1,4 @@
-"""Models that read images, of many families: log-probs are those of plain transformers.
-
-The reference is the processor's own call and the model's own forward, a row at a time.
-"""
+"""Models that read images, of many families: log-probs are those of plain transformers."""
 
 import functools
 import io

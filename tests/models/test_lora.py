@@ -324,10 +324,7 @@ def export(*arguments) -> None:
 
 @pytest.mark.slow
 def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
-    """The reward recipe's adapter, and PPO's critic.
-
-    Their scores by plain transformers are those of the adapter merged by hand.
-    """
+    """The reward recipe's adapter, and PPO's critic."""
     scorer, whole, output = tmp_path / "reward", tmp_path / "scorer", tmp_path / "ppo"
     held_out = inputs / "reward.jsonl"
     given = flags(inputs, "reward", scorer, eval_dataset_name=held_out, **LORA)

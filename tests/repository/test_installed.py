@@ -59,10 +59,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 
 
 def make_environment(folder: Path, *install) -> Path:
-    """Makes an environment in which pip has installed `install`, and a stranger's `common`.
-
-    What a recipe needs is taken from the tests' environment; an editable installation there is not.
-    """
+    """Makes an environment in which pip has installed `install`, and a stranger's `common`."""
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/*/site-packages")
     paths = [path for path in sys.path if path.endswith("-packages")]

@@ -146,10 +146,7 @@ def of_given_tokens(self, scores, uniform):
 def test_log_probs_of_steps_are_those_of_whole_passes_under_autocast(
     request, accelerator, tokenizer, name, dtype, prompts, monkeypatch
 ):
-    """There keys are fp32 and values are not, unless they were read with the prompt.
-
-    Attention to shared prompts is in fp32, and so further from that of transformers.
-    """
+    """Keys are fp32 there. So is attention to shared prompts, which is further from transformers'."""
     if prompts is GROUPS:
         request.getfixturevalue("shared")
     monkeypatch.setattr(accelerator, "autocast", lambda: torch.autocast("cpu", dtype))
@@ -262,10 +259,7 @@ def test_each_shape_is_recorded_once(monkeypatch, capsys, fails):
 
 @pytest.mark.parametrize("prompts", [PROMPTS, GROUPS])
 def test_keys_are_freed_with_their_batch(request, accelerator, tokenizer, prompts, monkeypatch):
-    """At once: on a GPU they are gigabytes, and Python looks for circles only now and then.
-
-    Those of the prompts are freed layer by layer, so that both are never there, or shared by their rows.
-    """
+    """At once: on a GPU they are gigabytes, and Python looks for circles only now and then."""
     shared = request.getfixturevalue("shared") if prompts is GROUPS else []
     made = []
     read = []

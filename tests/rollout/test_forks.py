@@ -36,10 +36,7 @@ def dppo_of_verl(loss_type: str, logp: float, sampler: float, advantage: float) 
 
 @pytest.mark.parametrize("loss_type", ["dppo_tv", "dppo_kl"])
 def test_the_losses_of_dppo_are_those_of_verl(loss_type):
-    """At random, and at corners: a tiny probability tenfold, one of nearly 1, an advantage of 0.
-
-    The anchor is the sampler, not the old policy, and there is nothing left to correct.
-    """
+    """At random, and at corners: a tiny probability tenfold, one of nearly 1, an advantage of 0."""
     draw = torch.Generator().manual_seed(1)
     p, q, old = torch.rand(3, 60, 5, generator=draw, dtype=torch.float64)
     p[0] = torch.tensor([1e-4, 1e-12, 0.999999, 0.5, 0.3])

@@ -207,10 +207,7 @@ def test_a_run_is_that_of_the_plain_reference(inputs, name):
 
 
 def test_rollouts_without_an_advantage_make_no_update(inputs):
-    """The run ends with an error when its prompts are used up, since it has trained nothing.
-
-    Responses of different lengths get different penalties: groups that differ only by them are left out.
-    """
+    """The run ends with an error when its prompts are used up, since it has trained nothing."""
     output = inputs / "nothing"
     more = ["--reward_function", "rewarding_of_test:same"]
     more += ["--eval_dataset_name", inputs / "prompts.jsonl"]
@@ -229,10 +226,7 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
-    """The reward is constant from the first update on: the end comes without an update, and again if resumed.
-
-    The held-out set has a column of answers that are all null, so no response is right or wrong.
-    """
+    """The reward is constant from the first update on: the end comes without an update, and again if resumed."""
     rows = [{"prompt": f"{number}+1", "answer": None} for number in range(3)]
     held_out = runs.write_jsonl(inputs / "unanswered.jsonl", rows)
     (inputs / "rewarding_once.py").write_text(

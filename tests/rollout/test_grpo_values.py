@@ -28,12 +28,7 @@ STORED = json.loads(trl_grpo.STORED.read_text())
 def losses_of(
     given: dict, args: types.SimpleNamespace, module=grpo, batch: dict | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
-    """What a recipe makes of these tensors after a first update: log-probs, losses, weights, values.
-
-    Args:
-        given: as `trl_grpo.tensors` returns them.
-        module: the recipe, or a fork of it.
-    """
+    """What a recipe makes of `trl_grpo.tensors` after a first update: log-probs, losses, weights, values."""
     logps = given["logps"].requires_grad_()
     stored = {
         "mask": given["mask"],
@@ -81,10 +76,7 @@ def of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[flo
 
 @pytest.mark.parametrize("case", trl_grpo.CASES, ids=trl_grpo.name_of)
 def test_losses_and_gradients_are_those_of_trl(case):
-    """But for the KL beside the ratio of a sequence: TRL weights it by that ratio, we by each token's own.
-
-    There ours is TRL's loss without a KL plus the term of the KL that TRL has with the ratio of each token.
-    """
+    """TRL weights the KL by the ratio of a sequence, where there is one, we by each token's own."""
     loss_type, average, ratio, with_kl = case
     loss, gradient = ours(*case)
     expected_loss, expected = of_trl(*case)

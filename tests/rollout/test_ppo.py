@@ -1,7 +1,4 @@
-"""PPO by value: responses against one unpadded row at a time, whole runs against a plain reference.
-
-The reference has neither padding, cache, batches nor engine.
-"""
+"""PPO by value: responses against one unpadded row at a time, whole runs against a plain reference."""
 
 import math
 import runpy

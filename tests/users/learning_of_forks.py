@@ -1,8 +1,6 @@
 """Each fork's demo learns as forks/README.md says, and it keeps every promise; DPO's learns with adapters, too.
 
-An hour, so once a week:
-
-python -m pytest tests/users/learning_of_forks.py
+An hour, so once a week: python -m pytest tests/users/learning_of_forks.py
 """
 
 import re

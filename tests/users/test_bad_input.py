@@ -221,10 +221,7 @@ OF_MODEL = {"AutoConfig": "own.Config", **dict.fromkeys(AUTO_CLASSES, "own.Model
 
 @pytest.fixture
 def own(model, tmp_path, monkeypatch):
-    """Folders of a model, a tokenizer and an adapter that bring code along, which would leave a trace.
-
-    A pipe says `y` to every question.
-    """
+    """Folders of a model, a tokenizer and an adapter that bring code along, which would leave a trace."""
     trace = tmp_path / "trace"
     folders = {name: tmp_path / f"own {name}" for name in ("model", "tokenizer", "adapter")}
     copy(model, folders["model"], model_type="own", architectures=["Model"], auto_map=OF_MODEL)

@@ -44,11 +44,7 @@ FAILED = "the process that failed first:"
 
 
 def aborted_at_exit(output: str) -> bool:
-    """Whether a recipe's output shows that it failed after it had done all its work.
-
-    torch's gloo threads now and then abort a process that has finished, while it exits (seen with
-    torch 2.13, on CPUs).
-    """
+    """Whether a run was done, and then torch's gloo threads aborted it, as they do now and then."""
     return "\ndone: " in output and "terminate called without an active exception" in output
 
 
