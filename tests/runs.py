@@ -1,6 +1,7 @@
 """Launching recipes as a user does, and reading what they wrote."""
 
 import contextlib
+import csv
 import functools
 import gzip
 import itertools
@@ -282,6 +283,28 @@ def tiny_llama(folder: Path, **changes) -> Path:
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """Rows as the file kind that the name says; returns the name."""
+    kind = path.name.removesuffix(".gz").split(".")[-1]
+    path.parent.mkdir(exist_ok=True)
+    if kind == "parquet":
+        import datasets  # slow
+
+        datasets.Dataset.from_list(rows).to_parquet(path)
+        return str(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8", newline="") as file:
+        if kind == "csv":
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+        elif kind == "json":
+            file.write(json.dumps(rows))
+        else:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def first_rows(path: Path, source: Path, rows: int) -> Path:

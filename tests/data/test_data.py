@@ -1,8 +1,6 @@
 """Every format and file kind becomes the token ids that the chat template writes, once."""
 
-import csv
 import functools
-import gzip
 import json
 import os
 import runpy
@@ -12,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
@@ -23,7 +21,8 @@ from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models.load import causal_lm
 from runs import message, recipe, refuses, write_jsonl
-from templates import load_rows
+from runs import write_rows as write
+from templates import byte_level_bpe, load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 
@@ -53,16 +52,9 @@ assistant = functools.partial(message, "assistant")
 def make_tokenizer(
     template=CHATML, bos=None, pad="<pad>", adds=None, backend=None
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that really merges. `adds`: what it writes around every text, such as `<s> $A </s>`."""
+    """A tokenizer that merges. `adds`: what it writes around every text, such as `<s> $A </s>`."""
     specials = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>"]
-    if backend is None:
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        settings = dict(vocab_size=340, special_tokens=specials, show_progress=False)
-        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
-        backend.train_from_iterator(CORPUS, trainer)
+    backend = backend or byte_level_bpe(CORPUS, 340, special_tokens=specials)
     if adds:
         ids = [(token, backend.token_to_id(token)) for token in specials]
         backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
@@ -180,26 +172,6 @@ def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------- files
-
-
-def write(path, rows: list[dict]) -> str:
-    """Rows as the file kind that the name says."""
-    kind = path.name.removesuffix(".gz").split(".")[-1]
-    path.parent.mkdir(exist_ok=True)
-    if kind == "parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-        return str(path)
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "wt", encoding="utf-8", newline="") as file:
-        if kind == "csv":
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
-        elif kind == "json":
-            file.write(json.dumps(rows))
-        else:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 STRINGS = [("1+1=", "2", "3"), ('x\ny, "z"', "None", "NA"), ("é", "1e3", "true")]

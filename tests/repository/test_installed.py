@@ -197,14 +197,6 @@ def test_a_copy_says_what_it_is_a_copy_of_and_overwrites_nothing(built, tmp_path
     assert (tmp_path / "mine.yaml").read_text() == own.read_text()
 
 
-def test_export_is_a_command_too(built, tmp_path):
-    refused = built.run("preference-recipes", "export", "none", "out", cwd=tmp_path, check=False)
-    assert refused.returncode == 1
-    assert refused.stdout.startswith(
-        "none is not a whole checkpoint: none/manifest.json is missing"
-    )
-
-
 @pytest.mark.slow
 def test_a_copy_runs_under_a_config_that_names_a_json(built, tmp_path):
     """The copy and the config are the user's; DeepSpeed's JSON and the assets are those of the wheel."""
