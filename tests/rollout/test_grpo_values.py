@@ -12,7 +12,7 @@ import torch
 import expected_gradients
 from common.metrics import Means
 from peers import trl_grpo
-from preference_recipes.rollouts import correction, rollout
+from preference_recipes.rollouts import correction
 from runs import REPOSITORY, forked, recipe
 
 
@@ -234,15 +234,3 @@ def test_a_kl_keeps_groups_whose_advantages_are_all_zero():
     assert kept(drop_equal_groups=True, kl_coef=0.0) == [False, False, True]
     assert kept(drop_equal_groups=True, kl_coef=0.1) == [True, True, True]
     assert kept(drop_equal_groups=False, kl_coef=0.0) == [True, True, True]
-
-
-@pytest.mark.parametrize("drops, max_steps", [(False, 0), (True, 0), (True, 6)])
-def test_updates_that_dropped_groups_may_save_are_not_promised(drops, max_steps):
-    given = dict(rollout_batch_size=2, n_samples_per_prompt=4, num_epochs_per_rollout=1)
-    args = types.SimpleNamespace(**given, train_batch_size=4, max_steps=max_steps)
-    run = types.SimpleNamespace(n_rows=6, total_steps=6)
-    most = "at most " * drops
-    assert rollout.describe_updates(args, run, may_be_fewer=drops) == (
-        f"a rollout: 2 prompts, 8 samples, {most}2 updates; an epoch: 3 rollouts, {most}6 updates; "
-        f"{'' if max_steps else most}6 updates in all"
-    )
