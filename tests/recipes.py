@@ -36,7 +36,6 @@ class Recipe:
 
     Attributes:
         data: the stem of the embedded data it learns from: conversations, pairs or prompts.
-        shares: the flag by which several answers or rows get into one row of the model.
         scores_responses: whether rewards score the responses that it samples.
         evaluates_answers: whether an evaluation generates answers of up to `--max_new_tokens`.
 

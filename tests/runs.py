@@ -30,6 +30,8 @@ from recipes import RECIPES
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 CONFIGS = Path(__file__).resolve().parent / "configs"
+# Runs a recipe, and tells what its model holds at the end.
+HOLDING = REPOSITORY / "tests/held_weights.py"
 PYTHON = ["-m", "accelerate.commands.launch"]
 IN_FP32 = ["--mixed_precision", "no"]
 COMPILED = ["--dynamo_backend", "aot_eager"]

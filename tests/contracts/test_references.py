@@ -300,12 +300,7 @@ def test_values_of_trl(case, tmp_path):
     expected = {tag: values for tag, values in stored.items() if tag not in ONLY_TRL[name]}
     lines = runs.training_lines(tmp_path / "run")
     found = {tag: [line[tag] for line in lines] for tag in expected if tag != CHANGE}
-    start = trl_values.load_model(name, model)
-    if "lora_r" in settings:
-        first = trl_values.first_adapter(start, trl_values.SETTINGS | settings)
-        start = trl_values.joined(first)
-    else:
-        start = trl_values.vector(start)
+    start = trl_values.vector(trl_values.load_model(name, model))
     found[CHANGE] = trl_values.projections(runs.weights(tmp_path / "run") - start)
     expect_values(found, expected)
 

@@ -91,15 +91,10 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     if name == "ds_zero3_offload":
         request.getfixturevalue("cpu_adam")
     said, engine = LAUNCHED[name]
-    output, probe = inputs / name, inputs / f"{name}.json"
+    output, file = inputs / name, inputs / f"{name}.pt"
     launcher = runs.config_launcher(name, 1 if name == "single_gpu" else 2)
-    script = (
-        [runs.REPOSITORY / "tests/engine_probe.py", runs.recipe("dpo")]
-        if engine
-        else [runs.recipe("dpo")]
-    )
-    given = flags(inputs, output)
-    result = runs.launch(launcher, *script, *given, env={"PROBE": str(probe)})
+    words = [runs.HOLDING, runs.recipe("dpo"), *flags(inputs, output)]
+    result = runs.launch(launcher, *words, env={"HELD": str(file)})
     assert f"{said} on cpu" in result.stdout
 
     error = 5e-3 if "fp16" in said else 2e-2
@@ -122,12 +117,9 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}[said[-4:]] if engine else torch.float32
     assert {tensor.dtype for tensor in saved.values()} == {half}
     assert "lm_head.weight" not in saved
-    if engine:
-        assert json.loads(probe.read_text()) == engine
-        held = torch.load(f"{probe}.pt")
-        held = {name.removeprefix("model."): tensor for name, tensor in held.items()}
-        assert saved.keys() == held.keys()
-        assert all(saved[name].equal(held[name]) for name in held)  # what the forward pass used
+    held, kind = torch.load(file)
+    assert kind == engine and saved.keys() == held.keys()
+    assert all(saved[name].equal(held[name]) for name in held)  # what the forward pass used
 
 
 def test_buffers_are_not_rounded_with_the_weights(tmp_path):

@@ -158,11 +158,6 @@ def test_folders_that_are_no_data_set(tmp_path, kind):
     [
         (
             preference_row,
-            [PAIR, {**PAIR, "rejected": 5}],
-            ["row 2", "column 'rejected'", "string or a list of messages", "found 5"],
-        ),
-        (
-            preference_row,
             [{"prompt": "a", "chosen": "b"}],
             ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"],
         ),
@@ -170,11 +165,6 @@ def test_folders_that_are_no_data_set(tmp_path, kind):
             preference_row,
             [{**PAIR, "prompt": "long" * 9}],
             ["no usable row", "left out (prompt fills max_length): 1 of 1 rows"],
-        ),
-        (
-            sft_row,
-            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
-            ["row 2", "no 'completion'"],
         ),
         (sft_row, [], ["holds no rows"]),
     ],
