@@ -156,21 +156,6 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
     assert "answer" not in load("none", [None, None]).column_names
 
 
-def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
-    rows = {name: [{"prompt": U1, "completion": name}] for name in ("one", "two")}
-    paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", rows[name])) for name in rows]
-
-    def load(names: list[str]) -> dict:
-        args = SharedArgs(dataset_name=paths, eval_dataset_name=names, max_length=99)
-        settings = dict(function=sft_row, loss_on="assistant")
-        return dataset.load_data(accelerator, args, tokenizer, **settings).eval_sets
-
-    assert load([]) == {} and list(load(paths[:1])) == ["eval/"]
-    sets = load(paths)
-    texts = {prefix: tokenizer.decode(data[0]["input_ids"]) for prefix, data in sets.items()}
-    assert texts == {f"eval/{name}/": f"{U1}{name}<|im_end|>" for name in ("one", "two")}
-
-
 # ---------------------------------------------------------------------------------------------- files
 
 

@@ -76,13 +76,6 @@ def test_a_target_that_cannot_have_an_adapter_is_refused(inputs):
     runs.refuses(said, "There are down_proj, gate_proj, k_proj", call=call)
 
 
-def test_a_policy_that_samples_has_no_dropout():
-    """Its sampler has none: the policy that is trained would not be the one that responded."""
-    flags = ["--lora_r", "4", "--lora_dropout", "0.1"]
-    with pytest.raises(SystemExit, match=r"--lora_dropout 0\.1: expected .* at most 0"):
-        arguments.parse(load_recipe("grpo").Args, demo="grpo.yaml", argv=flags)
-
-
 # ============================================================ which layers
 OF_LLAMA = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 

@@ -1,11 +1,10 @@
 """What TRL's GRPO and RLOO compute on the same tensors: losses, gradients and advantages, as JSON.
 
-    python tests/peers/trl_grpo.py            # needs `pip install -e '.[peers]'`
-    python tests/peers/trl_grpo.py OTHER.json
+    python tests/peers/trl_grpo.py [OTHER.json]            # needs `pip install -e '.[peers]'`
 
-Without an argument it writes trl_grpo.json beside this file. tests/rollout/test_grpo_values.py compares
-recipes/grpo.py with that. Losses come from `GRPOTrainer._compute_loss`, which is given log-probs,
-advantages and masks in place of a model. Advantages come from one step of each trainer.
+tests/rollout/test_grpo_values.py compares recipes/grpo.py with trl_grpo.json. Losses come from
+`GRPOTrainer._compute_loss`, which is given log-probs, advantages and masks in place of a model; advantages from one
+step of each trainer.
 """
 
 import collections

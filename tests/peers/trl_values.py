@@ -1,14 +1,12 @@
 """What TRL's trainers compute on a few rows: loss, metrics and weights of five updates, as JSON.
 
-    python tests/peers/trl_values.py            # needs `pip install -e '.[peers]'`
-    python tests/peers/trl_values.py OTHER.json
+    python tests/peers/trl_values.py [OTHER.json]            # needs `pip install -e '.[peers]'`
 
-Without an argument it writes trl_values.json beside this file. tests/contracts/test_references.py compares
-the recipes with that. Make it again when the rows or settings below change, or the embedded model.
+tests/contracts/test_references.py compares the recipes with trl_values.json. Make it again when the rows or settings
+below change, or the embedded model.
 
-The settings are those at which TRL's numbers are exact: one process, no dropout, and the samples of
-an update in one batch, because TRL's metrics are means of batches. TRL would draw its own order. So
-it gets the rows in the order in which a recipe takes them, and must not shuffle.
+TRL's numbers are exact in one process, without dropout, with the samples of an update in one batch, because its metrics
+are means of batches. It gets the rows in the order in which a recipe takes them, and must not shuffle.
 """
 
 import json

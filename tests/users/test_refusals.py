@@ -128,6 +128,8 @@ SETTINGS = [
     ("grpo", {"n_samples_per_prompt": 1}, "--n_samples_per_prompt 1 --baseline group"),
     ("grpo", {"baseline": "none", "advantage_std": "group"}, "--advantage_std group"),
     ("grpo", {"rollout_batch_size": 31}, "fewer than --train_batch_size 256"),
+    # Its sampler has no dropout: the policy that is trained would not be the one that responded.
+    ("grpo", {"lora_r": 4, "lora_dropout": 0.1}, "--lora_dropout 0.1: expected"),
     ("grpo", {"rollouts_ahead": 1}, "--rollouts_ahead 1: not used: give --vllm_url, too"),
     ("grpo", {"max_turns": 3}, "--max_turns 3: not used: give --environment, too"),
     ("grpo", {"environment_timeout": 5.0}, "--environment_timeout 5.0: not used"),
