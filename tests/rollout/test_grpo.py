@@ -1,4 +1,4 @@
-"""Whole runs of recipes/grpo.py against a plain reference; what a rollout leaves out; what is refused."""
+"""Whole runs of recipes/grpo.py against a plain reference; what a rollout leaves out."""
 
 import itertools
 import runpy
