@@ -16,7 +16,7 @@ TIMEOUT = 1500
 def test_a_demo_learns(name, tmp_path):
     demo = RECIPES[name].demo
     words = [recipe(name), "--eval_steps", 0, "--output_dir", tmp_path]
-    launch(config_launcher(demo.config), *words, fresh=True, timeout=TIMEOUT)
+    launch(config_launcher(demo.config), *words, timeout=TIMEOUT)
     before, *_, after = evaluation_lines(tmp_path)
     settings = yaml.safe_load((ASSETS / f"{name}.yaml").read_text())
     assert (before["global_step"], after["global_step"]) == (0, settings["max_steps"])
