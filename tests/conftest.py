@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import launch
-from runs import ABORTED, ASSETS, tiny_inputs
+from runs import ASSETS, tiny_inputs
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,20 +67,31 @@ def own_cache(tmp_path, monkeypatch):
 
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
-    *["recipe", "learning", "gallery", "prove", "environments", "nodes", "invariance"],
-    *[
-        "resume",
-        "launch",
-        "fp16",
-        "stopping",
-        "lora",
-        "vllm",
-        "configs",
-        "docs",
-        "waits",
-        "image_runs",
-    ],
-    *["untrained", "ppo", "saved_actors", "references", "golden", "refusals", "grpo", "metrics"],
+    "recipe",
+    "learning",
+    "gallery",
+    "prove",
+    "environments",
+    "nodes",
+    "invariance",
+    "resume",
+    "launch",
+    "fp16",
+    "stopping",
+    "lora",
+    "vllm",
+    "configs",
+    "docs",
+    "waits",
+    "image_runs",
+    "untrained",
+    "ppo",
+    "saved_actors",
+    "references",
+    "golden",
+    "refusals",
+    "grpo",
+    "metrics",
 ]
 
 
@@ -112,25 +123,6 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
-
-
-def pytest_sessionfinish(session):
-    """A worker of xdist tells what its own launches forgave."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["aborted"] = ABORTED
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    ABORTED.extend(getattr(node, "workeroutput", {}).get("aborted", []))
-
-
-def pytest_terminal_summary(terminalreporter):
-    if ABORTED:
-        terminalreporter.section("aborted while they exited")
-        terminalreporter.line(f"{len(ABORTED)} launches were done, then ended with an abort:")
-        for launched in ABORTED:
-            terminalreporter.line(launched)
 
 
 @pytest.fixture(scope="session")

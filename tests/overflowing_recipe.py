@@ -1,9 +1,6 @@
-"""Runs a recipe some of whose windows overflow in fp16, or whose data lack these windows.
+"""Runs a recipe some windows of which overflow in fp16, or whose data lack them. What is left must be the same run.
 
-What is left must be the same run.
-
-    python tests/overflowing_recipe.py overflow 0,4,6 recipes/sft.py --argument ...
-    python tests/overflowing_recipe.py lack 0,4,6 recipes/sft.py --argument ...
+    python tests/overflowing_recipe.py overflow|lack 0,4,6 recipes/sft.py --argument ...
 
 Only process 0 overflows: all must skip. Of PPO these are windows of the first rollout.
 """

@@ -1,9 +1,7 @@
 """A device that a CPU pretends to have, and that notes each time at which a GPU would make its host wait.
 
-Tensors that a recipe sends to `accelerator.device`, and all that is computed from them, are `OnDevice`:
-their values lie on the CPU, but their device is another one, `meta`. So nothing has to be marked by
-hand. What torch is asked to do with them passes `Pretended`, which computes it and knows what would
-have waited. A tensor of the host that meets one of the device is an error here, as it is on a GPU.
+Tensors that a recipe sends to `accelerator.device`, and all that is computed from them, are `OnDevice`: their values
+lie on the CPU, but their device is `meta`. `Pretended` computes what torch is asked to do with them.
 """
 
 import contextlib
@@ -79,11 +77,7 @@ def is_plain(value) -> bool:
 
 
 class Pretended(TorchDispatchMode):
-    """Runs what is asked of the pretended device.
-
-    Attributes:
-        waits: what was waited for and the place in the repository that asked for it, in their order.
-    """
+    """Runs what is asked of the pretended device."""
 
     def __init__(self):
         super().__init__()

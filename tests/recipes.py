@@ -14,8 +14,6 @@ TIES = "tests.tied_rewards:ties"
 # A teacher whose tokens are those of all tiny models.
 TEACHER = REPOSITORY / "assets/teacher"
 TAUGHT = ["--teacher_model_name_or_path", TEACHER]
-# Those of test_ten_rows.py.
-TEN_REWARDS = ["--reward_function", "my_rewards:brief", ANSWER_REWARD]
 
 
 class Demo(NamedTuple):
@@ -38,7 +36,6 @@ class Recipe:
 
     Attributes:
         data: the stem of the embedded data it learns from: conversations, pairs or prompts.
-        shares: the flag by which several answers or rows get into one row of the model.
         scores_responses: whether rewards score the responses that it samples.
         evaluates_answers: whether an evaluation generates answers of up to `--max_new_tokens`.
 
@@ -47,8 +44,6 @@ class Recipe:
         glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
         board_flags: for test_board.py.
         device_flags: for test_waits.py.
-        ten_rows_fast: the format of test_ten_rows.py that is tested in `make test`.
-        ten_rows_flags: what a command needs besides a model and a data set.
     """
 
     data: Literal["sft", "preferences", "prompts"]
@@ -59,10 +54,7 @@ class Recipe:
     demo_batches_divided_by: int = 1
     glossary_flags: list = field(default_factory=list)
     board_flags: list = field(default_factory=list)
-
     device_flags: list = field(default_factory=list)
-    ten_rows_fast: str | None = None
-    ten_rows_flags: list = field(default_factory=list)
 
     @property
     def generates(self) -> bool:
@@ -85,25 +77,21 @@ RECIPES = {
         data="sft",
         evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
-        ten_rows_fast="messages",
     ),
     "reward": Recipe(
         data="preferences",
         demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
-        ten_rows_fast="hh-rlhf",
     ),
     "dpo": Recipe(
         data="preferences",
         evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.15),
         device_flags=["--lora_r", 2],
-        ten_rows_fast="strings",
     ),
     "kto": Recipe(
         data="preferences",  # a pair is two samples; rows with a label are in test_labels.py
         evaluates_answers=True,
         demo=Demo("cpu", "eval/exact_match", 0.15),
-        ten_rows_fast="strings",
     ),
     "ppo": Recipe(
         data="prompts",
@@ -119,7 +107,6 @@ RECIPES = {
             *("--max_new_tokens", 4, "--num_epochs_per_rollout", 2),
             *("--kl_in", "loss", "--kl_estimator", "k3"),
         ],
-        ten_rows_flags=TEN_REWARDS,
     ),
     "grpo": Recipe(
         data="prompts",
@@ -132,8 +119,6 @@ RECIPES = {
             *("--n_samples_per_prompt", 2, "--max_new_tokens", 4, "--kl_coef", 0.1),
             *("--share_prompts", "false"),
         ],
-        ten_rows_fast="gsm8k",
-        ten_rows_flags=TEN_REWARDS,
     ),
     "distill": Recipe(
         data="prompts",
@@ -145,8 +130,6 @@ RECIPES = {
             *(*TAUGHT, "--rollout_batch_size", 16, "--max_new_tokens", 4),
             *("--share_prompts", "false"),
         ],
-        ten_rows_fast="messages",
-        ten_rows_flags=TAUGHT,
     ),
 }
 NAMES = list(RECIPES)

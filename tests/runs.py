@@ -1,6 +1,7 @@
 """Launching recipes as a user does, and reading what they wrote."""
 
 import contextlib
+import csv
 import functools
 import gzip
 import itertools
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,6 +31,8 @@ from recipes import RECIPES
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 CONFIGS = Path(__file__).resolve().parent / "configs"
+# Runs a recipe, and tells what its model holds at the end.
+HOLDING = REPOSITORY / "tests/held_weights.py"
 PYTHON = ["-m", "accelerate.commands.launch"]
 IN_FP32 = ["--mixed_precision", "no"]
 COMPILED = ["--dynamo_backend", "aot_eager"]
@@ -36,8 +40,6 @@ COMPILED += ["--dynamo_use_dynamic", "--dynamo_use_regional_compilation"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", **warm.ENVIRONMENT}
 os.environ.update(OFFLINE)  # before the first launch: warm.py's process inherits it
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
-# Launches that `launch` forgave, see there; conftest.py shows them at the end.
-ABORTED: list[str] = []
 
 
 def code_of_page(page: str) -> str:
@@ -111,11 +113,7 @@ ROLLOUTS = dict(rollout_batch_size=8, generate_batch_size=8, score_batch_size=8,
 
 
 def short_run(inputs: Path, name: str, output: Path | None, **settings) -> list[str]:
-    """The flags of a run on the model and the rows of `tiny_inputs`, or of `letters`.
-
-    Args:
-        output: None: where the recipe puts it.
-    """
+    """The flags of a run on the model and the rows of `tiny_inputs`, or of `letters`."""
     files = {"model_name_or_path": inputs / "model", "dataset_name": inputs / f"{name}.jsonl"}
     if output:
         files["output_dir"] = output
@@ -137,11 +135,7 @@ def start(
     output: str = os.devnull,
     fresh: bool = False,
 ):
-    """Starts a script under a launcher, offline, its stdout and stderr together in a file.
-
-    Args:
-        fresh: each process is a new interpreter, as a user's are; else see warm.py.
-    """
+    """Starts a script under a launcher, offline; `fresh`: in new interpreters, as a user does."""
     words = command_of(launcher, script, *flags)
     # Helpers beside a recipe import our packages before it does, and others may be installed.
     ours = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
@@ -191,11 +185,7 @@ def kill(process: subprocess.Popen | warm.Process) -> None:
 def launch(
     launcher: list[str], script: Path, *flags, check: bool = True, timeout: float = TIMEOUT, **how
 ) -> subprocess.CompletedProcess:
-    """Runs a script as `start` does; returns the completed process with stdout and stderr together.
-
-    Args:
-        timeout: seconds that it may take.
-    """
+    """Runs a script as `start` does; returns the completed process with stdout and stderr together."""
     with tempfile.NamedTemporaryFile() as console:
         process = start(launcher, script, *flags, output=console.name, **how)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -206,7 +196,7 @@ def launch(
     if hung:
         raise AssertionError(f"hung for {timeout} s: {' '.join(process.args)}\n{output[-4000:]}")
     if process.returncode and warm.aborted_at_exit(output):
-        ABORTED.append(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}: exit {process.returncode}")
+        warnings.warn(f"it was done, then ended with exit {process.returncode}", stacklevel=2)
     elif check and process.returncode:
         raise AssertionError(
             f"exit {process.returncode}: {' '.join(process.args)}\n{output[-6000:]}"
@@ -296,6 +286,28 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """Rows as the file kind that the name says; returns the name."""
+    kind = path.name.removesuffix(".gz").split(".")[-1]
+    path.parent.mkdir(exist_ok=True)
+    if kind == "parquet":
+        import datasets  # slow
+
+        datasets.Dataset.from_list(rows).to_parquet(path)
+        return str(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8", newline="") as file:
+        if kind == "csv":
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+        elif kind == "json":
+            file.write(json.dumps(rows))
+        else:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def first_rows(path: Path, source: Path, rows: int) -> Path:
     """The first rows of a file of JSON lines, maybe a packed one, as a file of their own."""
     with (gzip.open if source.suffix == ".gz" else open)(source, "rt") as file:
@@ -313,10 +325,7 @@ def say(role: str, content: str) -> list[dict]:
 
 
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
-    """The batch of these rows of tokens, of which some are scored; both are `[rows, length]`.
-
-    Entry t of what a model makes of it is of token t.
-    """
+    """The batch of rows of tokens, some of them scored, both `[rows, length]`; entry t is of token t."""
     predictors = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
     return {
         "inputs": {"input_ids": ids},

@@ -3,10 +3,8 @@
     git worktree add ../before COMMIT
     python tests/same_numbers.py ../before [--recipes dpo sft] [--launchers plain ddp fp16]
 
-Each run makes six updates with evaluations and a checkpoint after the third, and is made once more
-from that checkpoint. Compared are the lines of metrics.jsonl but for `perf/*`, samples.jsonl, and the
-bytes of the actor. Not part of `make test`: another processor rounds differently, so nothing can be
-stored.
+Each run makes six updates, and is made once more from its checkpoint after the third. Compared are the lines of
+metrics.jsonl but for `perf/*`, samples.jsonl, and the bytes of the actor. Another processor rounds differently.
 """
 
 import argparse

@@ -113,17 +113,22 @@ SPECIAL = [r"<\|[\w/]+\|?>", r"<[\w/]+\|>", r"<\uff5c[^<>]+\uff5c>", r"</?s>"]
 SPECIAL += [r"<(?:start|end)_of_\w+>", r"\[gMASK\]", r"<sop>", r"\[end\]"]
 
 
-@cache
-def tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that merges newlines, with the template's own special tokens."""
-    template = text(name)
+def byte_level_bpe(corpus: list[str], size: int, **settings) -> Tokenizer:
+    """One that really merges."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
+    settings["initial_alphabet"] = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **settings)
+    backend.train_from_iterator(corpus, trainer)
+    return backend
+
+
+@cache
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A BPE that merges newlines, with the template's own special tokens."""
+    template = text(name)
+    backend = byte_level_bpe(CORPUS, 400)
     found = set(re.findall("|".join(SPECIAL), template))
     end = end_of(name)
     base = name.removesuffix("_training")

@@ -1,7 +1,4 @@
-"""Tiny random models that read images, of many families, with their processors, made offline.
-
-Those that need torchvision are skipped where it does not import: the wheel of one index next to a torch of another.
-"""
+"""Tiny random models that read images, of many families, with their processors, made offline."""
 
 import functools
 import io
@@ -12,9 +9,10 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers import models as families
+
+from templates import byte_level_bpe
 
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 TEXT |= dict(num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1)
@@ -39,14 +37,8 @@ OF_PARTS = (
 
 def tokenizer_with(*special: str, **named: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer; it merges newlines, so that what is next to an image decides its tokens."""
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator(["user\n\n\nHow many\n\n red dots?\n\n"] * 20, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=byte_level_bpe(["user\n\n\nHow many\n\n red dots?\n\n"] * 20, 290),
         eos_token="<|im_end|>",
         pad_token="<pad>",
         bos_token="<bos>",

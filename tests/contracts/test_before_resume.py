@@ -1,7 +1,4 @@
-"""A resume gives a run's folder back as it was at the checkpoint, and deletes nothing.
-
-The logs come out of the checkpoint. What lies beyond it stays under names in `.before_resume`.
-"""
+"""A resume gives a run's folder back as it was at the checkpoint, and deletes nothing."""
 
 import itertools
 import os

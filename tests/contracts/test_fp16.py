@@ -1,7 +1,4 @@
-"""fp16 through DeepSpeed: what overflows leaves no trace but its count, the rest is the fp32 run.
-
-Overflows are explained, and a run that does nothing but skip has an end.
-"""
+"""fp16 through DeepSpeed: what overflows leaves no trace but its count, the rest is the fp32 run."""
 
 import ast
 import re

@@ -29,17 +29,15 @@ FAST = [
 SLOW = [
     ("plain", BY_TOKENS | KNOWN | AGAIN, ["dpo", "ppo"]),
     ("ddp", TWOS | SHARED, ["kto"]),
-    ("zero1", TWOS, ["sft"]),
-    ("zero2", BY_TOKENS | KNOWN, ["dpo"]),
-    ("zero3", BY_TOKENS | SHARED | AGAIN, ["dpo", "ppo"]),
+    ("zero3", BY_TOKENS | SHARED | AGAIN, ["ppo"]),
     ("fsdp2", FOURS | SHARED, ["ppo"]),
     # torch.compile is tried with PPO, whose actor is a policy like the others.
     ("compiled", FOURS | SHARED, ["ppo"]),
     # DeepSpeed's own Adam: the norms of the groups reach into it.
     ("offload", TWOS, ["ppo"]),
     ("zero2", BY_TOKENS | LORA, ["ppo"]),
-    ("zero3", BY_TOKENS | SHARED | AGAIN | LORA, ["dpo", "ppo"]),
-    ("fsdp2", FOURS | SHARED | LORA, ["dpo", "grpo"]),
+    ("zero3", BY_TOKENS | SHARED | AGAIN | LORA, ["ppo"]),
+    ("fsdp2", FOURS | SHARED | LORA, ["dpo"]),
 ]
 CASES = [
     pytest.param(name, launcher, changes, id=f"{name}-{launcher}-{'-'.join(changes)}", marks=marks)

@@ -1,7 +1,4 @@
-"""What a log line holds besides the means of test_references.py, and DPO's losses.
-
-That is rates, seconds, and what rollouts add.
-"""
+"""What a log line holds besides means: rates, seconds, what rollouts add; and DPO's losses."""
 
 import math
 import runpy

@@ -7,20 +7,8 @@
 
 The recipe runs many times on its demo, or on the model and the data that its arguments name, cut to a few rows, on the
 CPU in fp32 (one promise in fp16). Only what users script against is looked at: flags, log lines and their tags, files.
-Without `--recipe` the recipes of this repository are proved. Bounds are in proof/compare.py. Several tests look at the
-same runs, which are in proof/runs.py:
-
-                    processes   a micro-batch      learns   dropout   log lines
-    one_process     1           a whole update     yes      no        every update
-    two_processes   2           one sample         yes      no        every update
-    on_engine       2           2 or 4 samples     yes      no        every update
-    uninterrupted   2           2 samples          yes      yes       every 4 updates
-    other_seed      1           a whole update     yes      no        every 2, or half of all
-    unclipped       1           a whole update     no       no        every update
-    pass_at_once    1           a whole pass       no       no        every update: one pass each
-    pass_in_parts   2           2 or 8 samples     no       no        update 1, then one a pass
-
-Runs that do not learn have a learning rate of 0: all their updates meet the same weights.
+Without `--recipe` the recipes of this repository are proved. Bounds are in proof/compare.py, runs that several tests
+look at in proof/runs.py. Runs that do not learn have a learning rate of 0: all their updates meet the same weights.
 """
 
 import math
@@ -325,11 +313,7 @@ def test_evaluation(bench):
 
 
 def test_resume(bench):
-    """Killed and resumed, a run ends as if it had not been killed.
-
-    Lost random states show only in what draws from them: dropout, and sampling without seeds of its
-    own.
-    """
+    """Killed and resumed, a run ends as if it had not been killed."""
     for launcher in ("ddp",) if bench.quick else ("ddp", "plain", "zero3"):
         expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
         found = runs.killed_twice(bench, launcher)
@@ -340,10 +324,7 @@ def test_resume(bench):
 
 
 def test_overflow(bench):
-    """The applied updates of a run that overflows in fp16 are those of a run that never does.
-
-    Both meet the same samples at every update, since their data are one update long.
-    """
+    """The applied updates of a run that overflows in fp16 are those of a run that never does."""
     overflowed = runs.at_scale(bench, runs.HIGH_SCALE)
     fitting = round(math.log2(overflowed.training[-1]["loss_scale"]))
     clean = runs.at_scale(bench, fitting)

@@ -1,7 +1,4 @@
-"""A run killed, told to end or out of disk, and resumed, is one that went on, bit for bit.
-
-It ends with the same weights and the same metrics.jsonl.
-"""
+"""A run killed, told to end or out of disk, and resumed, is one that went on, bit for bit."""
 
 import json
 import os
@@ -15,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 import recipes
 import runs
@@ -33,9 +30,9 @@ FAST = [
     ("grpo", "plain", ""),
     ("dpo", "plain", "lora"),
 ]
+# In two processes under DDP and ZeRO-3 the proof kills a run: test_recipe.py.
 SLOW = [
-    *(("sft", "ddp", ""), ("sft", "offload", ""), ("dpo", "fsdp2", "")),
-    *(("kto", "zero3", ""), ("ppo", "zero3", ""), ("sft", "ddp", "lora")),
+    *(("sft", "offload", ""), ("dpo", "fsdp2", ""), ("ppo", "zero3", "")),
     *(("dpo", "growing", "lora"), ("dpo", "fsdp2", "lora"), ("ppo", "zero3", "lora")),
 ]
 CASES = [*FAST, *(runs.slow(*case) for case in SLOW)]
@@ -256,9 +253,8 @@ def test_damage_is_named_and_the_checkpoint_before_taken(bench):
     assert result.returncode and "--resume auto: no whole checkpoint" in result.stdout
 
 
-@pytest.mark.parametrize("name, launcher", [("dpo", "plain"), runs.slow("kto", "zero3")])
-def test_export_gives_the_actor_the_run_saved(bench, tmp_path, name, launcher):
-    reference = unbroken(bench(name), launcher)
+def test_export_gives_the_actor_the_run_saved(bench, tmp_path):
+    reference = unbroken(bench("dpo"))
     checkpoint = reference / "checkpoints/global_step_000012"
     command = [sys.executable, "-m", "preference_recipes.tools.export", checkpoint]
     (tmp_path / "disk").mkdir()
@@ -309,7 +305,8 @@ def test_a_checkpoint_of_another_run_is_refused(bench):
 @pytest.mark.slow
 def test_each_process_draws_its_own_dropout(bench):
     """From one seed all would drop the same places, each of other samples."""
-    engine = unbroken(bench("sft"), "ddp") / "checkpoints/global_step_000012/engine"
+    checkpoints = unbroken(bench("sft"), "ddp", **LONGER) / "checkpoints"
+    engine = folders.by_step(checkpoints)[-1] / "engine"
     seeds = []
     for rank in (0, 1):
         states = torch.load(engine / f"random_states_{rank}.pkl", weights_only=False)
@@ -317,19 +314,3 @@ def test_each_process_draws_its_own_dropout(bench):
         generator.set_state(states["torch_manual_seed"])
         seeds.append(generator.initial_seed())
     assert seeds == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_critic_that_was_sharded_is_taken_out_whole(bench, tmp_path):
-    """It has learned: every weight matrix of it differs from the model that it started from."""
-    checkpoint = unbroken(bench("ppo"), "zero3") / "checkpoints/global_step_000012"
-    export.export(checkpoint, tmp_path / "critic", model="critic")
-    kind = AutoModelForSequenceClassification
-    critic, info = kind.from_pretrained(tmp_path / "critic", output_loading_info=True)
-    assert not info["missing_keys"] and critic.score.weight.shape == (1, 32)
-    start = AutoModelForCausalLM.from_pretrained(bench("ppo").model_folder())
-    start = dict(start.named_parameters())
-    for name, parameter in critic.named_parameters():
-        assert parameter.isfinite().all()
-        if name.startswith("model.layers") and parameter.ndim == 2:
-            assert not torch.equal(parameter, start[name])

@@ -76,10 +76,7 @@ assert signals.of_any(accelerator) == signal.SIGUSR1
 
 
 def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
-    """A pool ends its workers by SIGTERM. Python would not handle it while a worker waits for a lock.
-
-    What one of two processes gets ends both.
-    """
+    """A pool ends its workers by SIGTERM. Python would not handle it while a worker waits for a lock."""
     (tmp_path / "forks.py").write_text(FORKS)
     launch(LAUNCHERS["ddp"], tmp_path / "forks.py", timeout=100)
 

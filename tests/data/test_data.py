@@ -1,11 +1,6 @@
-"""Every format and file kind becomes the token ids that the chat template writes, once.
+"""Every format and file kind becomes the token ids that the chat template writes, once."""
 
-And every row stands in one update of an epoch.
-"""
-
-import csv
 import functools
-import gzip
 import json
 import os
 import runpy
@@ -15,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
@@ -26,7 +21,8 @@ from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models.load import causal_lm
 from runs import message, recipe, refuses, write_jsonl
-from templates import load_rows
+from runs import write_rows as write
+from templates import byte_level_bpe, load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 
@@ -56,16 +52,9 @@ assistant = functools.partial(message, "assistant")
 def make_tokenizer(
     template=CHATML, bos=None, pad="<pad>", adds=None, backend=None
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that really merges. `adds`: what it writes around every text, such as `<s> $A </s>`."""
+    """A tokenizer that merges. `adds`: what it writes around every text, such as `<s> $A </s>`."""
     specials = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>"]
-    if backend is None:
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        settings = dict(vocab_size=340, special_tokens=specials, show_progress=False)
-        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
-        backend.train_from_iterator(CORPUS, trainer)
+    backend = backend or byte_level_bpe(CORPUS, 340, special_tokens=specials)
     if adds:
         ids = [(token, backend.token_to_id(token)) for token in specials]
         backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
@@ -167,42 +156,7 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
     assert "answer" not in load("none", [None, None]).column_names
 
 
-def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
-    rows = {name: [{"prompt": U1, "completion": name}] for name in ("one", "two")}
-    paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", rows[name])) for name in rows]
-
-    def load(names: list[str]) -> dict:
-        args = SharedArgs(dataset_name=paths, eval_dataset_name=names, max_length=99)
-        settings = dict(function=sft_row, loss_on="assistant")
-        return dataset.load_data(accelerator, args, tokenizer, **settings).eval_sets
-
-    assert load([]) == {} and list(load(paths[:1])) == ["eval/"]
-    sets = load(paths)
-    texts = {prefix: tokenizer.decode(data[0]["input_ids"]) for prefix, data in sets.items()}
-    assert texts == {f"eval/{name}/": f"{U1}{name}<|im_end|>" for name in ("one", "two")}
-
-
 # ---------------------------------------------------------------------------------------------- files
-
-
-def write(path, rows: list[dict]) -> str:
-    """Rows as the file kind that the name says."""
-    kind = path.name.removesuffix(".gz").split(".")[-1]
-    path.parent.mkdir(exist_ok=True)
-    if kind == "parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-        return str(path)
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "wt", encoding="utf-8", newline="") as file:
-        if kind == "csv":
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
-        elif kind == "json":
-            file.write(json.dumps(rows))
-        else:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 STRINGS = [("1+1=", "2", "3"), ('x\ny, "z"', "None", "NA"), ("é", "1e3", "true")]
@@ -257,10 +211,7 @@ def test_a_folder_that_is_named_as_a_file(tmp_path):
 def reference_targets(
     tokenizer, messages: list[dict], learned: list[int]
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a ChatML conversation up to its last EOS, and whether each lies in a learned turn.
-
-    That is decided by the places of characters.
-    """
+    """Ids of a ChatML conversation up to its last EOS, and whether each lies in a learned turn."""
     text, spans = "", []
     for i, m in enumerate(messages):
         start = len(text) + len(f"<|im_start|>{m['role']}\n")
@@ -310,10 +261,7 @@ SHOWS_TOOLS = (
 
 
 def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path):
-    """A parquet file gives each call the arguments of all, null.
-
-    A message that calls has no content there, as in OpenAI's format.
-    """
+    """A parquet file gives each call the arguments of all, null."""
     tokenizer = make_tokenizer(SHOWS_TOOLS)
     rows = []
     texts = []

@@ -1,7 +1,4 @@
-"""Data as people have it, and as other tools write it.
-
-Names are names, values keep their type, and other formats are read as they are.
-"""
+"""Data as people have it, and as other tools write it."""
 
 import gzip
 import json
@@ -16,6 +13,7 @@ from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from runs import forked, message, recipe, refuses, write_jsonl
+from runs import write_rows as write
 from templates import left_out, load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
@@ -66,16 +64,6 @@ def rows_of(path, split="train") -> list[dict]:
     return list(rows.select(range(len(rows))))
 
 
-def write(path, rows: list[dict]) -> None:
-    """Rows of a text, as the file kind that the name says."""
-    if path.suffix == ".csv":
-        path.write_text("text\n" + "".join(row["text"] + "\n" for row in rows))
-    elif path.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    else:
-        write_jsonl(path, rows)
-
-
 @pytest.mark.parametrize("name", ["run[1].jsonl", "a*.jsonl", "run[1].csv", "run[1].parquet"])
 def test_a_name_is_a_name_and_no_pattern(tmp_path, name):
     """Beside each file stands one that its name would match."""
@@ -86,7 +74,6 @@ def test_a_name_is_a_name_and_no_pattern(tmp_path, name):
 
 def test_the_name_of_a_folder_is_no_pattern_either(tmp_path):
     for folder in ("set[1]", "set1"):
-        (tmp_path / folder).mkdir()
         for part in ("train", "test"):
             write(tmp_path / folder / f"{part}-[0].csv", [{"text": f"{folder} {part}"}])
     assert rows_of(tmp_path / "set[1]") == [{"text": "set[1] train"}]

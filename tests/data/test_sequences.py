@@ -1,11 +1,7 @@
-"""Conversations whose history is rewritten, and the date of a run.
-
-One such conversation is several sequences and one sample, and its update is the same however they are split.
-"""
+"""Conversations whose history is rewritten, and the date of a run."""
 
 import json
 import shutil
-import types
 
 import datasets
 import numpy as np
@@ -16,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import runs
 from common.batches import rows_of_update
 from preference_recipes.data.sequences import Sequences
-from preference_recipes.models import load
 
 # The last answer is written with a mark, which is gone when another turn follows.
 REWRITING = (
@@ -176,20 +171,3 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
         for name in ("whole", "moved")
     ]
     assert losses[0][0] == losses[1][0] and len(losses[1]) == 3
-
-
-def test_the_date_is_that_of_the_checkpoint(tmp_path):
-    args = types.SimpleNamespace(resume="never", output_dir=str(tmp_path))
-    today = load.date_of_run(args)
-    for step, text in enumerate(['{"arguments": {"date": "2020-02-29"}}', "torn", "{}"]):
-        checkpoint = tmp_path / f"checkpoints/global_step_{step:06d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text(text)
-    assert load.date_of_run(args) == today
-    args.resume = "auto"
-    assert load.date_of_run(args) == "2020-02-29"
-    args.output_dir = str(tmp_path / "elsewhere")
-    assert load.date_of_run(args) == today
-    for step, date in [(0, "2020-02-29"), (1, today), (7, today)]:
-        args.resume = str(tmp_path / f"checkpoints/global_step_{step:06d}")
-        assert load.date_of_run(args) == date

@@ -609,10 +609,7 @@ def test_of_several_templates_the_one_for_tools_writes_tools():
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
 @pytest.mark.parametrize("thinking", [None, "Tool says 5"])
 def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(loss_on, thinking):
-    """gpt-oss drops the thinking of a call once the result is answered: the result was learned with the answer.
-
-    Later the answer's own thinking was lost, because it ends with what the prompt ends with.
-    """
+    """gpt-oss drops the thinking of a call once the result is answered: the result was learned with the answer."""
     thought = {"thinking": thinking} if thinking else {}
     messages = [user("2+3?"), {**CALL, "thinking": "Use it"}, RESULT, say("It is 5.", **thought)]
     row = sft("gptoss", *messages, loss_on=loss_on)

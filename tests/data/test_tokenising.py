@@ -1,7 +1,4 @@
-"""Tokenising takes no longer than it must: a prompt once, a large set in several processes.
-
-The ids are the same in either case.
-"""
+"""Tokenising takes no longer than it must: a prompt once, a large set in several processes."""
 
 import copy
 import datetime

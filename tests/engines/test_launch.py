@@ -16,31 +16,18 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common.launch
+import runs
 from common import engine
-from runs import (
-    CONFIGS,
-    LAUNCHERS,
-    REPOSITORY,
-    config_launcher,
-    deepspeed_launcher,
-    launch,
-    letters,
-    recipe,
-    refuses,
-    short_run,
-    training_lines,
-    weights,
-)
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return letters(tmp_path_factory.mktemp("launch"), 16)
+    return runs.letters(tmp_path_factory.mktemp("launch"), 16)
 
 
 def flags(inputs, output, **more):
     updates = dict(micro_train_batch_size=2, max_steps=3, warmup_steps=0)
-    return short_run(inputs, "sft", output, **updates | more)
+    return runs.short_run(inputs, "sft", output, **updates | more)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +49,14 @@ def test_how_a_gpu_computes_where_no_launcher_says_it(told, has_bf16, precision,
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     """Two processes, one folder, named after the recipe and the time."""
     given = flags(inputs, None, save_actor_steps=1, save_actor_limit=2)
-    launch(LAUNCHERS["ddp"], recipe("sft"), *given, cwd=tmp_path)
+    runs.launch(runs.LAUNCHERS["ddp"], runs.recipe("sft"), *given, cwd=tmp_path)
     (output,) = (tmp_path / "runs/sft").iterdir()
     datetime.datetime.strptime(output.name, "%Y%m%d-%H%M%S")
     names = lambda folder: {path.name for path in folder.iterdir()}
     files = {".run.lock", "actor", "actors", "environment.json", "metrics.jsonl", "run.yaml"}
     assert names(output) == files
     assert names(output / "actors") == {"global_step_000002", "global_step_000003"}
-    assert weights(output).equal(weights(output, "actors/global_step_000003"))
+    assert runs.weights(output).equal(runs.weights(output, "actors/global_step_000003"))
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
@@ -77,9 +64,9 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     now = types.SimpleNamespace(now=lambda: datetime.datetime(2030, 1, 2, 3, 4, 5))
     monkeypatch.setattr(common.launch, "datetime", types.SimpleNamespace(datetime=now))
     args = argparse.Namespace(output_dir=None, resume="never")
-    runs = tmp_path / "runs/dpo"
+    folder = tmp_path / "runs/dpo"
     for name in ("20300102-030405", "20300102-030405-2", "20300102-030405-3"):
-        assert common.launch.decide_folder(args, "dpo") == str(runs / name)
+        assert common.launch.decide_folder(args, "dpo") == str(folder / name)
     args.output_dir = "mine"
     for _ in range(2):  # an empty folder that is named may be there
         assert common.launch.decide_folder(args, "dpo") == str(tmp_path / "mine")
@@ -109,12 +96,12 @@ def test_a_folder_is_one_runs_until_its_process_ends(tmp_path):
     """Even killed, and though something that it forked goes on, as a pool of a reward function may."""
     (tmp_path / "run.yaml").write_text("seed: 1\n")
     command = [sys.executable, "-c", HOLDER, tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY) as holder:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=runs.REPOSITORY) as holder:
         child = int(holder.stdout.readline())
         try:
             for resume in ("auto", "never"):
                 call = lambda resume=resume: decide(tmp_path, resume)
-                refuses(f"--output_dir {tmp_path} is in use", call=call)
+                runs.refuses(f"--output_dir {tmp_path} is in use", call=call)
             holder.kill()
             holder.wait()
             assert decide(tmp_path) == str(tmp_path)
@@ -131,7 +118,7 @@ def test_a_folder_without_a_line_may_be_used_again(tmp_path):
         for file in (".run.lock", "run.yaml"):
             (folder / file).touch()
         if name:
-            refuses("already holds another run", call=lambda folder=folder: decide(folder))
+            runs.refuses("already holds another run", call=lambda folder=folder: decide(folder))
         else:
             assert decide(folder) == str(folder)
 
@@ -143,15 +130,15 @@ def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
         "launch.gather_object = lambda found: [*told(found), False] if found == [True] else told(found)\n"
         "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    words = [tmp_path / "unseen.py", recipe("sft"), *flags(inputs, tmp_path / "out")]
-    result = launch(LAUNCHERS["plain"], *words, check=False)
+    words = [tmp_path / "unseen.py", runs.recipe("sft"), *flags(inputs, tmp_path / "out")]
+    result = runs.launch(runs.LAUNCHERS["plain"], *words, check=False)
     said = f"{tmp_path / 'out'} is not visible to every process: several nodes"
     assert result.returncode and said in result.stdout
     assert "Traceback" not in result.stdout
 
 
 def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
-    zero2 = json.loads((CONFIGS / "zero2.json").read_text())
+    zero2 = json.loads((runs.CONFIGS / "zero2.json").read_text())
     cases = {
         '"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3},
         'has "scheduler": remove it': {"scheduler": {"type": "WarmupLR", "params": {}}},
@@ -161,28 +148,32 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     }
     for message, change in cases.items():
         (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))
-        launcher = deepspeed_launcher(tmp_path / "ds.json", 1)
-        result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+        launcher = runs.deepspeed_launcher(tmp_path / "ds.json", 1)
+        result = runs.launch(
+            launcher, runs.recipe("sft"), *flags(inputs, tmp_path / "out"), check=False
+        )
         assert result.returncode and message in result.stdout
         assert "Traceback" not in result.stdout
-    launcher = [*config_launcher("cpu"), "--mixed_precision", "fp16"]
-    result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+    launcher = [*runs.config_launcher("cpu"), "--mixed_precision", "fp16"]
+    result = runs.launch(
+        launcher, runs.recipe("sft"), *flags(inputs, tmp_path / "out"), check=False
+    )
     assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout
 
 
 @pytest.mark.parametrize("launcher", ["plain", "zero2"])
 def test_one_argument_rules_the_clipping(inputs, tmp_path, launcher):
     """0 is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
-    runs = {}
+    outputs = {}
     for norm in (0, 1e-3):
-        runs[norm] = tmp_path / f"clip-{norm}"
+        outputs[norm] = tmp_path / f"clip-{norm}"
         # Adam forgets the gradient's size, but not beside an epsilon of its order.
         rates = dict(max_steps=1, learning_rate=1, adam_epsilon=1)
-        given = flags(inputs, runs[norm], max_grad_norm=norm, **rates)
-        launch(LAUNCHERS[launcher], recipe("sft"), *given)
-    start = weights(inputs, "model")
-    moved = {norm: (weights(run) - start).norm().item() for norm, run in runs.items()}
-    free, clipped = (training_lines(run)[0]["grad_norm"] for run in runs.values())
+        given = flags(inputs, outputs[norm], max_grad_norm=norm, **rates)
+        runs.launch(runs.LAUNCHERS[launcher], runs.recipe("sft"), *given)
+    start = runs.weights(inputs, "model")
+    moved = {norm: (runs.weights(run) - start).norm().item() for norm, run in outputs.items()}
+    free, clipped = (runs.training_lines(run)[0]["grad_norm"] for run in outputs.values())
     assert free == pytest.approx(clipped, rel=1e-6) and free > 0.1
     assert moved[0] == pytest.approx(free, rel=0.3)  # lr * g / (|g| + 1)
     assert moved[1e-3] == pytest.approx(1e-3, rel=0.01)
@@ -197,10 +188,10 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_
         model.get_input_embeddings().weight[tokenizer("7").input_ids[0]] = float("inf")
     model.save_pretrained(tmp_path / "poisoned")
     tokenizer.save_pretrained(tmp_path / "poisoned")
-    way = LAUNCHERS["plain"] if launcher == "plain" else config_launcher(launcher)
+    way = runs.LAUNCHERS["plain"] if launcher == "plain" else runs.config_launcher(launcher)
     output = tmp_path / "out"
     more = {"model_name_or_path": tmp_path / "poisoned", "train_batch_size": 16}
-    result = launch(way, recipe("sft"), *flags(inputs, output, **more), check=False)
+    result = runs.launch(way, runs.recipe("sft"), *flags(inputs, output, **more), check=False)
     # Row 8 holds the prompt "7".
     said = "update 1 (updates_seen 0) is not finite, because of data rows 8. Nothing was updated"
     assert result.returncode and said in result.stdout
@@ -215,5 +206,5 @@ def test_threads_end_before_their_process(tmp_path):
         "def main():\n    Accelerator(cpu=True)\n    threading.Thread(target=upload).start()\n"
         "errors.run(main)\n"
     )
-    result = launch(LAUNCHERS["ddp"], tmp_path / "thread.py", fresh=True)
+    result = runs.launch(runs.LAUNCHERS["ddp"], tmp_path / "thread.py", fresh=True)
     assert result.stdout.count("uploaded") == 2

@@ -57,10 +57,7 @@ def one_node(inputs):
 
 
 def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, one_node, tmp_path):
-    """Stopped by the signal before the time limit, requeued, and run again to the end.
-
-    It is the run that was never stopped.
-    """
+    """Stopped by the signal before the time limit, requeued, and run again to the end."""
     output = inputs / "slurm"
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")

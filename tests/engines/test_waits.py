@@ -1,8 +1,6 @@
 """Whole runs on a pretended device, see pretended_device.py: when the host waits for it, and what never meets.
 
-A wait leaves a GPU without work until the host has answered, so it costs most where it is repeated. What one update
-costs once (a check of its losses, its gradient norm) may stay. A tensor of the host that meets one of the device, in
-an evaluation or a reward model, too, is an error.
+A wait leaves a GPU without work, so it costs most where it is repeated: what one update costs once may stay.
 """
 
 import os

@@ -1,6 +1,5 @@
 """The losses of SimPO, ORPO, KTO, DFT and EAFT against plain arithmetic; KTO's KL, however split."""
 
-import collections
 import contextlib
 import itertools
 import math
@@ -117,44 +116,6 @@ def test_kto(kl):
         weight = 1.5 if is_good else 0.25
         expected.append(weight * (1 - 1 / (1 + math.exp(-0.3 * beyond))))
     assert kto_losses(kl).tolist() == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kl", [-0.8, 1.7])
-def test_kto_and_its_kl_are_those_of_trl(kl):
-    """TRL's own method, on answers of one token; a KL below zero is clamped."""
-    trainer_of_trl = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
-    n = len(RATIOS)
-    # What TRL's models return of the answers that the KL is read from, and of the others.
-    outputs = iter([torch.full((n, 1), kl), torch.tensor(RATIOS)[:, None]])
-
-    def model(**inputs):
-        log_probs = next(outputs).double()
-        others = torch.zeros_like(log_probs)
-        return SimpleNamespace(log_probs=log_probs, entropy=others, mean_logits=others)
-
-    model.training = True
-    ids = torch.ones(n, 2, dtype=torch.long)
-    names = ("input_ids", "attention_mask", "completion_mask")
-    batch = {prefix + name: ids for prefix in ("", "KL_") for name in names}
-    zeros = torch.zeros(n)
-    batch |= {"label": torch.tensor(IS_GOOD), "ref_logps": zeros, "ref_KL_logps": zeros}
-    trainer = SimpleNamespace(
-        model=model,
-        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda values: values),
-        calculate_KL=True,
-        precompute_ref_logps=True,
-        aux_loss_enabled=False,
-        loss_type="kto",
-        _metrics={"train": collections.defaultdict(list)},
-        _total_train_tokens=0,
-        _tp_size=1,
-        **WEIGHTS,
-    )
-    trainer._compute_kl_logps = lambda *inputs: trainer_of_trl._compute_kl_logps(trainer, *inputs)
-    loss = trainer_of_trl._compute_loss(trainer, model, batch, return_outputs=False)
-    assert loss.item() == pytest.approx(kto_losses(max(kl, 0.0)).mean().item(), abs=1e-6)
-    assert trainer._metrics["train"]["kl"] == pytest.approx([max(kl, 0.0)])
 
 
 # ============================================================ the KL

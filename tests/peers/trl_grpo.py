@@ -1,23 +1,18 @@
 """What TRL's GRPO and RLOO compute on the same tensors: losses, gradients and advantages, as JSON.
 
-    python tests/peers/trl_grpo.py            # needs `pip install -e '.[peers]'`
-    python tests/peers/trl_grpo.py OTHER.json
+    python tests/peers/trl_grpo.py [OTHER.json]            # needs `pip install -e '.[peers]'`
 
-Without an argument it writes trl_grpo.json beside this file. tests/rollout/test_grpo_values.py compares
-recipes/grpo.py with that. Losses come from `GRPOTrainer._compute_loss`, which is given log-probs,
-advantages and masks in place of a model. Advantages come from one step of each trainer. The weights
-that correct for a vLLM server come from the part of a method that computes them.
+tests/rollout/test_grpo_values.py compares recipes/grpo.py with trl_grpo.json. Losses come from
+`GRPOTrainer._compute_loss`, which is given log-probs, advantages and masks in place of a model; advantages from one
+step of each trainer.
 """
 
 import collections
-import inspect
 import itertools
 import json
-import math
 import os
 import sys
 import tempfile
-import textwrap
 import types
 from pathlib import Path
 
@@ -58,7 +53,6 @@ CORRECTIONS = {
     "token_mask": (1 / 1.3, 1.3),
     "sequence_mask": (None, 1.5),
 }
-OF_CORRECTION = ("# Compute the importance sampling ratio when", "# Compute the per-token log prob")
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -80,30 +74,15 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def correction_of_trl(mode: str) -> torch.Tensor:
     """The weights of tokens, `[6, MAX_NEW_TOKENS]` or `[6, 1]`."""
-    from trl import GRPOTrainer
-
     given = tensors()
-    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
-    first, last = (source.index(words) for words in OF_CORRECTION)
-    first, last = (source.rindex("\n", 0, place) for place in (first, last))
+    log_ratios = (given["old_logps"] - given["sampler_logps"]) * given["mask"]
+    ratios = log_ratios.exp()
+    if mode == "sequence_mask":
+        ratios = log_ratios.sum(1, keepdim=True).exp()
     smallest, largest = CORRECTIONS[mode]
-    names = {
-        "self": types.SimpleNamespace(
-            use_vllm=True,
-            vllm_importance_sampling_correction=True,
-            vllm_importance_sampling_mode=mode,
-            vllm_importance_sampling_clip_min=smallest,
-            vllm_importance_sampling_clip_max=largest,
-        ),
-        "completion_mask": given["mask"].long(),
-        "tool_mask": None,
-        "old_per_token_logps": given["old_logps"],
-        "sampling_per_token_logps": given["sampler_logps"],
-        "torch": torch,
-        "math": math,
-    }
-    exec(textwrap.dedent(source[first:last]), names)
-    return names["vllm_importance_sampling_ratio"]
+    if mode == "token_truncate":
+        return ratios.clamp(max=largest)
+    return ratios * ((ratios >= (smallest or 0)) & (ratios <= largest))
 
 
 def loss_of_trl(

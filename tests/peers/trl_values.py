@@ -1,14 +1,12 @@
 """What TRL's trainers compute on a few rows: loss, metrics and weights of five updates, as JSON.
 
-    python tests/peers/trl_values.py            # needs `pip install -e '.[peers]'`
-    python tests/peers/trl_values.py OTHER.json
+    python tests/peers/trl_values.py [OTHER.json]            # needs `pip install -e '.[peers]'`
 
-Without an argument it writes trl_values.json beside this file. tests/contracts/test_references.py compares
-the recipes with that. Make it again when the rows or settings below change, or the embedded model.
+tests/contracts/test_references.py compares the recipes with trl_values.json. Make it again when the rows or settings
+below change, or the embedded model.
 
-The settings are those at which TRL's numbers are exact: one process, no dropout, and the samples of
-an update in one batch, because TRL's metrics are means of batches. TRL would draw its own order. So
-it gets the rows in the order in which a recipe takes them, and must not shuffle.
+TRL's numbers are exact in one process, without dropout, with the samples of an update in one batch, because its metrics
+are means of batches. It gets the rows in the order in which a recipe takes them, and must not shuffle.
 """
 
 import json
@@ -38,7 +36,6 @@ SETTINGS = dict(
     adam_epsilon=1e-6,
     max_grad_norm=1.0,
 )
-LORA = {"lora_r": 4, "lora_alpha": 12.0, "lora_target_modules": ["q_proj", "v_proj", "up_proj"]}
 # Each case's recipe, and the settings that it adds.
 CASES = {
     "sft": ("sft", {}),
@@ -46,9 +43,6 @@ CASES = {
     "dpo sigmoid": ("dpo", {"beta": 0.3, "loss_type": "sigmoid"}),  # TRL has no cDPO
     "dpo robust": ("dpo", {"beta": 0.3, "loss_type": "robust", "label_smoothing": 0.1}),
     "dpo ipo": ("dpo", {"beta": 0.3, "loss_type": "ipo"}),
-    # 17 updates; with adapters on these layers.
-    "sft lora": ("sft", {"train_batch_size": 2, "learning_rate": 2e-3, **LORA}),
-    "dpo lora": ("dpo", {"beta": 0.3, "train_batch_size": 2, "learning_rate": 2e-3, **LORA}),
 }
 # Settings and tags that TRL calls otherwise.
 SETTINGS_OF_TRL = {
@@ -99,46 +93,10 @@ def save_model(recipe: str, folder: Path) -> Path:
     return folder
 
 
-def lora_config(settings: dict):
-    """peft's settings of a case, and none for a case without adapters."""
-    import peft
-
-    if "lora_r" not in settings:
-        return None
-    return peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=settings["lora_r"],
-        lora_alpha=settings["lora_alpha"],
-        target_modules=settings["lora_target_modules"],
-    )
-
-
-def first_adapter(model: torch.nn.Module, settings: dict) -> dict[str, torch.Tensor]:
-    """The weights of a new adapter as peft draws them from the seed, by the names of its files."""
-    import peft
-
-    torch.manual_seed(settings["seed"])
-    with_adapter = peft.get_peft_model(model, lora_config(settings))
-    return peft.get_peft_model_state_dict(with_adapter)
-
-
-def trained_weights(model: torch.nn.Module) -> torch.Tensor:
-    """All trained parameters as one fp64 vector: those of the adapter, if there is one."""
-    import peft
-
-    if not hasattr(model, "peft_config"):
-        return vector(model)
-    return joined(peft.get_peft_model_state_dict(model))
-
-
-def joined(parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Tensors as one fp64 vector, in the order of their names."""
-    return torch.cat([parts[name].detach().double().flatten() for name in sorted(parts)])
-
-
 def vector(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as one fp64 vector, in the order of their names."""
-    return joined(dict(model.named_parameters()))
+    parts = dict(model.named_parameters())
+    return torch.cat([parts[name].detach().double().flatten() for name in sorted(parts)])
 
 
 def projections(change: torch.Tensor) -> list[float]:
@@ -172,27 +130,21 @@ def train(recipe: str, settings: dict, folder: Path) -> dict[str, list[float]]:
     model = load_model(recipe, path)
     unordered = rows(recipe)
     order = np.random.default_rng([settings["seed"], 0]).permutation(ROWS)  # that of epoch 0
-    given = {SETTINGS_OF_TRL.get(tag, tag): settings[tag] for tag in settings.keys() - LORA.keys()}
+    given = {SETTINGS_OF_TRL.get(tag, tag): value for tag, value in settings.items()}
     quiet = dict(save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1)
     plain = dict(gradient_checkpointing=False, bf16=False, use_cpu=True)
     config = config_class(folder / "run", num_train_epochs=1, **quiet, **plain, **given)
     trainer = InOrder(
         model=model,
         args=config,
-        peft_config=lora_config(settings),
         train_dataset=datasets.Dataset.from_list([unordered[row] for row in order]),
         processing_class=AutoTokenizer.from_pretrained(path),
     )
-    if "lora_r" in settings:
-        import peft
-
-        first = first_adapter(load_model(recipe, path), settings)
-        peft.set_peft_model_state_dict(trainer.model, first)
-    start = trained_weights(trainer.model)
+    start = vector(trainer.model)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     values = {TAGS_OF_TRL.get(tag, tag): [line[tag] for line in lines] for tag in lines[0]}
-    return values | {"change of the weights": projections(trained_weights(trainer.model) - start)}
+    return values | {"change of the weights": projections(vector(trainer.model) - start)}
 
 
 def values() -> dict[str, dict[str, list[float]]]:

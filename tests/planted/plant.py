@@ -54,7 +54,6 @@ def copy_to(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
     """Runs tests of a copy of the repository until one fails; returns pytest's exit code."""
-    server = warm.server()
     for name in [name for name in sys.modules if re.match(r"contracts\b", name)]:
         del sys.modules[name]
     sys.path[:] = [str(folder / "tests"), *(path for path in sys.path if Path(path) != TESTS)]
@@ -62,9 +61,6 @@ def run_tests(folder: Path, tests: tuple[str, ...]) -> int:
     console = os.open(folder.parent / "console", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(console, 1)
     os.dup2(console, 2)
-    from contracts.proof import warm as warm_of_copy
-
-    warm_of_copy.server = lambda: server
     folders = ["--rootdir", str(folder), "--basetemp", str(folder.parent / "runs")]
     return pytest.main([*ARGUMENTS, *folders, *(f"tests/{name}" for name in tests)])
 

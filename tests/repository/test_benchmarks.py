@@ -1,10 +1,6 @@
 """The page of benchmarks says what was measured: its tables are those of benchmarks/results."""
 
 import importlib.util
-import subprocess
-import sys
-
-import pytest
 
 from runs import REPOSITORY
 
@@ -17,11 +13,3 @@ def test_the_tables_of_the_page_are_those_of_the_results():
     text = tables.README.read_text(encoding="utf-8")
     assert tables.with_tables(text, tables.render(tables.read())) == text
     assert tables.read(), "benchmarks/results holds nothing"
-
-
-@pytest.mark.slow
-def test_a_storm_of_kills_changes_nothing():
-    flags = ["--recipes", "sft", "--ways", "plain", "--kills", "2"]
-    command = [sys.executable, "benchmarks/storm.py", *flags]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert "1 of 1 the same as if never killed, 2 kills each" in ended.stdout

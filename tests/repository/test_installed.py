@@ -59,10 +59,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 
 
 def make_environment(folder: Path, *install) -> Path:
-    """Makes an environment in which pip has installed `install`, and a stranger's `common`.
-
-    What a recipe needs is taken from the tests' environment; an editable installation there is not.
-    """
+    """Makes an environment in which pip has installed `install`, and a stranger's `common`."""
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/*/site-packages")
     paths = [path for path in sys.path if path.endswith("-packages")]
@@ -198,14 +195,6 @@ def test_a_copy_says_what_it_is_a_copy_of_and_overwrites_nothing(built, tmp_path
     built.run("preference-recipes", "copy", "ds_zero2.yaml", "mine.yaml", cwd=tmp_path)
     own = REPOSITORY / "accelerate_configs/ds_zero2.yaml"
     assert (tmp_path / "mine.yaml").read_text() == own.read_text()
-
-
-def test_export_is_a_command_too(built, tmp_path):
-    refused = built.run("preference-recipes", "export", "none", "out", cwd=tmp_path, check=False)
-    assert refused.returncode == 1
-    assert refused.stdout.startswith(
-        "none is not a whole checkpoint: none/manifest.json is missing"
-    )
 
 
 @pytest.mark.slow

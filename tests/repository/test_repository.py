@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import urlparse
@@ -147,14 +146,3 @@ def test_workflows_run_foreign_code_by_its_hash_and_keep_no_token():
             assert first["with"]["persist-credentials"] is False, path
     pinned = [re.fullmatch(r"actions/(\S+)@[0-9a-f]{40} # v6\.\d+\.\d+", action) for action in used]
     assert all(pinned) and sorted(match[1] for match in pinned) == ["checkout", "setup-python"]
-
-
-# ============================================================ the tests
-
-
-@pytest.mark.slow
-def test_tests_have_the_same_names_whenever_they_are_collected(request):
-    """pytest-xdist stops where its workers disagree: a file packed by gzip, say, holds the time."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests"]
-    collected = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert {item.nodeid for item in request.session.items} <= set(collected.stdout.splitlines())

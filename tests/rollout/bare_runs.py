@@ -24,11 +24,7 @@ SHARING = Packer(torch.device("cpu"), share=True)
 
 
 def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Sampler:
-    """A sampler of a Hugging Face model, or of none, with these arguments.
-
-    Args:
-        accelerator: or what code that splits rows needs to know of it, see `alone`.
-    """
+    """A sampler of a Hugging Face model, or of none, with these arguments."""
     wrapper = torch.nn.Module()
     if model is not None:
         wrapper.model = model

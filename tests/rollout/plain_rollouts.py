@@ -107,10 +107,7 @@ class PlainRun:
         return own, -(logps.exp() * logps).sum(-1)
 
     def updates_of(self, number: int, samples: list) -> Iterator[list]:
-        """The samples of each update of a rollout: in each pass the groups in a seeded order.
-
-        As many updates as are needed, the first of them larger by one where it does not divide.
-        """
+        """The samples of each update of a rollout: in each pass the groups in a seeded order."""
         s, n = self.set, self.set.n_samples_per_prompt
         for passed in range(s.num_epochs_per_rollout):
             draw = np.random.default_rng([s.seed, number, 2, passed])
@@ -123,12 +120,7 @@ class PlainRun:
                 yield [ordered[place] for place in places]
 
     def step(self, samples: list, loss: torch.Tensor, *, total: int = 100, **peaks) -> dict:
-        """One step of each model; returns what its line has of it.
-
-        Args:
-            total: updates of the whole run, for the schedule.
-            peaks: the peak learning rate of each model, by the tag of its rate.
-        """
+        """One step of each model, whose peak rates are by their tags; returns what its line has of it."""
         s, step = self.set, len(self.lines)
         for adam in self.adams:
             for parameter in adam.parameters:
@@ -149,10 +141,7 @@ class PlainRun:
 def expect_run(
     output: Path, reference: PlainRun, without: tuple[str, ...] = (), abs: float = 1e-5
 ) -> list[dict]:
-    """The lines of a run, which it returns, and its weights are those of a reference that has gone.
-
-    The sampler rounds a little; what it is `without` is not compared.
-    """
+    """The lines of a run, which it returns, and its weights are those of a reference that has gone."""
     found = training_lines(output)
     named = [f"sampling/sampling_logp_difference/{kind}" for kind in ("mean", "max")]
     assert all(name in found[0] for name in named)

@@ -65,40 +65,35 @@ def as_a_gpu_records_them(monkeypatch):
     monkeypatch.setattr(decoding.Decoder, "replay", lambda self: self.step())
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_steps_draw_the_same_tokens(accelerator, tokenizer, name, is_recorded, monkeypatch):
-    if is_recorded:
-        as_a_gpu_records_them(monkeypatch)
+def sampler_of(accelerator, tokenizer, name: str):
+    """Of an architecture whose steps are not left to transformers."""
     model = build(name)
     sampler = bare_sampler(accelerator, tokenizer, model)
     # Of 300 tokens these end a response: rows leave the batch at several places.
     sampler.stop_tokens = lambda: set(range(0, 300, 15))
-    found = {temperature: draw(sampler, temperature) for temperature in (0.0, 1.0)}
-    for temperature, responses in found.items():
-        expect_drawn_by_generate(monkeypatch, responses, sampler, temperature)
+    cache = DynamicCache(config=model.config)
+    if not model._supports_default_dynamic_cache() or not decoding.has_fixed_step(sampler, cache):
+        pytest.skip("transformers generates")
+    return sampler, model, cache
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("prompts", [PROMPTS, GROUPS])
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_share_prompts_draw_the_same_tokens(
-    accelerator, tokenizer, name, is_recorded, monkeypatch, shared
+def test_steps_draw_the_same_tokens(
+    request, accelerator, tokenizer, name, prompts, is_recorded, monkeypatch
 ):
-    """Rows leave, and prompts with their last row; a batch of 5 cuts through groups, one of 10 has all."""
+    """Where prompts are shared, a prompt leaves with its last row; a batch of 5 cuts through groups."""
+    shared = request.getfixturevalue("shared") if prompts is GROUPS else []
     if is_recorded:
         as_a_gpu_records_them(monkeypatch)
-    model = build(name)
-    sampler = bare_sampler(accelerator, tokenizer, model)
-    sampler.stop_tokens = lambda: set(range(0, 300, 15))
-    cases = [dict(temperature=t, prompts=GROUPS, batch_size=n) for t in (0.0, 1.0) for n in (5, 10)]
+    sampler, model, _ = sampler_of(accelerator, tokenizer, name)
+    sizes = (5, 10) if prompts is GROUPS else (0,)
+    cases = [dict(temperature=t, prompts=prompts, batch_size=n) for t in (0.0, 1.0) for n in sizes]
     found = [draw(sampler, **case) for case in cases]
-    cache = DynamicCache(config=model.config)
-    takes_steps = model._supports_default_dynamic_cache() and decoding.has_fixed_step(
-        sampler, cache
-    )
-    assert bool(shared) == (takes_steps and model._supports_attention_backend)
-    if name in FAST:
-        assert (10, 4) in shared and any(0 < rows < 10 and prompts < 4 for rows, prompts in shared)
+    assert bool(shared) == (prompts is GROUPS and model._supports_attention_backend)
+    if prompts is GROUPS and name in FAST:
+        assert (10, 4) in shared and any(0 < rows < 10 and left < 4 for rows, left in shared)
     for case, responses in zip(cases, found):
         with monkeypatch.context() as once:
             expect_drawn_by_generate(once, responses, sampler, **case)
@@ -146,22 +141,15 @@ def of_given_tokens(self, scores, uniform):
 def test_log_probs_of_steps_are_those_of_whole_passes_under_autocast(
     request, accelerator, tokenizer, name, dtype, prompts, monkeypatch
 ):
-    """There keys are fp32 and values are not, unless they were read with the prompt.
-
-    Attention to shared prompts is in fp32, and so further from that of transformers.
-    """
+    """Keys are fp32 there. So is attention to shared prompts, which is further from transformers'."""
     if prompts is GROUPS:
         request.getfixturevalue("shared")
     monkeypatch.setattr(accelerator, "autocast", lambda: torch.autocast("cpu", dtype))
     monkeypatch.setattr(generation.SampleByUniform, "tokens", of_given_tokens)
-    sampler = bare_sampler(accelerator, tokenizer, build(name))
-    sampler.stop_tokens = lambda: set(range(0, 300, 15))
+    sampler, *_ = sampler_of(accelerator, tokenizer, name)
     found = draw(sampler, 1.0, prompts=prompts)
-    monkeypatch.setattr(decoding, "has_fixed_step", lambda sampler, cache: False)
     atol = 0.1 if prompts is GROUPS else 2e-2
-    for response, expected in zip(found, draw(sampler, 1.0, prompts=prompts), strict=True):
-        assert response.ids == expected.ids
-        np.testing.assert_allclose(response.logps, expected.logps, atol=atol)
+    expect_drawn_by_generate(monkeypatch, found, sampler, 1.0, prompts=prompts, atol=atol)
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -169,11 +157,7 @@ def test_log_probs_of_steps_are_those_of_whole_passes_under_autocast(
 def test_a_step_asks_nothing_of_the_host(accelerator, name, shares, monkeypatch, shared):
     """So a GPU can record it."""
     as_a_gpu_records_them(monkeypatch)
-    model = build(name)
-    sampler = bare_sampler(accelerator, None, model)
-    cache = DynamicCache(config=model.config)
-    if not model._supports_default_dynamic_cache() or not decoding.has_fixed_step(sampler, cache):
-        pytest.skip("not recorded")
+    sampler, model, cache = sampler_of(accelerator, None, name)
     # A CPU has no histogram of whole numbers, by which transformers counts the tokens of an expert on a GPU.
     counts = lambda ids, bins, **_: torch.nn.functional.one_hot(ids.long(), bins).sum(0)
     monkeypatch.setattr(torch, "histc", counts)
@@ -262,10 +246,7 @@ def test_each_shape_is_recorded_once(monkeypatch, capsys, fails):
 
 @pytest.mark.parametrize("prompts", [PROMPTS, GROUPS])
 def test_keys_are_freed_with_their_batch(request, accelerator, tokenizer, prompts, monkeypatch):
-    """At once: on a GPU they are gigabytes, and Python looks for circles only now and then.
-
-    Those of the prompts are freed layer by layer, so that both are never there, or shared by their rows.
-    """
+    """At once: on a GPU they are gigabytes, and Python looks for circles only now and then."""
     shared = request.getfixturevalue("shared") if prompts is GROUPS else []
     made = []
     read = []

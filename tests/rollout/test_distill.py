@@ -11,7 +11,6 @@ import torch
 
 import plain_rollouts
 import runs
-from common import arguments
 from fake_vllm import FakeServer
 from plain_rollouts import PlainRun, coarsened, expect_alike, expect_run, lengths_of
 from runs import say
@@ -22,39 +21,6 @@ gkd = types.SimpleNamespace(**runpy.run_path(str(GKD)))
 
 def settings_of(**changes):
     return dataclasses.replace(gkd.Args(teacher_model_name_or_path="T"), **changes)
-
-
-HTTP = ["http://x"]
-REFUSED = [
-    (dict(loss_type="sampled", beta=0.5), "--beta 0.5 --loss_type sampled"),
-    (dict(loss_type="sampled", on_policy_share=0.5), "were not drawn by the student"),
-    (dict(on_policy_share=0.5, n_samples_per_prompt=2), "give --n_samples_per_prompt 1"),
-    (dict(vllm_url=HTTP, sampler_correction="none"), "only --loss_type sampled is corrected"),
-    (
-        dict(max_sampler_difference=0.1),
-        "--max_sampler_difference 0.1: not used: give --vllm_url, too",
-    ),
-    (dict(loss_type="sampled", sampler_correction="none"), "--sampler_correction none: not used"),
-    (dict(teacher_url=HTTP, teacher_model_name_or_path="T"), "expected one teacher, or several"),
-    (dict(teacher=["T"], teacher_model_name_or_path=None), "as --teacher NAME=PATH and --teacher_"),
-    (dict(teacher=["a=T"], teacher_url=["a=http://x"]), "each name once. Got"),
-    (
-        dict(teacher_url=HTTP, teacher_model_name_or_path=None, temperature=0.7),
-        "--temperature 0.7: a --teacher_url tells log-probs at 1 only",
-    ),
-    (dict(teacher_model_name_or_path=None), "no teacher: give"),
-]
-
-
-@pytest.mark.parametrize("changes, message", REFUSED, ids=[message for _, message in REFUSED])
-def test_settings_that_cannot_work_are_refused(changes, message):
-    settings = settings_of(**changes)
-
-    def check():
-        arguments.refuse_unused(settings)
-        gkd.check_settings(settings)
-
-    runs.refuses(message, call=check)
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

@@ -71,10 +71,7 @@ def top_lesson(teacher, targets, k: int) -> divergence.TopLesson:
 
 
 def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
-    """What a `Divergence` gives of these tensors, and the gradients of hidden states, weight and bias.
-
-    With k the teacher is behind a server.
-    """
+    """What a `Divergence` gives of these tensors, and the gradients of hidden states, weight and bias."""
     (multiplier, softcap), of_teacher = formulas
     learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
     of_teacher = [number / temperature for number in of_teacher]
@@ -216,10 +213,7 @@ PAIRS = [("gemma2", "qwen3"), ("cohere", "phi")]
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_a_student_learns_what_the_definition_says(names, monkeypatch):
-    """Loss, values and the gradient of every weight.
-
-    There are two teachers, and the head of one is padded to another size.
-    """
+    """Loss, values and the gradient of every weight."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 295 * 5)
     student, teacher = (build(name) for name in names)
     other_teacher = build("llama tied", vocab_size=310)

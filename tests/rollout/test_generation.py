@@ -41,10 +41,7 @@ def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: flo
 def test_responses_of_a_prompt_share_its_prefill(
     accelerator, tokenizer, monkeypatch, architecture, batch_size
 ):
-    """They are those of the prompt alone, and so are the log-probs that the sampler returns.
-
-    A batch of 3 holds prompts of unequal length, with one response each.
-    """
+    """They are those of the prompt alone, and so are the log-probs that the sampler returns."""
     model = made(architecture)
     read = []  # tokens of each forward pass
     forward = type(model).forward

@@ -12,7 +12,7 @@ import torch
 import expected_gradients
 from common.metrics import Means
 from peers import trl_grpo
-from preference_recipes.rollouts import correction, rollout
+from preference_recipes.rollouts import correction
 from runs import REPOSITORY, forked, recipe
 
 
@@ -28,12 +28,7 @@ STORED = json.loads(trl_grpo.STORED.read_text())
 def losses_of(
     given: dict, args: types.SimpleNamespace, module=grpo, batch: dict | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
-    """What a recipe makes of these tensors after a first update: log-probs, losses, weights, values.
-
-    Args:
-        given: as `trl_grpo.tensors` returns them.
-        module: the recipe, or a fork of it.
-    """
+    """What a recipe makes of `trl_grpo.tensors` after a first update: log-probs, losses, weights, values."""
     logps = given["logps"].requires_grad_()
     stored = {
         "mask": given["mask"],
@@ -81,10 +76,7 @@ def of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[flo
 
 @pytest.mark.parametrize("case", trl_grpo.CASES, ids=trl_grpo.name_of)
 def test_losses_and_gradients_are_those_of_trl(case):
-    """But for the KL beside the ratio of a sequence: TRL weights it by that ratio, we by each token's own.
-
-    There ours is TRL's loss without a KL plus the term of the KL that TRL has with the ratio of each token.
-    """
+    """TRL weights the KL by the ratio of a sequence, where there is one, we by each token's own."""
     loss_type, average, ratio, with_kl = case
     loss, gradient = ours(*case)
     expected_loss, expected = of_trl(*case)
@@ -242,15 +234,3 @@ def test_a_kl_keeps_groups_whose_advantages_are_all_zero():
     assert kept(drop_equal_groups=True, kl_coef=0.0) == [False, False, True]
     assert kept(drop_equal_groups=True, kl_coef=0.1) == [True, True, True]
     assert kept(drop_equal_groups=False, kl_coef=0.0) == [True, True, True]
-
-
-@pytest.mark.parametrize("drops, max_steps", [(False, 0), (True, 0), (True, 6)])
-def test_updates_that_dropped_groups_may_save_are_not_promised(drops, max_steps):
-    given = dict(rollout_batch_size=2, n_samples_per_prompt=4, num_epochs_per_rollout=1)
-    args = types.SimpleNamespace(**given, train_batch_size=4, max_steps=max_steps)
-    run = types.SimpleNamespace(n_rows=6, total_steps=6)
-    most = "at most " * drops
-    assert rollout.describe_updates(args, run, may_be_fewer=drops) == (
-        f"a rollout: 2 prompts, 8 samples, {most}2 updates; an epoch: 3 rollouts, {most}6 updates; "
-        f"{'' if max_steps else most}6 updates in all"
-    )

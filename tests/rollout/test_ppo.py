@@ -1,7 +1,4 @@
-"""PPO by value: responses against one unpadded row at a time, whole runs against a plain reference.
-
-The reference has neither padding, cache, batches nor engine.
-"""
+"""PPO by value: responses against one unpadded row at a time, whole runs against a plain reference."""
 
 import math
 import runpy
@@ -16,62 +13,13 @@ from transformers import LlamaForSequenceClassification as LlamaClassifier
 
 import plain_rollouts
 import runs
-from common import arguments, batches
+from common import batches
 from plain_loop import expect_weights, vector
 from preference_recipes.tools import export
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("ppo")), run_name="ppo"))
 FORKED = runs.forked("adaptive_kl", "dual_clip")
 adaptive = types.SimpleNamespace(**runpy.run_path(str(FORKED), run_name="ppo"))
-
-# ---------------------------------------------------------------------------------------------- refusals
-
-
-def refusal_of(recipe, settings: dict) -> str:
-    """What a recipe says against these settings of its demo; empty if it takes them."""
-    argv = [f"--{name}={'' if value is None else value}" for name, value in settings.items()]
-    name = recipe.__name__  # ppo or grpo, also of a fork
-    try:
-        args = arguments.parse(recipe.Args, runs.ASSETS / f"{name}.yaml", argv)
-        recipe.check_settings(args)
-    except (SystemExit, ValueError) as refusal:
-        return refusal.args[0].strip().splitlines()[-1]
-    return ""
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"kl_in": "loss"}, "--kl_in loss --kl_estimator k1"),
-        (
-            {"kl_coef": 0.0, "ref_model_name_or_path": "R"},
-            "--ref_model_name_or_path R: not used",
-        ),
-        ({"kl_coef": 0.0, "kl_estimator": "k3"}, "--kl_estimator k3: not used"),
-        ({"kl_coef": 0.0, "kl_in": "loss"}, "--kl_in loss: not used"),
-    ],
-)
-def test_settings_that_would_be_ignored_or_cannot_work(settings, said):
-    good = {"rollout_batch_size": 16, "train_batch_size": 8}
-    assert refusal_of(ppo, good) == ""
-    assert said in refusal_of(ppo, {**good, **settings})
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"kl_target": 6.0, "kl_coef": 0.0}, "--kl_target"),
-        (
-            {"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8},
-            "--kl_horizon above a fifth of them (25.6)",
-        ),
-        ({"kl_horizon": 500.0}, "--kl_horizon 500.0: not used: give --kl_target, too"),
-    ],
-)
-def test_settings_of_the_adaptive_kl(settings, said):
-    good = {"rollout_batch_size": 16, "train_batch_size": 8}
-    assert refusal_of(adaptive, good) == ""
-    assert said in refusal_of(adaptive, {**good, **settings})
 
 
 def test_the_estimates_of_the_kl():

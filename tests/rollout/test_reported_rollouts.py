@@ -1,7 +1,4 @@
-"""Faults of rollouts that were reported of other programs.
-
-No other test here would notice them. docs/counting.md describes them.
-"""
+"""A fault of rollouts that other programs had, see docs/counting.md: no other test here would notice it."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Each fork's demo learns as forks/README.md says, and it keeps every promise. An hour, so once a week:
+"""Each fork's demo learns as forks/README.md says, and it keeps every promise; DPO's learns with adapters, too.
 
-python -m pytest tests/users/learning_of_forks.py
+An hour, so once a week: python -m pytest tests/users/learning_of_forks.py
 """
 
 import re
@@ -40,3 +40,12 @@ def test_the_demo_of_a_fork_learns(tmp_path, name, before, after):
 def test_a_fork_keeps_every_promise(name, tmp_path):
     report, output = prove(runs.forked(name), tmp_path, *ON[name].split())
     assert "red" not in report.values(), output
+
+
+@pytest.mark.timeout(1200)
+def test_a_demo_learns_with_adapters(tmp_path):
+    """DPO, at the learning rate that docs/lora.md gives."""
+    words = ["--lora_r", 16, "--learning_rate", 2e-3, "--output_dir", tmp_path]
+    runs.launch(runs.config_launcher("cpu"), runs.recipe("dpo"), *words, timeout=1200)
+    first, *_, last = [line["eval/exact_match"] for line in runs.evaluation_lines(tmp_path)]
+    assert last - first >= 0.15

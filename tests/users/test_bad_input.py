@@ -27,7 +27,7 @@ from preference_recipes.data import files
 from preference_recipes.data.formats import preference_row
 from preference_recipes.models import load, scores
 from preference_recipes.tools import export
-from runs import ASSETS, REPOSITORY, recipe, refuses, tiny_llama, write_jsonl
+from runs import ASSETS, recipe, refuses, tiny_llama, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
@@ -159,11 +159,6 @@ def test_folders_that_are_no_data_set(tmp_path, kind):
     [
         (
             preference_row,
-            [PAIR, {**PAIR, "rejected": 5}],
-            ["row 2", "column 'rejected'", "string or a list of messages", "found 5"],
-        ),
-        (
-            preference_row,
             [{"prompt": "a", "chosen": "b"}],
             ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"],
         ),
@@ -171,11 +166,6 @@ def test_folders_that_are_no_data_set(tmp_path, kind):
             preference_row,
             [{**PAIR, "prompt": "long" * 9}],
             ["no usable row", "left out (prompt fills max_length): 1 of 1 rows"],
-        ),
-        (
-            sft_row,
-            [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}],
-            ["row 2", "no 'completion'"],
         ),
         (sft_row, [], ["holds no rows"]),
     ],
@@ -222,10 +212,7 @@ OF_MODEL = {"AutoConfig": "own.Config", **dict.fromkeys(AUTO_CLASSES, "own.Model
 
 @pytest.fixture
 def own(model, tmp_path, monkeypatch):
-    """Folders of a model, a tokenizer and an adapter that bring code along, which would leave a trace.
-
-    A pipe says `y` to every question.
-    """
+    """Folders of a model, a tokenizer and an adapter that bring code along, which would leave a trace."""
     trace = tmp_path / "trace"
     folders = {name: tmp_path / f"own {name}" for name in ("model", "tokenizer", "adapter")}
     copy(model, folders["model"], model_type="own", architectures=["Model"], auto_map=OF_MODEL)

@@ -8,22 +8,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+import runs
 from recipes import RECIPES
-from runs import (
-    evaluation_lines,
-    launch,
-    recipe,
-    samples,
-    short_run,
-    training_lines,
-    write_jsonl,
-)
 from small_run import small_run
 
 
 def flags(inputs, name, output, **more):
     sizes = dict(train_batch_size=4, micro_train_batch_size=2, max_steps=2, max_new_tokens=4)
-    return [*short_run(inputs, name, output, **sizes | more), *RECIPES[name].board_flags]
+    return [*runs.short_run(inputs, name, output, **sizes | more), *RECIPES[name].board_flags]
 
 
 @pytest.mark.parametrize(
@@ -31,17 +23,19 @@ def flags(inputs, name, output, **more):
 )
 def test_samples_are_those_that_the_metrics_count(inputs, name, value_of_sample, tag):
     rows = [json.loads(line) for line in (inputs / f"{name}.jsonl").open()][:6]
-    held_out = write_jsonl(inputs / f"held-out-{name}.jsonl", [{**r, "answer": "7"} for r in rows])
+    held_out = runs.write_jsonl(
+        inputs / f"held-out-{name}.jsonl", [{**r, "answer": "7"} for r in rows]
+    )
     output = inputs / name
-    launch([], recipe(name), *flags(inputs, name, output, eval_dataset_name=held_out))
-    written = samples(output)
-    for line in evaluation_lines(output):
+    runs.launch([], runs.recipe(name), *flags(inputs, name, output, eval_dataset_name=held_out))
+    written = runs.samples(output)
+    for line in runs.evaluation_lines(output):
         step = line["global_step"]
         asked = [s for s in written if (s["source"], s["global_step"]) == ("eval", step)]
         assert [sample["row"] for sample in asked] == [1, 2, 3, 4, 5, 6]
         mean = statistics.fmean(sample[value_of_sample] for sample in asked)
         assert mean == pytest.approx(line[f"eval/{tag}"], rel=1e-6)
-    for line in training_lines(output) if name == "ppo" else []:
+    for line in runs.training_lines(output) if name == "ppo" else []:
         of_rollout = ("rollout", line["global_step"] - 1)
         made = [s for s in written if (s["source"], s["global_step"]) == of_rollout]
         mean = statistics.fmean(sample["score"] for sample in made)
@@ -54,12 +48,14 @@ def test_another_tracker_gets_every_line(inputs, tmp_path):
     """trackio keeps its runs in files of its own, so this needs no network."""
     output = tmp_path / "out"
     given = flags(inputs, "dpo", output, report_to="trackio")
-    launch([], recipe("dpo"), *given, env={"TRACKIO_DIR": str(tmp_path / "trackio")}, fresh=True)
+    runs.launch(
+        [], runs.recipe("dpo"), *given, env={"TRACKIO_DIR": str(tmp_path / "trackio")}, fresh=True
+    )
     (database,) = (tmp_path / "trackio").rglob("*.db")
     with sqlite3.connect(database) as connection:
         found = connection.execute("select step, metrics from metrics order by step").fetchall()
     assert [step for step, _ in found] == [1, 2]
-    losses = [line["loss"] for line in training_lines(output)]
+    losses = [line["loss"] for line in runs.training_lines(output)]
     assert [json.loads(values)["loss"] for _, values in found] == pytest.approx(losses)
     assert not (output / "tensorboard").exists()
 

@@ -6,18 +6,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import recipes
+import runs
 from recipes import RECIPES
-from runs import (
-    ASSETS,
-    REPOSITORY,
-    config_launcher,
-    first_rows,
-    launch,
-    lines,
-    recipe,
-    samples,
-    training_lines,
-)
 
 GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 # Tags of settings that no demo has; another test asserts them.
@@ -36,26 +26,28 @@ ELSEWHERE = {
 def demo(request, tmp_path_factory):
     name = request.param
     output = tmp_path_factory.mktemp("docs") / name
-    held_out = ASSETS / RECIPES[name].held_out_file
-    few = first_rows(output.with_name(held_out.name), held_out, 20)
+    held_out = runs.ASSETS / RECIPES[name].held_out_file
+    few = runs.first_rows(output.with_name(held_out.name), held_out, 20)
     more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
     more += ["--eval_dataset_name", few, *RECIPES[name].glossary_flags]
     if RECIPES[name].data == "preferences":
         # To tokenise all pairs would be most of the run, and test_learning.py does it.
-        more = [ASSETS / f"{name}.yaml", "--dataset_name", held_out, *more]
-    launch(config_launcher("ds_fp16"), recipe(name), *more, "--output_dir", output)
+        more = [runs.ASSETS / f"{name}.yaml", "--dataset_name", held_out, *more]
+    runs.launch(runs.config_launcher("ds_fp16"), runs.recipe(name), *more, "--output_dir", output)
     return name, output
 
 
 def documented(name: str) -> set[str]:
     """The tags in a recipe's page, and those of docs/metrics.md that are also its own."""
-    page = (REPOSITORY / "docs" / f"{name}.md").read_text()
+    page = (runs.REPOSITORY / "docs" / f"{name}.md").read_text()
     section = page.split("## Metrics")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+`) \|", section, re.MULTILINE)
     tags = {tag for cell in cells for tag in re.findall("`([^`]+)`", cell)}
     sampling = ("ppo", "grpo", "distill")
     for tag, owners in re.findall(
-        r"^\| `([^`]+)` \| ([\w, ]+) \|", (REPOSITORY / "docs/metrics.md").read_text(), re.MULTILINE
+        r"^\| `([^`]+)` \| ([\w, ]+) \|",
+        (runs.REPOSITORY / "docs/metrics.md").read_text(),
+        re.MULTILINE,
     ):
         named = owners.split(", ")
         if {"all", name} & set(named) or ("sampling" in named and name in sampling):
@@ -66,7 +58,7 @@ def documented(name: str) -> set[str]:
 
 def test_the_glossary_is_the_list_of_logged_tags(demo):
     name, output = demo
-    logged = {tag for line in lines(output) for tag in line}
+    logged = {tag for line in runs.lines(output) for tag in line}
     of_functions = r"^(eval/)?rewards/[^/]+/(?=mean$)"
     assert documented(name) - GPU_ONLY - ELSEWHERE == {
         re.sub(of_functions, r"\1rewards/<function>/", tag) for tag in logged
@@ -94,13 +86,13 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
     assert boards[""].PluginTagToContent("hparams")
     texts = [tag for tag in boards[""].Tags()["tensors"] if "text_summary" in tag]
     assert "arguments/text_summary" in texts
-    assert ("samples/eval/text_summary" in texts) == any(samples(output))
+    assert ("samples/eval/text_summary" in texts) == any(runs.samples(output))
     written = {
         (tag, line["global_step"]): value
-        for line in lines(output)
+        for line in runs.lines(output)
         for tag, value in line.items()
         if tag != "global_step"
     }
-    assert shown.keys() == written.keys() and len(training_lines(output)) == 2
+    assert shown.keys() == written.keys() and len(runs.training_lines(output)) == 2
     for key, value in written.items():
         assert shown[key] == pytest.approx(value, rel=1e-6)  # TensorBoard keeps fp32

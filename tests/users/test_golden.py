@@ -1,14 +1,9 @@
-"""The first losses of each recipe, as they were when golden.json was written.
+"""The first losses of each recipe, as they were when golden.json was written: an upgrade that moves a number is seen.
 
-An upgrade of a dependency that moves a number is seen here. When a number should move, write the file again and look
-at it:
+When a number should move, write the file again, by `python tests/users/test_golden.py`, and look at the difference.
 
-    python tests/users/test_golden.py
-    git diff tests/users/golden.json
-
-The settings are those of the demos, in fp32, without evaluation, and the first rows of the data. Those that sample have
-an eighth of the demo's batches: rounding may change which token is drawn. CPUs round differently: torch without its
-vector instructions, and MKL in its compatible mode, moved these numbers by up to 5e-6 of their size.
+The settings are those of the demos, in fp32, without evaluation. Those that sample have an eighth of the demo's
+batches: rounding may change which token is drawn. CPUs round differently: by up to 5e-6 of a number's size.
 """
 
 import json

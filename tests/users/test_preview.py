@@ -79,10 +79,7 @@ def test_a_reward_model_is_trained_on_the_last_token_of_each_answer():
 
 
 def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
-    """One command of a recipe with rewards, with a model's folder that lacks the weights.
-
-    It makes no update, so it takes sizes that a run would refuse.
-    """
+    """One command of a recipe with rewards, with a model's folder that lacks the weights."""
     model = tmp_path / "model"
     shutil.copytree(ASSETS / "model", model)
     (model / "model.safetensors").unlink()

@@ -1,25 +1,22 @@
 """The proof, contracts/test_recipe.py, is green for forks, and red for each fault, under its name."""
 
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 
-from runs import OFFLINE, REPOSITORY, copy_repository, forked, recipe
+from runs import REPOSITORY, copy_repository, forked, launch, recipe
 
+PYTEST = Path(pytest.__file__).with_name("__main__.py")
 PROOF = (REPOSITORY / "tests/contracts/test_recipe.py").read_text()
 PROMISES = [name.replace("_", "-") for name in re.findall(r"^def test_(\w+)", PROOF, re.M)]
 
 
 def prove(
-    file: Path, folder: Path, *arguments, only=(), quick=True, repository: Path = REPOSITORY
+    file: Path, folder: Path, *arguments, only=(), repository: Path = REPOSITORY
 ) -> tuple[dict[str, str], str]:
     """What became of each promise, `green`, `red` or `unchecked`, and what was printed.
 
@@ -30,16 +27,11 @@ def prove(
     report = folder / "report.xml"
     proof = repository / "tests/contracts/test_recipe.py"
     tests = [f"{proof}::test_{name.replace('-', '_')}" for name in only] or [str(proof)]
-    words = ["--recipe", shlex.join(map(str, [file, *arguments])), *["--quick"] * quick]
+    words = ["--quick", "--recipe", shlex.join(map(str, [file, *arguments]))]
     written = ["--basetemp", folder / "runs", "--junit-xml", report, "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *tests, *words, *written, "-raP"],
-        cwd=folder,
-        env={**os.environ, **OFFLINE, "PYTHONPATH": str(repository)},
-        capture_output=True,
-        text=True,
-    )
-    output = result.stdout + result.stderr
+    how = dict(cwd=folder, env={"PYTHONPATH": str(repository)}, check=False, timeout=1200)
+    result = launch([], PYTEST, *tests, *words, *written, "-raP", **how)
+    output = result.stdout
     assert report.exists(), output
     statuses = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -224,25 +216,6 @@ def test_each_promise_has_a_fault_and_is_explained():
 
 
 # ============================================================ forks
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_running_value_keeps_every_promise(tmp_path):
-    report, output = prove(forked("ema"), tmp_path, quick=False)  # on every engine
-    # SFT shares no prompts.
-    assert report == {**dict.fromkeys(PROMISES, "green"), "packed": "unchecked"}, output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_new_reward_keeps_its_promises(tmp_path):
-    shutil.copy(REPOSITORY / "examples/rewards.py", tmp_path / "my_rewards.py")
-    functions = ["my_rewards:digits", "my_rewards:brief"]
-    flags = ["--reward_function", *functions, "--reward_weights", 1, 0.2]
-    only = ["split", "means", "resume"]  # test_recipe.py proves the others of GRPO
-    report, output = prove(recipe("grpo"), tmp_path, *flags, only=only)
-    assert report == dict.fromkeys(only, "green"), output
 
 
 @pytest.mark.slow

@@ -10,17 +10,8 @@ import types
 
 import pytest
 
+import runs
 from common import display
-from runs import (
-    ASSETS,
-    evaluation_lines,
-    first_rows,
-    launch,
-    recipe,
-    samples,
-    start,
-    training_lines,
-)
 
 NUMBER = r"-?(\d\.\d\d|\d\d\.\d|\d{3}|0\.\d{3,})k?"  # three digits, and no exponent
 ITEM = rf"update \d+/\d+|\d\d:\d\d<\d\d:\d\d|(loss|acc) {NUMBER}|{NUMBER} tok/s"
@@ -28,21 +19,11 @@ ITEM = rf"update \d+/\d+|\d\d:\d\d<\d\d:\d\d|(loss|acc) {NUMBER}|{NUMBER} tok/s"
 
 def flags(folder) -> list[str]:
     """The demo of SFT, with few rows."""
-    first_rows(folder / "rows.jsonl", ASSETS / "sft_train.jsonl", 20)
-    first_rows(folder / "held_out.jsonl", ASSETS / "sft_eval.jsonl", 6)
-    given = [ASSETS / "sft.yaml", "--dataset_name", "rows.jsonl"]
-    given += ["--eval_dataset_name", "held_out.jsonl"]
-    given += [
-        "--max_steps",
-        12,
-        "--eval_steps",
-        4,
-        "--train_batch_size",
-        8,
-        "--micro_train_batch_size",
-        8,
-    ]
-    return [*given, "--output_dir", "out"]
+    runs.first_rows(folder / "rows.jsonl", runs.ASSETS / "sft_train.jsonl", 20)
+    runs.first_rows(folder / "held_out.jsonl", runs.ASSETS / "sft_eval.jsonl", 6)
+    given = dict(dataset_name="rows.jsonl", eval_dataset_name="held_out.jsonl", output_dir="out")
+    given |= dict(max_steps=12, eval_steps=4, train_batch_size=8, micro_train_batch_size=8)
+    return [runs.ASSETS / "sft.yaml", *runs.flags_of(given)]
 
 
 def in_terminal(width: int, folder, *words) -> str:
@@ -59,7 +40,7 @@ def in_terminal(width: int, folder, *words) -> str:
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    process = start([], *words, output=os.ttyname(there), cwd=folder)
+    process = runs.start([], *words, output=os.ttyname(there), cwd=folder)
     assert process.wait(200) == 0
     reader.join(20)
     os.close(there)
@@ -68,7 +49,7 @@ def in_terminal(width: int, folder, *words) -> str:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_in_a_terminal_no_number_is_cut_and_lines_break_between_words(tmp_path, width):
-    said = in_terminal(width, tmp_path, recipe("sft"), *flags(tmp_path))
+    said = in_terminal(width, tmp_path, runs.recipe("sft"), *flags(tmp_path))
     drawn = [line.strip() for line in re.split(r"[\r\n]+", said)]
     block = said[said.index("  model  ") : said.index("evaluation at")]
     assert max(map(len, drawn)) <= width, max(drawn, key=len)
@@ -82,25 +63,19 @@ def test_in_a_terminal_no_number_is_cut_and_lines_break_between_words(tmp_path, 
 
 def test_in_a_file_there_are_plain_lines_and_the_last_block_has_the_result(tmp_path):
     """Its figures are those of metrics.jsonl, its answers those of samples.jsonl."""
-    said = launch([], recipe("sft"), *flags(tmp_path), cwd=tmp_path).stdout
+    said = runs.launch([], runs.recipe("sft"), *flags(tmp_path), cwd=tmp_path).stdout
     out = tmp_path / "out"
     assert "\r" not in said
-    last = training_lines(out)[-1]
+    last = runs.training_lines(out)[-1]
     (bar,) = [line for line in said.splitlines() if line.startswith("update 12/12")]
     assert f"  loss {display.number(last['loss'])}  acc " in bar
-    first, *_, end = evaluation_lines(out)
-    best = max(evaluation_lines(out), key=lambda line: line["eval/exact_match"])
     block = said[said.index("\ndone: ") :]
-    for metric, sign in (("eval/loss", -1), ("eval/exact_match", 1)):
-        best = max(evaluation_lines(out), key=lambda line: sign * line[metric])
-        is_last = best[metric] == end[metric] and best is end
-        earlier = f"({first[metric]:.4g} at the start"
-        earlier = f"the best {earlier})" if is_last else f"{earlier}, best {best[metric]:.4g} at "
-        assert re.search(rf"{metric} +{end[metric]:.4g} +{re.escape(earlier)}", block), block
+    for metric in ("eval/loss", "eval/exact_match"):
+        assert display.progress_of(metric, runs.evaluation_lines(out)) in block
     page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0 (untick Ignore outliers)"
     assert f"tensorboard --logdir out  and open {page}\n" in block
     assert block.endswith('  model   AutoModelForCausalLM.from_pretrained("out/actor")\n')
-    for sample in samples(out)[:3]:
+    for sample in runs.samples(out)[:3]:
         worth = "right" if sample["right"] else f"wrong: {sample['answer']}"
         assert f"  {sample['prompt']} -> {sample['response']}  {worth}\n" in said
 
@@ -138,10 +113,3 @@ def test_an_evaluation_says_what_it_means():
         "eval/loss": "0.25     the best (0.7 at the start)",
         "eval/logps/chosen": "-2       (-2 at the start)",
     }
-    long = {"prompt": "word " * 30 + "97+70=", "response": "a\nb " * 40, "score": 0.25}
-    shown = display.describe_sample(long)
-    assert (
-        shown.startswith("... ")
-        and "97+70= -> a b a" in shown
-        and shown.endswith("...  score 0.25")
-    )

@@ -206,12 +206,7 @@ class Bench:
     def flags(
         self, output: Path, n_rows: int | None = None, dropout: float = 0.0, **changes
     ) -> list[str]:
-        """The flags of a tiny run, as far as the recipe has them.
-
-        Args:
-            n_rows: rows of training data; default `ROWS`, or `PROMPTS` if the recipe samples.
-            changes: arguments that differ from those of all tiny runs.
-        """
+        """The flags of a tiny run, as far as the recipe has them; `changes` are arguments."""
         asked = self.arguments
         n_rows = n_rows or (PROMPTS if self.generates else ROWS)
         longest_response = min(asked.get("max_new_tokens") or LONGEST_RESPONSE, LONGEST_RESPONSE)
@@ -242,12 +237,7 @@ class Bench:
     def run(
         self, name: str, launcher: str | list[str] = "plain", fresh: bool = False, **changes
     ) -> Finished:
-        """The run of this name, made with these changes, see `flags`, by whoever asks first.
-
-        Args:
-            launcher: a name of `LAUNCHERS`, or the words of another one.
-            fresh: in new interpreters, as a user starts it.
-        """
+        """The run of this name, made with these changes, see `flags`, by whoever asks first."""
         if name not in self.runs:
             output = self.folder / name
             flags = self.flags(output, **changes)
@@ -276,14 +266,9 @@ class Bench:
         act: Callable = kill,
         fresh: bool = False,
     ) -> bool:
-        """Runs the recipe until a moment, at which all its processes are killed, or to its end.
+        """Runs the recipe until a moment, at which it is killed or `act` is called, or to its end.
 
-        Args:
-            act: what is done to the running process instead.
-            fresh: in new interpreters, as a user starts it.
-
-        Returns:
-            whether it came to that moment.
+        Returns whether it came to that moment.
         """
         console = self.folder / f"{name}.console"
         console.touch()  # a run that is killed at once may not come to it

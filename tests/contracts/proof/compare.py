@@ -62,10 +62,7 @@ def same_lines(
 
 
 def bound_of(tag: str, line: dict, later_loss: float) -> float:
-    """Returns how much a metric may differ between two ways to compute the same update.
-
-    Log-probs are sums over a response, and what is computed from them rounds as they do.
-    """
+    """Returns how much a metric may differ between two ways to compute the same update."""
     value = abs(line[tag])
     if tag in EXACT:
         return 0.0

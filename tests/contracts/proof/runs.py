@@ -89,10 +89,7 @@ def pass_at_once(bench: Bench) -> Finished:
 
 
 def pass_in_parts(bench: Bench) -> Finished:
-    """Two processes; a pass over the same data is several updates of uneven size.
-
-    The first log line is of the first update, the last one over a whole pass.
-    """
+    """Two processes; a pass over the same data is several updates of uneven size."""
     interval = updates_of_a_pass(bench)
     return bench.run(
         "pass-in-parts",

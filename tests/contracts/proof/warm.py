@@ -44,35 +44,31 @@ FAILED = "the process that failed first:"
 
 
 def aborted_at_exit(output: str) -> bool:
-    """Whether a recipe's output shows that it failed after it had done all its work.
-
-    torch's gloo threads now and then abort a process that has finished, while it exits (seen with
-    torch 2.13, on CPUs).
-    """
+    """Whether a run was done, and then torch's gloo threads aborted it, as they do now and then."""
     return "\ndone: " in output and "terminate called without an active exception" in output
+
+
+# Names the socket of a server that runs already: set by the process that starts one, for what it starts.
+ADDRESS = "WARM_SERVER"
 
 
 @cache
 def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
-    """Returns the folder of the socket and the process of this interpreter's own server.
-
-    The first call starts it. The server ends when its stdin is closed.
-    """
+    """Starts a server, which ends when its stdin is closed; returns the folder of its socket, and it."""
     folder = tempfile.TemporaryDirectory()
+    os.environ[ADDRESS] = f"{folder.name}/socket"
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{folder.name}/socket")
+        listener.bind(os.environ[ADDRESS])
         listener.listen()
         number = listener.fileno()
-        command = [sys.executable, __file__, str(number)]
-        with open(f"{folder.name}/console.txt", "wb") as console:  # of the imports
-            return folder, subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                pass_fds=[number],
-                env=os.environ | ENVIRONMENT,
-            )
+        return folder, subprocess.Popen(
+            [sys.executable, __file__, str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # of the imports
+            stderr=subprocess.DEVNULL,
+            pass_fds=[number],
+            env=os.environ | ENVIRONMENT,
+        )
 
 
 class Process:
@@ -84,7 +80,9 @@ class Process:
         self.args = command
         self.output = output
         self.returncode = None
-        self.connection = Client(f"{server()[0].name}/socket")
+        if ADDRESS not in os.environ:
+            server()
+        self.connection = Client(os.environ[ADDRESS])
         self.connection.send((command, str(cwd), environment, output))
         self.pid = self.connection.recv()
 
