@@ -27,7 +27,7 @@ from preference_recipes.data import files
 from preference_recipes.data.formats import preference_row
 from preference_recipes.models import load, scores
 from preference_recipes.tools import export
-from runs import ASSETS, recipe, refuses, tiny_llama, write_jsonl
+from runs import ASSETS, REPOSITORY, recipe, refuses, tiny_llama, write_jsonl
 from templates import load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
