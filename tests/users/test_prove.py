@@ -113,7 +113,7 @@ FAULTS = {
         "means", "common/metrics.py", {"self.accelerator.gather(mine[None])": "mine[None]"}
     ),
     "a_skipped_update_is_recorded": Fault(
-        "values", "common/values.py", {"if not pending or not applied:": "if not pending:"}
+        "values", "common/values.py", {"if pending and applied:": "if pending:"}
     ),
     "the_learning_rate_is_logged_an_update_late": Fault(
         "log-lines",
