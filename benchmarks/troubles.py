@@ -85,7 +85,7 @@ TROUBLES = {
         flags={**PAIRS, "micro_train_batch_size": 8},
         wrong={},
         fault={
-            "update.divisor / update.n_samples": "update.divisor * 8 / update.n_samples",
+            "update.engine_divisor / update.n_samples": "update.engine_divisor * 8 / update.n_samples",
             'means.add(values, weights, columns["row"])\n            run': (
                 "means.add({**values, 'loss': values['loss'] * 8}, weights)\n            run"
             ),

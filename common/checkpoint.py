@@ -30,8 +30,8 @@ class Checkpoint:
         optimizer: what `accelerator.prepare` returned.
         scheduler: a `LambdaLR`, not prepared.
         means: of the log line that is not written yet.
-        same: the data, and models that are not trained: their `fingerprints` and the arguments must
-            be those of the checkpoint that a run resumes from. None is left out.
+        fixed: the data, and models that are not trained. A run resumes only from a checkpoint
+            with the same `fingerprints` of these, and the same arguments. None is left out.
         others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
@@ -45,7 +45,7 @@ class Checkpoint:
         scheduler,
         means: Means,
         *,
-        same: list,
+        fixed: list,
         **others,
     ):
         self.run = run
@@ -72,7 +72,7 @@ class Checkpoint:
             "date": getattr(actor.tokenizer, "chat_date", None),
             "launched as": f"{engine.describe(self.accelerator)}, {processes}",
         }
-        for part in same:
+        for part in fixed:
             self.identity |= part.fingerprints if part is not None else {}
 
     # ============================================================ saving
@@ -160,7 +160,7 @@ class Checkpoint:
         """
         run = self.run
         accelerator = self.accelerator
-        self.choose_what_is_saved()
+        self.select_saved_modules()
         # The models were made alike on all processes. From here on, dropout differs between them.
         set_seed(run.args.seed, device_specific=True)
         path = distributed.on_main_process(accelerator, self.find)
@@ -179,7 +179,7 @@ class Checkpoint:
         if accelerator.is_fsdp2 and run.global_step == 0:
             self.optimizer.state.clear()  # torch steps a fresh one in order to save it
 
-    def choose_what_is_saved(self) -> None:
+    def select_saved_modules(self) -> None:
         """Lets accelerate save and load the trained model alone, or its adapters.
 
         It would take all models that it has prepared, and keep them. DeepSpeed needs its engine.
@@ -218,7 +218,7 @@ class Checkpoint:
         """Reads a whole checkpoint into the run; refuses one that does not fit."""
         accelerator = self.accelerator
         state = folders.read_json(path / "state.json")
-        self.refuse_another_run(path, state["arguments"])
+        self.check_same_run(path, state["arguments"])
 
         # 1. What the engine holds, and random states.
         engine.reshard(self.model)
@@ -249,7 +249,7 @@ class Checkpoint:
         ended = ". The run had ended there" if self.run.finished else ""
         accelerator.print(f"resumed from {path}: {updates}{ended}")
 
-    def refuse_another_run(self, path: Path, before: dict) -> None:
+    def check_same_run(self, path: Path, before: dict) -> None:
         """Ends the program if a checkpoint has another identity (`before`) than the run."""
         now = self.identity
         may_change = MAY_CHANGE | self.run.args.may_change

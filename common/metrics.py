@@ -44,8 +44,8 @@ def merge(sums: Sums, others: Sums) -> None:
 class Means:
     """The exact means of the next log line, and those of an update until it is applied.
 
-    `add` fills `pending`. An update that is applied moves it to `open`, of which `reduce` makes a
-    line. An evaluation has a `Means` of its own: it adds, and reduces.
+    `add` fills `pending`. An update that is applied moves it to `open`, of which
+    `reduce_and_reset` makes a line. An evaluation has a `Means` of its own: it adds, and reduces.
 
     Every process must add the same tags in the same order. Adding never makes a GPU wait: no value
     is read back from it, and no tensor is made of Python numbers, which would be a copy that waits.
@@ -108,7 +108,7 @@ class Means:
         if self.recorder is not None:
             self.recorder.close_update(applied)
 
-    def reduce(self) -> dict[str, float]:
+    def reduce_and_reset(self) -> dict[str, float]:
         """Returns the means over all processes, by one collective, and forgets them.
 
         A tag under which nothing counted is left out. If there is a `loss`, the values of the last

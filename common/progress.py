@@ -34,7 +34,7 @@ class Progress:
     skipped_steps: int = 0  # updates skipped by the engine: their gradients are not finite
     samples: int = 0  # trained on so far, in applied updates
     tokens: int = 0  # of them, without padding; in DPO and reward a pair's prompt counts twice
-    position: Position | None = None  # of a recipe that samples
+    position: Position | None = None  # in the prompts; where rollouts may lead to no update
     stopped_early: bool = False  # by `--stop_after`
     is_idle: bool = False  # see `used_up`
     consecutive_skips: int = 0  # since the last applied update
@@ -45,7 +45,7 @@ class Progress:
 
     @property
     def updates_seen(self) -> int:
-        """Updates applied or skipped: the position in the data."""
+        """Updates applied or skipped: the position in the data, but in recipes that sample."""
         return self.global_step + self.skipped_steps
 
     @property

@@ -27,7 +27,7 @@ class Update:
 
     rows: np.ndarray  # its samples, by row number, over all processes
     micro_batches: list[batches.MicroBatch]  # those of this process
-    divisor: int  # what the engine divides the summed losses by: micro-batches x processes
+    engine_divisor: int  # what the engine divides the summed losses by: micro-batches x processes
     n_tokens: int  # over all processes
     loss_scale: float | None  # before the update, which may change it; None where there is none
     losses: list[stopping.Losses] = dataclasses.field(default_factory=list)  # so far
@@ -44,7 +44,7 @@ class Run(Progress):
         n_rows: rows of the training data; with the arguments they decide when the run ends.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
-        progress: further fields of `Progress`, in a recipe that samples.
+        progress: further fields of `Progress`, where rollouts may lead to no update.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Run(Progress):
         return Update(
             rows=rows,
             micro_batches=micro_batches,
-            divisor=engine.begin_update(self.accelerator, micro_batches),
+            engine_divisor=engine.begin_update(self.accelerator, micro_batches),
             n_tokens=n_tokens,
             loss_scale=engine.loss_scale(self.accelerator),
         )
@@ -135,15 +135,16 @@ class Run(Progress):
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Ends the run if a loss is not finite: once, before the update's last `backward`.
+        """Keeps the losses of a micro-batch; ends the run if one of the update's is not finite.
 
-        So the host waits for a GPU once, and DeepSpeed, which steps in `backward`, does not step.
+        All are checked just before the last `backward`: the host waits for a GPU once, and
+        DeepSpeed, which steps in `backward`, has not yet stepped.
         """
         update.losses.append(stopping.Losses(data_rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
             stopping.check_finite(self, update.losses, tensors)
 
-    def count(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
+    def finish_update(self, update: Update, grad_norm: float | torch.Tensor) -> bool:
         """Counts an update, and returns whether it was applied; False: gradients overflowed."""
         applied = not self.accelerator.optimizer_step_was_skipped
         self.update_done(applied, update.n_samples, update.n_tokens)
@@ -161,7 +162,10 @@ class Run(Progress):
     # ============================================================ after an update
 
     def log(self, values: dict[str, float]) -> None:
-        """Writes what `Means.reduce` returned as a training line. All processes must call it."""
+        """Writes a training line: what `Means.reduce_and_reset` returned, and counters.
+
+        All processes must call it.
+        """
         if not values:
             return
         line = dict(values)

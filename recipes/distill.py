@@ -158,7 +158,7 @@ def token_losses(
 class TaughtRollout(Rollout):
     """A rollout, and what its teachers need to know.
 
-    `tokens` are `mask sampler_logps`, `logps` if later updates need them, and `teacher`, the number
+    `stored` are `mask sampler_logps`, `logps` if later updates need them, and `teacher`, the number
     of each sample's teacher.
     """
 
@@ -194,7 +194,7 @@ def make_rollout(run: Run, sampler: Sampler, state: State) -> TaughtRollout:
     args = run.args
     columns = state.position.take_prompts(sampler, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_round(state.position, columns)
+        samples = sampler.sample_rollout(state.position, columns)
     values = {
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
@@ -293,9 +293,9 @@ def main():
     means = Means(accelerator, run.recorder("rollout"))
     sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)
     actor = Actor(run, model, tokenizer)
-    same = [data, policy, all_teachers]  # as in the checkpoint that the run resumes from
+    fixed = [data, policy, all_teachers]  # a resumed run must have the same
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, same=same, rollout=state, ahead=sampler.generator
+        run, actor, optimizer, scheduler, means, fixed=fixed, rollout=state, ahead=sampler.generator
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
@@ -325,7 +325,7 @@ def main():
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.as_read(samples.lengths_for_split(packer))
         update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
-        # The loss is a mean over so many.
+        # The denominator of the mean that the loss is.
         response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:
@@ -338,9 +338,9 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, lessons, stored, args, is_first)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
-                # This micro-batch's part of the mean over tokens. The engine divides by the
-                # micro-batches of a process and averages over processes: `divisor` undoes both.
-                loss = (losses * token_weights).sum() * update.divisor / response_tokens
+                # This micro-batch's part of the mean over tokens. The engine will divide by its
+                # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
+                loss = (losses * token_weights).sum() * update.engine_divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -350,7 +350,7 @@ def main():
             means.add(values, weights, data_rows, samples.numbers(rows))
             run.count_flop(batch, weights)
 
-        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
         means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
@@ -358,13 +358,13 @@ def main():
         state.advance(args)  # a skipped update has used up its samples, too
 
         if run.due(args.logging_steps, first=True):
-            run.log(means.reduce())
+            run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
             evaluate(run, actor, sampler, all_teachers)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # what is in no line yet
+    run.log(means.reduce_and_reset())  # what is in no line yet
     actor.save()
     console.end(actor)
 
@@ -390,7 +390,7 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, all_teachers: AllTeachers
                 )
                 data_rows = [samples.data_rows[row] for row in rows]
                 means.add(values, weights, data_rows, samples.numbers(rows))
-            line |= {prefix + name: value for name, value in means.reduce().items()}
+            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
             values, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
             line |= values
             examples += shown

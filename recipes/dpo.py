@@ -54,7 +54,9 @@ class Args(SharedArgs):
     ref_model_name_or_path: str | None = arg(
         None, "reference; default: the policy before training", only_with=WITH_REFERENCE
     )
-    beta: float = arg(0.1, "strength of the pull towards the reference", above=0)
+    beta: float = arg(
+        0.1, "how strongly the reference holds the policy; simpo, orpo: docs/dpo.md", above=0
+    )
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
         "sigmoid", "sigmoid is DPO's own; for the others see docs/dpo.md"
     )
@@ -256,8 +258,8 @@ def main():
 
     means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)
-    same = [data, policy, reference]  # as in the checkpoint that the run resumes from
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
+    fixed = [data, policy, reference]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
@@ -277,9 +279,9 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, reference, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
-                # This micro-batch's part of the mean over pairs. The engine divides by the
-                # micro-batches of a process and averages over processes: `divisor` undoes both.
-                loss = (losses * weights).sum() * update.divisor / update.n_samples
+                # This micro-batch's part of the mean over pairs. The engine will divide by its
+                # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
+                loss = (losses * weights).sum() * update.engine_divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -289,20 +291,20 @@ def main():
             means.add(values, weights, columns["row"])
             run.count_flop(batch, weights)
 
-        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
         means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 
         if run.due(args.logging_steps, first=True):
-            run.log(means.reduce())
+            run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
             evaluate(run, actor, reference, packer, held_out)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # what is in no line yet
+    run.log(means.reduce_and_reset())  # what is in no line yet
     actor.save()
     console.end(actor)
 
@@ -327,7 +329,7 @@ def evaluate(
                 batch = collate(columns, packer)
                 _, values = pair_losses(actor.model, reference, batch, run.args)
                 means.add(values, weights, columns["row"])
-            line |= {prefix + name: value for name, value in means.reduce().items()}
+            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation

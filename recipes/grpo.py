@@ -7,7 +7,7 @@
 Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
 
     1. sample n responses to each prompt, a group                       make_rollout
-    2. score them, leave out the groups that teach nothing              groups_that_teach
+    2. score them, leave out groups whose advantages are all zero       groups_with_advantage
     3. advantage A = (score - mean of its group) / standard deviation   advantages_of
     4. updates of train_batch_size samples, r_t = pi(a_t)/pi_old(a_t)   sample_losses
 
@@ -50,7 +50,7 @@ from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts import correction, results, rewards, rollout
 from preference_recipes.rollouts.args import RewardArgs
-from preference_recipes.rollouts.rewards import Judge, Scores
+from preference_recipes.rollouts.rewards import Grader, Scores
 from preference_recipes.rollouts.rollout import Rollout, State
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
@@ -67,7 +67,9 @@ class Args(RewardArgs):
     max_new_tokens: int = arg(1024, "longest response", at_least=1)
     loss_type: Literal["clip", "cispo"] = arg("clip", "clip is PPO's; cispo: see docs/grpo.md")
     ratio: Literal["token", "sequence"] = arg("token", "of each token, or of a whole response")
-    average: Literal["token", "sequence", "constant"] = arg("token", "of losses: docs/grpo.md")
+    average: Literal["token", "sequence", "constant"] = arg(
+        "token", "how losses are averaged: docs/grpo.md"
+    )
     clip_range: float = arg(0.2, "range of ratios below 1", only_with="loss_type=clip", at_least=0)
     clip_range_high: float = arg(0.28, "range of ratios above 1", at_least=0)
     kl_coef: float = arg(0.0, "weight of the KL to the reference", at_least=0)
@@ -91,7 +93,7 @@ class Args(RewardArgs):
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
 
 
-def groups_that_teach(scores: torch.Tensor, args: Args) -> torch.Tensor:
+def groups_with_advantage(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups are kept, bool `[G]`: those with an advantage other than zero.
 
     With a KL every group has a gradient. Source: DAPO, arXiv:2503.14476 section 3.2.
@@ -114,7 +116,8 @@ def std_of_groups(scores: torch.Tensor) -> torch.Tensor:
 def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns the advantage of each response, `[G, n]`; it is the same for all its tokens.
 
-    A response that is not trained on (`is_trained`, `[G, n]`) still counts in its group.
+    A response that is not trained on (`is_trained`, `[G, n]`) still counts in its group. With
+    `batch` a single trained response is not divided: it has no deviation.
 
     Sources: baseline rloo, arXiv:2402.14740. Standard deviation: group, arXiv:2402.03300 section
     4.1.2; batch, REINFORCE++, arXiv:2501.03262; none, Dr. GRPO, arXiv:2503.20783.
@@ -131,7 +134,7 @@ def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) ->
     elif args.advantage_std == "batch" and is_trained.sum() > 1:
         if args.baseline == "none":
             advantages = advantages - advantages[is_trained].mean()
-        # Around zero, not around their mean: that is 0 where all that is trained on are equal.
+        # Around zero, not around their mean: all that are trained on may be equal.
         deviation = advantages[is_trained].norm() / math.sqrt(is_trained.sum() - 1)
         advantages = advantages / (deviation + EPSILON)
     return advantages.to(scores.dtype)
@@ -162,8 +165,8 @@ def kl_losses(
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
     The old policy sampled the tokens, so the term of each is weighted by its ratio of new to old.
-    The mean of ratio * k3 is the KL, so both factors are differentiated. The mean of ratio * k2 is
-    not. But its gradient is that of the KL if the ratio is a constant.
+    k3: the mean of ratio * k3 is the KL, so the gradient also goes through the ratio.
+    k2: the mean of ratio * k2 is not the KL, but with a constant ratio its gradient is the KL's.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -223,21 +226,21 @@ def sample_losses(
         kl, terms = kl_losses(logps, stored["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
         values["kl"] = (kl, mask)
-    averaged, shares = average_tokens(losses, mask, args)
+    averaged, counts = average_tokens(losses, mask, args)
     values |= {
-        "loss": (averaged, shares),
+        "loss": (averaged, counts),
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
         "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
         "entropy": (output["entropy"], mask),
         "policy/approxkl_avg": (log_ratios**2 / 2, mask),
         "val/ratio": (ratios.expand_as(mask), mask),
     }
-    return averaged, shares, values
+    return averaged, counts, values
 
 
 # ============================================================ the rollout
 def make_rollout(
-    run: Run, sampler: Sampler, judge: Judge, reference: Reference | None, state: State
+    run: Run, sampler: Sampler, grader: Grader, reference: Reference | None, state: State
 ) -> Rollout | None:
     """Samples groups, scores them, and computes what their updates read.
 
@@ -246,20 +249,20 @@ def make_rollout(
     args = run.args
     prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_round(state.position, prompts)
+        samples = sampler.sample_rollout(state.position, prompts)
     with run.timed("score"):
-        judged = judge.score(sampler, samples)
-    scores = judged.total.view(-1, args.n_samples_per_prompt)  # [G, n]
-    is_kept = groups_that_teach(scores, args)
-    log_rollout(run, sampler, samples, judged, is_kept)
+        scores = grader.score(sampler, samples)
+    totals = scores.total.view(-1, args.n_samples_per_prompt)  # [G, n]
+    is_kept = groups_with_advantage(totals, args)
+    log_rollout(run, sampler, samples, scores, is_kept)
     samples = samples.select_groups(is_kept)
-    scores = scores[is_kept]
+    totals = totals[is_kept]
 
     # With --mask_truncated responses without an end only count in the mean of their group.
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
         return None
-    advantages = advantages_of(scores, is_trained.view_as(scores), args)
+    advantages = advantages_of(totals, is_trained.view_as(totals), args)
     stored = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
     stored["advantages"] = advantages.view(-1, 1)
     made = Rollout(samples, run.global_step, stored, is_trained)
@@ -273,12 +276,12 @@ def make_rollout(
 
 
 def log_rollout(
-    run: Run, sampler: Sampler, samples: Samples, judged: Scores, is_kept: torch.Tensor
+    run: Run, sampler: Sampler, samples: Samples, scores: Scores, is_kept: torch.Tensor
 ) -> None:
     """Adds the metrics of sampled groups to the next log line, and records the samples."""
-    grouped = judged.total.double().view(-1, run.args.n_samples_per_prompt)
+    grouped = scores.total.double().view(-1, run.args.n_samples_per_prompt)
     values = {
-        "reward": judged.total,
+        "reward": scores.total,
         "frac_groups_dropped": ~is_kept,
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
@@ -286,8 +289,8 @@ def log_rollout(
     if run.args.n_samples_per_prompt > 1:
         values["frac_reward_zero_std"] = grouped.amax(1) == grouped.amin(1)
         values["reward_std"] = std_of_groups(grouped)
-    results.log_responses(sampler, samples, judged, "completions", values)
-    run.write_samples(samples.examples(sampler.tokenizer, judged, "rollout"))
+    results.log_responses(sampler, samples, scores, "completions", values)
+    run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -328,8 +331,8 @@ def main():
     checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
-    judge = Judge(accelerator, args, tokenizer, data)
-    models = [model, judge.model, reference.model if reference else None]
+    grader = Grader(accelerator, args, tokenizer, data)
+    models = [model, grader.model, reference.model if reference else None]
     packer = checks.make_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
@@ -338,9 +341,9 @@ def main():
         accelerator, args, tokenizer, model, data, run, means, packer, args.environment
     )
     actor = Actor(run, model, tokenizer)
-    same = [data, policy, judge, reference]  # as in the checkpoint that the run resumes from
+    fixed = [data, policy, grader, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, same=same, rollout=state, ahead=sampler.generator
+        run, actor, optimizer, scheduler, means, fixed=fixed, rollout=state, ahead=sampler.generator
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
@@ -352,9 +355,9 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if state.position.prompts_seen == 0:
-        evaluate(run, actor, sampler, judge)
+        evaluate(run, actor, sampler, grader)
     while not run.finished:
-        state.rollout = state.rollout or make_rollout(run, sampler, judge, reference, state)
+        state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
         if state.rollout is None:
             rollout.skip(run, state, means)  # warns; ends the run after an epoch without an update
         else:
@@ -363,22 +366,22 @@ def main():
             update_rows = state.rollout.rows_of_update(state.position, args)
             lengths = samples.lengths_for_split(packer)
             update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
-            # The loss is a mean over so many: the update's tokens, or its samples.
-            n_averaged = len(update_rows)
+            # Of the mean that the loss is: the update's response tokens, or its samples.
+            denominator = len(update_rows)
             if args.average == "token":
-                n_averaged = int(state.rollout.stored["mask"][update_rows].sum())
+                denominator = int(state.rollout.stored["mask"][update_rows].sum())
             is_first = run.global_step == state.rollout.started_at
             for rows, weights in update.micro_batches:
                 with run.timed("data"):
                     batch, stored = samples.collate(rows, state.rollout.stored, packer)
                     data_rows = [samples.data_rows[row] for row in rows]
                 with accelerator.accumulate(model):
-                    losses, shares, values = sample_losses(model, batch, stored, args, is_first)
-                    sample_weights = shares * weights
+                    losses, counts, values = sample_losses(model, batch, stored, args, is_first)
+                    sample_weights = counts * weights
                     run.check_finite(update, data_rows, losses, sample_weights)
-                    # This micro-batch's part of the weighted mean. The engine divides by the
-                    # micro-batches of a process and averages over processes: `divisor` undoes both.
-                    loss = (losses * sample_weights).sum() * update.divisor / n_averaged
+                    # This micro-batch's part of the weighted mean. The engine will divide by its
+                    # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
+                    loss = (losses * sample_weights).sum() * update.engine_divisor / denominator
                     accelerator.backward(loss)  # DeepSpeed clips and steps in here
                     if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                         grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -388,7 +391,7 @@ def main():
                 means.add(values, weights, data_rows, samples.numbers(rows))
                 run.count_flop(batch, weights)
 
-            applied = run.count(update, grad_norm)  # False: gradients overflowed
+            applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
             latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
             means.close_update(applied, grad_norm=grad_norm, **latest)
             if applied:
@@ -396,27 +399,27 @@ def main():
             state.advance(args)  # a skipped update has used up its samples, too
 
         if run.due(args.logging_steps, first=True):
-            run.log(means.reduce())
+            run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, sampler, judge)
+            evaluate(run, actor, sampler, grader)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # what is in no line yet
+    run.log(means.reduce_and_reset())  # what is in no line yet
     actor.save()
     console.end(actor)
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge) -> None:
+def evaluate(run: Run, actor: Actor, sampler: Sampler, grader: Grader) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
-            judged = judge.score(sampler, samples)
-            values, shown = results.held_out_results(sampler, samples, judged, eval_set, prefix)
+            scores = grader.score(sampler, samples)
+            values, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += shown
     run.log_evaluation(line, examples)

@@ -51,7 +51,7 @@ from preference_recipes.tools.preview import show_preview
 @dataclass
 class Args(SharedArgs):
     ref_model_name_or_path: str | None = arg(None, "reference; default: the policy before training")
-    beta: float = arg(0.1, "strength of the pull towards the reference", above=0)
+    beta: float = arg(0.1, "strength of the KL to the reference", above=0)
     desirable_weight: float = arg(1.0, "weight of the losses of good answers", at_least=0)
     undesirable_weight: float = arg(1.0, "weight of the losses of bad answers", at_least=0)
     train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
@@ -124,7 +124,7 @@ def estimate_kl(
             batch = collate(columns, packer)
             log_ratios = actor.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
             means.add({"kl": log_ratios}, weights[batch["places"]])
-    return max(means.reduce()["kl"], 0.0)
+    return max(means.reduce_and_reset()["kl"], 0.0)
 
 
 def answer_losses(
@@ -186,8 +186,8 @@ def main():
 
     means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)
-    same = [data, policy, reference]  # as in the checkpoint that the run resumes from
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
+    fixed = [data, policy, reference]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
@@ -209,9 +209,9 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["rows"], losses, answer_weights)
-                # This micro-batch's part of the mean over answers. The engine divides by the
-                # micro-batches of a process and averages over processes: `divisor` undoes both.
-                loss = (losses * answer_weights).sum() * update.divisor / n_answers
+                # This micro-batch's part of the mean over answers. The engine will divide by its
+                # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
+                loss = (losses * answer_weights).sum() * update.engine_divisor / n_answers
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -221,20 +221,20 @@ def main():
             means.add(values, answer_weights, batch["rows"])
             run.count_flop(batch, weights)
 
-        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
         means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 
         if run.due(args.logging_steps, first=True):
-            run.log(means.reduce())
+            run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
             evaluate(run, actor, reference, packer, held_out)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # what is in no line yet
+    run.log(means.reduce_and_reset())  # what is in no line yet
     actor.save()
     console.end(actor)
 
@@ -261,7 +261,7 @@ def evaluate(
                 batch = collate(eval_rows[rows], packer)
                 _, values = answer_losses(actor.model, reference, batch, kl, run.args)
                 means.add(values, weights[batch["places"]], batch["rows"])
-            line |= {prefix + name: value for name, value in means.reduce().items()}
+            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation

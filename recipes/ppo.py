@@ -50,7 +50,7 @@ from preference_recipes.models.reference import Reference
 from preference_recipes.models.scores import ActorCritic, score_model
 from preference_recipes.rollouts import correction, results, rewards, rollout
 from preference_recipes.rollouts.args import RewardArgs
-from preference_recipes.rollouts.rewards import Judge, Scores
+from preference_recipes.rollouts.rewards import Grader, Scores
 from preference_recipes.rollouts.rollout import Rollout, State
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
@@ -248,15 +248,15 @@ def token_losses(
 
 # ============================================================ the rollout
 def make_rollout(
-    run: Run, sampler: Sampler, judge: Judge, reference: Reference | None, state: State
+    run: Run, sampler: Sampler, grader: Grader, reference: Reference | None, state: State
 ) -> Rollout:
     """Samples responses, scores them, and estimates the advantage of each of their tokens."""
     args = run.args
     prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_round(state.position, prompts)
+        samples = sampler.sample_rollout(state.position, prompts)
     with run.timed("score"):
-        scores = score(sampler, judge, samples)
+        scores = score(sampler, grader, samples)
         computed = rollout.compute_logps(sampler, samples, ("logps", "values"), reference)
     # Checked now, because whitening would spread a single NaN to all samples.
     samples.check_finite(sampler, scores=scores.total[:, None], **computed)
@@ -278,10 +278,10 @@ def make_rollout(
     return Rollout(samples, run.global_step, stored, is_trained)
 
 
-def score(sampler: Sampler, judge: Judge, samples: Samples) -> Scores:
+def score(sampler: Sampler, grader: Grader, samples: Samples) -> Scores:
     """Returns the scores of responses, clipped, less the penalty of those that do not end."""
     args = sampler.args
-    scores = judge.score(sampler, samples)
+    scores = grader.score(sampler, samples)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
     return scores._replace(total=total)
 
@@ -382,8 +382,8 @@ def main():
     reference = None
     if args.kl_coef:  # with LoRA it is the model without adapters, whose critic need not run
         reference = Reference(accelerator, args, tokenizer, model, with_values=False)
-    judge = Judge(accelerator, args, tokenizer, data)
-    models = [model, judge.model, reference.model if reference else None]
+    grader = Grader(accelerator, args, tokenizer, data)
+    models = [model, grader.model, reference.model if reference else None]
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
@@ -392,9 +392,9 @@ def main():
         accelerator, args, tokenizer, model, data, run, means, packer, args.environment
     )
     actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
-    same = [data, policy, judge, reference]  # as in the checkpoint that the run resumes from
+    fixed = [data, policy, grader, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, same=same, rollout=state, ahead=sampler.generator
+        run, actor, optimizer, scheduler, means, fixed=fixed, rollout=state, ahead=sampler.generator
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
@@ -406,10 +406,10 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, sampler, judge)
+        evaluate(run, actor, sampler, grader)
     while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, judge, reference, state)
+            state.rollout = make_rollout(run, sampler, grader, reference, state)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them. A pass
         # over a rollout is like an epoch of a data set.
@@ -419,7 +419,7 @@ def main():
         )
         n_tokens = state.rollout.n_tokens(update_rows)
         update = run.update_of(update_rows, samples.lengths, n_tokens)
-        # The loss is a mean over so many.
+        # The denominator of the mean that the loss is.
         response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:
@@ -430,9 +430,9 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, stored, args, is_first)
                 run.check_finite(update, data_rows, losses, token_weights, stored)
-                # This micro-batch's part of the mean over tokens. The engine divides by the
-                # micro-batches of a process and averages over processes: `divisor` undoes both.
-                loss = (losses * token_weights).sum() * update.divisor / response_tokens
+                # This micro-batch's part of the mean over tokens. The engine will divide by its
+                # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
+                loss = (losses * token_weights).sum() * update.engine_divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -442,7 +442,7 @@ def main():
             means.add(values, weights, data_rows, samples.numbers(rows))
             run.count_flop(batch, weights)
 
-        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         actor_rate, *_, critic_rate = scheduler.get_last_lr()  # of the parameter groups
         rates = dict(learning_rate=actor_rate, critic_learning_rate=critic_rate)
         means.close_update(applied, grad_norm=grad_norm, **rates, loss_scale=update.loss_scale)
@@ -451,27 +451,27 @@ def main():
         state.advance(args)  # a skipped update has used up its samples, too
 
         if run.due(args.logging_steps, first=True):
-            run.log(means.reduce())
+            run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, sampler, judge)
+            evaluate(run, actor, sampler, grader)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # what is in no line yet
+    run.log(means.reduce_and_reset())  # what is in no line yet
     actor.save()
     console.end(actor)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, actor: Actor, sampler: Sampler, judge: Judge) -> None:
+def evaluate(run: Run, actor: Actor, sampler: Sampler, grader: Grader) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
-            scores = score(sampler, judge, samples)
+            scores = score(sampler, grader, samples)
             values, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
             line |= values
             examples += shown

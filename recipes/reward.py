@@ -182,8 +182,8 @@ def main():
     means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)
     moments = Moments(scorer.config)
-    same = [data, scorer]  # as in the checkpoint that the run resumes from
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same, moments=moments)
+    fixed = [data, scorer]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed, moments=moments)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
@@ -203,9 +203,9 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, batch, args)
                 run.check_finite(update, columns["row"], losses, weights)
-                # This micro-batch's part of the mean over pairs. The engine divides by the
-                # micro-batches of a process and averages over processes: `divisor` undoes both.
-                loss = (losses * weights).sum() * update.divisor / update.n_samples
+                # This micro-batch's part of the mean over pairs. The engine will divide by its
+                # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
+                loss = (losses * weights).sum() * update.engine_divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -215,7 +215,7 @@ def main():
             means.add(values, weights, columns["row"])
             run.count_flop(batch, weights)
 
-        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
         means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
@@ -223,13 +223,13 @@ def main():
             moments.set(None, None)  # those of the last evaluation belong to other weights
 
         if run.due(args.logging_steps, first=True):
-            run.log(means.reduce())
+            run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
             evaluate(run, actor, moments, packer, held_out)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # what is in no line yet
+    run.log(means.reduce_and_reset())  # what is in no line yet
     actor.save()
     console.end(actor)
 
@@ -253,9 +253,9 @@ def evaluate(
                 scores, ones = values["mean_reward"]
                 squares = scores.double() ** 2
                 all_sets.add({"mean": (scores, ones), "mean of squares": (squares, ones)}, weights)
-            line |= {prefix + name: value for name, value in means.reduce().items()}
+            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
-    if found := all_sets.reduce():
+    if found := all_sets.reduce_and_reset():
         variance = max(found["mean of squares"] - found["mean"] ** 2, 0.0)
         line["eval/std_reward"] = variance**0.5
         moments.set(found["mean"], line["eval/std_reward"])

@@ -186,8 +186,8 @@ def main():
 
     means = Means(accelerator, run.recorder("train"))
     actor = Actor(run, model, tokenizer)
-    same = [data, policy]  # as in the checkpoint that the run resumes from
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, same=same)
+    fixed = [data, policy]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     size = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
     console.begin(checkpoint, data=size)
@@ -207,9 +207,9 @@ def main():
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
-                # This micro-batch's part of the mean over targets. The engine divides by the
-                # micro-batches of a process and averages over processes: `divisor` undoes both.
-                loss = (losses * token_weights).sum() * update.divisor / n_targets
+                # This micro-batch's part of the mean over targets. The engine will divide by its
+                # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
+                loss = (losses * token_weights).sum() * update.engine_divisor / n_targets
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -219,20 +219,20 @@ def main():
             means.add(values, weights, columns["row"])
             run.count_flop(batch, weights)
 
-        applied = run.count(update, grad_norm)  # False: gradients overflowed, nothing was learned
+        applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
         means.close_update(applied, grad_norm=grad_norm, **latest)
         if applied:
             scheduler.step()
 
         if run.due(args.logging_steps, first=True):
-            run.log(means.reduce())
+            run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
             evaluate(run, actor, packer, held_out)
         actor.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce())  # what is in no line yet
+    run.log(means.reduce_and_reset())  # what is in no line yet
     actor.save()
     console.end(actor)
 
@@ -256,7 +256,7 @@ def evaluate(
                 batch = collate(columns, packer)
                 _, values = token_losses(actor.model, batch, run.args.loss_type)
                 means.add(values, weights, columns["row"])
-            line |= {prefix + name: value for name, value in means.reduce().items()}
+            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation

@@ -56,7 +56,7 @@ def small_run(folder: Path, **settings) -> Checkpoint:
         optimizer,
         scheduler,
         Means(accelerator),
-        same=[types.SimpleNamespace(fingerprints={"data": "d"})],
+        fixed=[types.SimpleNamespace(fingerprints={"data": "d"})],
         extra=Extra(),
     )
 

@@ -1,8 +1,8 @@
 """Prompts and answers as token ids: a prompt as a model reads it, an answer as it would write it.
 
-One rule: an answer is what the chat template writes after the generation prompt, up to and with
-the token that ends the turn. Texts are cut, and tokenised at the very end, prompt and answer apart,
-as at inference. Where a template does otherwise, `odd_templates` finds the answer.
+One rule: an answer is what the chat template writes after the generation prompt, up to and
+including the token that ends the turn. Texts are cut, and tokenised at the very end, prompt and
+answer apart, as at inference. Where a template does otherwise, `odd_templates` finds the answer.
 """
 
 from typing import NamedTuple
@@ -145,7 +145,7 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
 def encode_turn(
     tokenizer, prompt: Prompt, history: list[dict], answer: dict, tools
 ) -> tuple[list[int], list[int], list[str]]:
-    """Returns the ids before an answer, those of the answer up to and with its end, and notes."""
+    """Returns the ids before an answer, those of the answer including its end, and notes."""
     answer = rendering.to_write(tokenizer, answer)
     whole = rendering.render(tokenizer, [*history, answer], tools)
     context = prompt.text
@@ -175,7 +175,7 @@ def encode_turn(
 
 
 def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
-    """Returns an answer up to and with the token that ends it, and whether there is one."""
+    """Returns an answer up to and including the token that ends it, and whether there is one."""
     whole, end, _ = rendering.ending_of(tokenizer)
     if text.endswith(whole):
         return text.removesuffix(whole) + end, bool(end)

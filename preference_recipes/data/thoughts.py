@@ -54,7 +54,7 @@ def find_thought(content: str) -> Thought | None:
 
 # ============================================================ as templates cut it off a content
 def split_thinking(content: str) -> tuple[str, str]:
-    """Returns a content's thinking, up to and with the marker that closes it, and the rest."""
+    """Returns a content's thinking, up to and including the marker that closes it, and the rest."""
     ends = [content.rfind(closer) + len(closer) for _, closer in MARKERS if closer in content]
     end = max(ends, default=0)
     return content[:end], content[end:]

@@ -100,7 +100,7 @@ def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> No
     policy.vocabulary = min(sizes.values())
 
 
-class Judge:
+class Grader:
     """What scores responses: a reward model, reward functions, an environment."""
 
     def __init__(self, accelerator, args, tokenizer, data: Data):

@@ -139,7 +139,7 @@ def skip(run, state: State, means: Means) -> None:
             "update, so the run ends here"
         )
     if run.finished and run.global_step == 0:
-        run.log(means.reduce())  # so that the rewards are in the log
+        run.log(means.reduce_and_reset())  # so that the rewards are in the log
         refuse(f"{message}. The run has applied no update")
     display.write(f"WARNING: {message}")
 

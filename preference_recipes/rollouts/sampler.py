@@ -70,7 +70,7 @@ class Sampler(Policy):
             images=repeat_each(images, per_prompt),
         )
 
-    def sample_round(self, position: Position, prompts: dict, round_number: int = 0) -> Samples:
+    def sample_rollout(self, position: Position, prompts: dict, round_number: int = 0) -> Samples:
         """Draws the responses of a rollout to prompts that `position` has just taken.
 
         With `--rollouts_ahead` the servers then begin with the next rollout.

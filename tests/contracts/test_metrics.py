@@ -93,11 +93,11 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
             now[0] += seconds
     now[0] += 4
     update(made)
-    run.log(made.means.reduce())
+    run.log(made.means.reduce_and_reset())
     now[0] += 5
     update(made)
     update(made)
-    run.log(made.means.reduce())
+    run.log(made.means.reduce_and_reset())
     first, second = training_lines(tmp_path)
     assert first["perf/data_seconds"] == 2.0 and second["perf/data_seconds"] == 0.0
     assert first["perf/samples_per_second"] == 8 / 6 and first["perf/tokens_per_second"] == 20.0
@@ -113,10 +113,10 @@ def test_what_rollouts_added_after_the_last_update_is_a_line_of_its_own(tmp_path
     run, means = made.run, made.means
     means.add_rollout({"reward": torch.tensor([2.0, 0.0])})
     update(made, loss=3.0)
-    run.log(means.reduce())
+    run.log(means.reduce_and_reset())
     means.add_rollout({"reward": torch.tensor([4.0, 0.0])})
-    run.log(means.reduce())  # no update since the last line
-    run.log(means.reduce())  # nothing is left
+    run.log(means.reduce_and_reset())  # no update since the last line
+    run.log(means.reduce_and_reset())  # nothing is left
     first, last = lines(tmp_path)
     assert (first["loss"], first["reward"]) == (3.0, 1.0)
     assert last == {"global_step": 1, "epoch": 1 / 25, "reward": 2.0}

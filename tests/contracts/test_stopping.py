@@ -34,9 +34,9 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, st
         device=torch.device("cuda"),
         state=types.SimpleNamespace(deepspeed_plugin=plugin),
     )
-    checkpoint = Checkpoint(made.run, made.actor, None, None, made.means, same=[])
+    checkpoint = Checkpoint(made.run, made.actor, None, None, made.means, fixed=[])
     before = {**checkpoint.identity, "launched as": f"DeepSpeed {launched}"}
-    call = lambda: checkpoint.refuse_another_run(tmp_path, before)
+    call = lambda: checkpoint.check_same_run(tmp_path, before)
     now = f"DeepSpeed ZeRO-{stage} {precision} on cuda, 8 processes"
     said = f"another run: launched as: 'DeepSpeed {launched}' in the checkpoint, {now!r} now"
     refuses(said, call=call)

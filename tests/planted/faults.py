@@ -43,13 +43,13 @@ recipes/dpo.py contracts/test_metrics.py
 recipes/dpo.py models/test_preference_losses.py::test_simpo models/test_preference_losses.py::test_orpo
     beta * difference - gamma >> beta * difference + gamma
 recipes/dpo.py contracts/test_references.py::test_dpo_is_the_plain_loop
-    update.divisor / update.n_samples >> update.divisor / args.train_batch_size
+    update.engine_divisor / update.n_samples >> update.engine_divisor / args.train_batch_size
     (chosen_logits, chosen_mask) >> (chosen_logits, rejected_mask)
     dropout=False) >> dropout=True)
 recipes/kto.py models/test_preference_losses.py
-    max(means.reduce()["kl"], 0.0) >> means.reduce()["kl"]
+    max(means.reduce_and_reset()["kl"], 0.0) >> means.reduce_and_reset()["kl"]
     np.roll(rows, -1) >> rows
-    * update.divisor / n_answers >> * update.divisor / update.n_samples
+    * update.engine_divisor / n_answers >> * update.engine_divisor / update.n_samples
     run.args.seed, epoch=0) >> run.args.seed, epoch=1)
 recipes/kto.py data/test_turns.py::test_numbers_of_labelled_answers_are_those_of_the_learned_tokens
     (rewards, ~is_good) >> (rewards, is_good)

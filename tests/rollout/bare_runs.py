@@ -10,7 +10,7 @@ from common.metrics import Means
 from common.progress import Progress
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts.rewards import Judge
+from preference_recipes.rollouts.rewards import Grader
 from preference_recipes.rollouts.sampler import Sampler
 
 # As in the recipes' defaults, but for what a test names.
@@ -43,9 +43,9 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
     )
 
 
-def bare_judge(**settings) -> Judge:
+def bare_grader(**settings) -> Grader:
     sampler = bare_sampler(**settings)
-    return Judge(sampler.accelerator, sampler.args, sampler.tokenizer, sampler.data)
+    return Grader(sampler.accelerator, sampler.args, sampler.tokenizer, sampler.data)
 
 
 def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:

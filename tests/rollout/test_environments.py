@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import runs
 import templates as chat_templates
-from bare_runs import SHARING, bare_judge, bare_sampler
+from bare_runs import SHARING, bare_grader, bare_sampler
 from fake_vllm import FakeServer
 from plain_rollouts import expect_alike
 from preference_recipes.data import chat, rendering, replies
@@ -291,9 +291,9 @@ def test_an_environment_that_fails_ends_the_run(play):
 
 
 def rewards_of(sampler, samples) -> list[float]:
-    judge = bare_judge()
-    judge.weights = {"environment": 1.0}
-    return judge.scores_of_functions(sampler, samples)["environment"]
+    grader = bare_grader()
+    grader.weights = {"environment": 1.0}
+    return grader.scores_of_functions(sampler, samples)["environment"]
 
 
 # ============================================================ whole runs
@@ -350,10 +350,10 @@ def test_reward_functions_get_conversations_and_environments(play):
 
     sampler, _, _, found = play(MINE.Echo)
     said = [len(instance.said) for instance in sampler.stage.instances.values()]
-    judge = bare_judge()
-    judge.functions = {"told": told}
-    judge.weights = {"told": 1.0, "environment": 2.0}
-    scores = judge.score(sampler, found)
+    grader = bare_grader()
+    grader.functions = {"told": told}
+    grader.weights = {"told": 1.0, "environment": 2.0}
+    scores = grader.score(sampler, found)
     assert scores.parts["told"].tolist() == [10 * each for each in said] and max(said) > 0
     assert torch.equal(scores.total, scores.parts["told"] + 2 * scores.parts["environment"])
 

@@ -170,12 +170,12 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
     run = types.SimpleNamespace(
         args=args, global_step=0, timed=lambda name: contextlib.nullcontext()
     )
-    sampler.sample_round = lambda *_: samples
-    judge = types.SimpleNamespace(score=lambda *_: types.SimpleNamespace(total=scores.flatten()))
+    sampler.sample_rollout = lambda *_: samples
+    grader = types.SimpleNamespace(score=lambda *_: types.SimpleNamespace(total=scores.flatten()))
     position = types.SimpleNamespace(take_prompts=lambda *_: None)
     fork.make_rollout.__globals__["log_rollout"] = lambda *_: None
     state = types.SimpleNamespace(position=position)
-    made = fork.make_rollout(run, sampler, judge, None, state, average=None)
+    made = fork.make_rollout(run, sampler, grader, None, state, average=None)
 
     def logp(prompt, response):
         ids = torch.tensor([prompt + response])

@@ -80,7 +80,7 @@ class Reference(PlainRun):
         return total, raw, parts
 
     @torch.no_grad()
-    def sample_round(self, prompts, round_number):
+    def sample_rollout(self, prompts, round_number):
         groups = []
         uniforms = self.uniforms(len(prompts), self.rollouts_seen, 1, round_number)
         for row, of_prompt in zip(prompts, uniforms):
@@ -102,7 +102,7 @@ class Reference(PlainRun):
             order = np.random.default_rng([s.seed, epoch]).permutation(n)
             prompts = order[place : place + s.rollout_batch_size - len(kept)]
             self.prompts_seen += len(prompts)
-            groups = self.sample_round(prompts, round_number)
+            groups = self.sample_rollout(prompts, round_number)
             sampled += groups
             for group in groups:
                 # The penalty for length makes no difference, and a KL teaches all.

@@ -126,7 +126,7 @@ def means_of(values: dict, n_samples: int) -> dict[str, float]:
     """What is logged of a batch, by tag."""
     means = Means(types.SimpleNamespace(gather=lambda table: table))
     means.add(values, torch.ones(n_samples))
-    return means.reduce()
+    return means.reduce_and_reset()
 
 
 def advantages(scores, group, baseline, std, is_trained=None, module=grpo) -> list[float]:
@@ -229,7 +229,7 @@ def test_a_kl_keeps_groups_whose_advantages_are_all_zero():
 
     def kept(**settings):
         args = types.SimpleNamespace(baseline="group", advantage_std="batch", **settings)
-        return grpo.groups_that_teach(scores, args).tolist()
+        return grpo.groups_with_advantage(scores, args).tolist()
 
     assert kept(drop_equal_groups=True, kl_coef=0.0) == [False, False, True]
     assert kept(drop_equal_groups=True, kl_coef=0.1) == [True, True, True]

@@ -92,8 +92,8 @@ class Reference(plain_rollouts.PlainRun):
         super().__init__(inputs, adaptive.Args(), settings)
         classifier = CLASSIFIER.from_pretrained
         self.reference = self.load(ref or "model")
-        self.judge = classifier(inputs / "reward").eval() if scored == "both" else None
-        if self.judge:
+        self.grader = classifier(inputs / "reward").eval() if scored == "both" else None
+        if self.grader:
             self.critic = classifier(inputs / "reward").eval()
         else:
             self.critic = classifier(inputs / "model", num_labels=1).eval()
@@ -112,8 +112,8 @@ class Reference(plain_rollouts.PlainRun):
     def score(self, sample, weight: float) -> None:
         text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
         sample.own_score = total = weight * (len(text) % 5 - 2.0)
-        if self.judge:
-            logits = self.judge(torch.tensor([sample.prompt + sample.response])).logits
+        if self.grader:
+            logits = self.grader(torch.tensor([sample.prompt + sample.response])).logits
             sample.judged = (logits.item() - 0.1) / 0.7
             total += sample.judged
         limit = self.set.reward_clip or math.inf
@@ -178,7 +178,7 @@ class Reference(plain_rollouts.PlainRun):
         }
         if s.kl_coef:
             line["objective/kl"] = mean(lambda x: x.kl)
-        if self.judge:
+        if self.grader:
             line["rewards/reward_model/mean"] = mean(lambda x: x.judged)
         return samples, line
 
@@ -272,7 +272,7 @@ def test_every_logged_number_of_a_run(whole):
     column = lambda tag: [line[tag] for line in found if tag in line]
     assert 0 < min(column("responses/eos_rate")) < 1
     assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
-    if reference.set.value_clip_range and reference.set.kl_target and reference.judge:
+    if reference.set.value_clip_range and reference.set.kl_target and reference.grader:
         assert max(column("val/clipfrac_avg")) > 0 and min(column("grad_norm")) > 0.5
         # A pass over the prompts and the beginning of the next.
         assert column("epoch")[-1] == 1.25 and len(set(column("objective/kl_coef"))) == 3

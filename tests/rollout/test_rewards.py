@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from bare_runs import bare_judge, bare_sampler, data_of
+from bare_runs import bare_grader, bare_sampler, data_of
 from preference_recipes.rollouts import rewards
 from preference_recipes.rollouts.samples import Samples
 from runs import LAUNCHERS, REPOSITORY, launch, refuses
@@ -34,17 +34,17 @@ def samples_of(tokenizer, **columns) -> Samples:
     return Samples([[5, 6]] * 6, responses, row_texts, data_rows, ended, per_prompt=2)
 
 
-def judge_of(weights: dict | None = None, **functions) -> rewards.Judge:
-    judge = bare_judge()
-    judge.functions = functions
-    judge.weights = weights or dict.fromkeys(functions, 1.0)
-    return judge
+def grader_of(weights: dict | None = None, **functions) -> rewards.Grader:
+    grader = bare_grader()
+    grader.functions = functions
+    grader.weights = weights or dict.fromkeys(functions, 1.0)
+    return grader
 
 
-def score(accelerator, tokenizer, judge, samples=None, step: int = 7) -> rewards.Scores:
+def score(accelerator, tokenizer, grader, samples=None, step: int = 7) -> rewards.Scores:
     sampler = bare_sampler(accelerator, tokenizer)
     sampler.progress.global_step = step
-    return judge.score(sampler, samples or samples_of(tokenizer))
+    return grader.score(sampler, samples or samples_of(tokenizer))
 
 
 def length(prompts, responses):
@@ -66,7 +66,7 @@ def test_a_function_is_called_once_with_what_its_signature_names(accelerator, to
 
     columns = dict(weight=[1, 2, 3], step=["x", "y", "z"], prompts=[0, 0, 0])
     samples = samples_of(tokenizer, **columns)
-    found = score(accelerator, tokenizer, judge_of(f=function, named=named), samples)
+    found = score(accelerator, tokenizer, grader_of(f=function, named=named), samples)
     ((prompts, responses, given),) = seen
     assert prompts == ["p0", "p0", "p1", "p1", "p2", "p2"] and responses == TEXTS
     assert given == {
@@ -93,7 +93,7 @@ def test_what_a_function_changes_reaches_neither_samples_nor_the_next_one(accele
     tests = [[{"in": [row]}, {"in": []}] for row in range(3)]
     samples = samples_of(tokenizer, tests=tests)
     before = copy.deepcopy(samples)
-    score(accelerator, tokenizer, judge_of(one=meddles, two=meddles), samples)
+    score(accelerator, tokenizer, grader_of(one=meddles, two=meddles), samples)
     assert (samples.prompts, samples.responses) == (before.prompts, before.responses)
     assert seen[0] == seen[1] and seen[1][1] == TEXTS
 
@@ -108,7 +108,7 @@ def test_async_functions_share_one_event_loop(accelerator, tokenizer):
         return [step] * len(responses)
 
     for step in (1, 2):
-        found = score(accelerator, tokenizer, judge_of(f=function), step=step)
+        found = score(accelerator, tokenizer, grader_of(f=function), step=step)
         assert found.total.tolist() == [step] * 6
     assert loops[0] is loops[1] and not loops[0].is_closed()
 
@@ -120,8 +120,8 @@ def test_the_total_is_the_weighted_sum_of_the_parts_that_are_there(accelerator, 
     def some(prompts, responses, **columns):
         return [None if len(text) == 2 else 10.0 for text in responses]
 
-    judge = judge_of(length=length, some=some, weights={"length": 0.5, "some": -2.0})
-    found = score(accelerator, tokenizer, judge)
+    grader = grader_of(length=length, some=some, weights={"length": 0.5, "some": -2.0})
+    found = score(accelerator, tokenizer, grader)
     assert found.total.dtype == found.parts["some"].dtype == torch.float32
     assert found.total.tolist() == [1, 2 - 20, 1, 1, 0.5 - 20, 2 - 20]
     assert found.parts["length"].tolist() == [2, 4, 2, 2, 1, 4]
@@ -133,12 +133,12 @@ def test_a_sample_without_a_reward_is_refused_and_a_sum_beyond_fp32(accelerator,
     none = lambda prompts, responses: [None] * 6
     some = lambda prompts, responses: [1.0] * 6
     large = lambda prompts, responses: [0, 0, 3e38, 0, 0, 0]
-    judge = judge_of(right=none, brief=some, weights={"right": 0.0, "brief": 1.0})
-    assert score(accelerator, tokenizer, judge).total.tolist() == [1.0] * 6
-    judge.weights = {"right": 1.0, "brief": 0.0}
-    refuses("the reward of data row 11 is nan", call=lambda: score(accelerator, tokenizer, judge))
-    judge = judge_of(large=large, length=length, weights={"large": 2.0, "length": -1.0})
-    refuses("data row 12 is inf", "fp32", call=lambda: score(accelerator, tokenizer, judge))
+    grader = grader_of(right=none, brief=some, weights={"right": 0.0, "brief": 1.0})
+    assert score(accelerator, tokenizer, grader).total.tolist() == [1.0] * 6
+    grader.weights = {"right": 1.0, "brief": 0.0}
+    refuses("the reward of data row 11 is nan", call=lambda: score(accelerator, tokenizer, grader))
+    grader = grader_of(large=large, length=length, weights={"large": 2.0, "length": -1.0})
+    refuses("data row 12 is inf", "fp32", call=lambda: score(accelerator, tokenizer, grader))
 
 
 class Scorer(torch.nn.Module):
@@ -157,12 +157,12 @@ class Scorer(torch.nn.Module):
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_reward_model_that_is_not_finite_ends_the_run(accelerator, tokenizer, bad):
     """NaN is not None: with a function beside it, it would count as no score."""
-    judge = judge_of(length=length, weights={"reward_model": 1.0, "length": 1.0})
-    judge.model = Scorer([0.5, 1.0, 2.0, 3.0, 4.0, 6.5])
-    found = score(accelerator, tokenizer, judge).parts["reward_model"].tolist()
+    grader = grader_of(length=length, weights={"reward_model": 1.0, "length": 1.0})
+    grader.model = Scorer([0.5, 1.0, 2.0, 3.0, 4.0, 6.5])
+    found = score(accelerator, tokenizer, grader).parts["reward_model"].tolist()
     assert sorted(found) == [0.5, 1, 2, 3, 4, 6.5]
-    judge.model = Scorer([0.5, 1.0, 2.0, 3.0, bad, 6.5])
-    refuses("the reward", str(bad), call=lambda: score(accelerator, tokenizer, judge))
+    grader.model = Scorer([0.5, 1.0, 2.0, 3.0, bad, 6.5])
+    refuses("the reward", str(bad), call=lambda: score(accelerator, tokenizer, grader))
 
 
 # ---------------------------------------------------------------------------------------------- what it may return
@@ -181,7 +181,7 @@ def test_a_reward_model_that_is_not_finite_ends_the_run(accelerator, tokenizer, 
     ids=lambda returned: type(returned).__name__,
 )
 def test_what_may_be_returned(accelerator, tokenizer, returned):
-    found = score(accelerator, tokenizer, judge_of(f=lambda prompts, responses: returned))
+    found = score(accelerator, tokenizer, grader_of(f=lambda prompts, responses: returned))
     assert found.total.tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -205,8 +205,8 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_may_not_be_returned(accelerator, tokenizer, kind):
     returned, parts = WRONG[kind]
-    judge = judge_of(length=length, mine=lambda prompts, responses: returned)
-    refuses("mine", *parts, call=lambda: score(accelerator, tokenizer, judge))
+    grader = grader_of(length=length, mine=lambda prompts, responses: returned)
+    refuses("mine", *parts, call=lambda: score(accelerator, tokenizer, grader))
 
 
 def exits(code):
@@ -218,7 +218,7 @@ def exits(code):
 
 @pytest.mark.parametrize("code", [0, None, 3, ""])
 def test_an_exit_without_a_word_says_where(accelerator, tokenizer, code):
-    call = lambda: score(accelerator, tokenizer, judge_of(f=exits(code)))
+    call = lambda: score(accelerator, tokenizer, grader_of(f=exits(code)))
     refuses(__file__, ", ended the run: sys.exit(code)", call=call)
 
 
@@ -230,7 +230,7 @@ def test_an_exit_in_an_async_function_is_an_error(accelerator, tokenizer):
         exit()
 
     with pytest.raises(RuntimeError, match=r"sys.exit\(None\)"):
-        score(accelerator, tokenizer, judge_of(f=late))
+        score(accelerator, tokenizer, grader_of(f=late))
 
 
 # ---------------------------------------------------------------------------------------------- names and signatures
@@ -239,7 +239,7 @@ def test_an_exit_in_an_async_function_is_an_error(accelerator, tokenizer):
 def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch):
     def load(functions, weights=None):
         settings = dict(reward_function=functions, reward_weights=weights)
-        return bare_judge(data=data_of(['{"prompt": "p", "a": 1}']), **settings)
+        return bare_grader(data=data_of(['{"prompt": "p", "a": 1}']), **settings)
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script_of_test.py").write_text("import sys\nsys.exit(0)\n")
@@ -248,8 +248,11 @@ def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch
     for module in ("one_of_test", "two_of_test"):
         (tmp_path / f"{module}.py").write_text("def good(p, r): ...\ndef reward_model(p, r): ...\n")
     names = ["one_of_test:good", "preference_recipes.rollouts.rewards:answer_reward"]
-    judge = load(names)
-    assert judge.weights == {"good": 1.0, "answer_reward": 1.0} and judge.columns == ["prompt", "a"]
+    grader = load(names)
+    assert grader.weights == {"good": 1.0, "answer_reward": 1.0} and grader.columns == [
+        "prompt",
+        "a",
+    ]
     same = ["one_of_test:good", "two_of_test:good", "two_of_test:reward_model"]
     assert load(same, [1, 0, 2]).weights == dict(zip(same, [1, 0, 2]))
     for order in ("responses, prompts", "completions, **columns"):
@@ -272,10 +275,10 @@ def test_the_columns_of_several_sets_are_those_of_all_its_sets(accelerator, toke
 
     sets = [{"answer": "1"}, {"level": 2, "other": 3}]
     texts = [[json.dumps({"prompt": "p", **row})] * 3 for row in sets]
-    judge = bare_judge(data=data_of(*texts))
-    judge.functions = {"f": function}
-    judge.weights = {"f": 1.0}
-    score(accelerator, tokenizer, judge, samples_of(tokenizer, answer=["a", "b", "c"]))
+    grader = bare_grader(data=data_of(*texts))
+    grader.functions = {"f": function}
+    grader.weights = {"f": 1.0}
+    score(accelerator, tokenizer, grader, samples_of(tokenizer, answer=["a", "b", "c"]))
     assert seen == [(["a", "a", "b", "b", "c", "c"], [None] * 6, [None] * 6)]
 
 
@@ -296,8 +299,8 @@ def on_the_second(prompts, responses, **columns):
 
 accelerator = Accelerator(cpu=True)
 tokenizer = AutoTokenizer.from_pretrained({tests!r} + "/../assets/model")
-judge = test_rewards.judge_of(on_the_second=on_the_second)
-scores = test_rewards.score(accelerator, tokenizer, judge)
+grader = test_rewards.grader_of(on_the_second=on_the_second)
+scores = test_rewards.score(accelerator, tokenizer, grader)
 print("scores", accelerator.process_index, scores.total.tolist(), flush=True)
 """
 

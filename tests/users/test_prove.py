@@ -60,7 +60,7 @@ class Fault(NamedTuple):
     edits: dict[str, str]
 
 
-LOSS_OF_SFT = "(losses * token_weights).sum() * update.divisor / n_targets"
+LOSS_OF_SFT = "(losses * token_weights).sum() * update.engine_divisor / n_targets"
 STEP_OF_SCHEDULE = "        if applied:\n            scheduler.step()\n"
 LOADS_SCHEDULE = 'self.scheduler.load_state_dict(state["scheduler"])'
 ZERO_GRAD = "optimizer.zero_grad()\n"
@@ -95,18 +95,20 @@ FAULTS = {
     "a_short_update_is_divided_by_the_size_of_a_full_one": Fault(
         "last-update",
         "recipes/dpo.py",
-        {"update.divisor / update.n_samples": "update.divisor / args.train_batch_size"},
+        {
+            "update.engine_divisor / update.n_samples": "update.engine_divisor / args.train_batch_size"
+        },
     ),
     **{
         f"the_mean_over_a_micro_batch_in_{name}": Fault(
             "last-update", f"recipes/{name}.py", {f"loss = {loss}": "loss = losses.mean()"}
         )
         for name, loss in {
-            "dpo": "(losses * weights).sum() * update.divisor / update.n_samples",
-            "reward": "(losses * weights).sum() * update.divisor / update.n_samples",
-            "kto": "(losses * answer_weights).sum() * update.divisor / n_answers",
+            "dpo": "(losses * weights).sum() * update.engine_divisor / update.n_samples",
+            "reward": "(losses * weights).sum() * update.engine_divisor / update.n_samples",
+            "kto": "(losses * answer_weights).sum() * update.engine_divisor / n_answers",
             "sft": LOSS_OF_SFT,
-            "grpo": "(losses * sample_weights).sum() * update.divisor / n_averaged",
+            "grpo": "(losses * sample_weights).sum() * update.engine_divisor / denominator",
         }.items()
     },
     "the_metric_of_rank_0": Fault(
