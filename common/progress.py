@@ -8,7 +8,7 @@ from common import carried
 
 @carried
 @dataclasses.dataclass
-class Position:
+class PromptProgress:
     """Where a run is in its prompts, over all epochs, where its updates do not tell."""
 
     prompts_seen: int = 0  # taken so far
@@ -34,7 +34,7 @@ class Progress:
     skipped_steps: int = 0  # updates skipped by the engine: their gradients are not finite
     samples: int = 0  # trained on so far, in applied updates
     tokens: int = 0  # of them, without padding; in DPO and reward a pair's prompt counts twice
-    position: Position | None = None  # in the prompts; where rollouts may lead to no update
+    position: PromptProgress | None = None  # in the prompts; where rollouts may lead to no update
     stopped_early: bool = False  # by `--stop_after`
     is_idle: bool = False  # see `used_up`
     consecutive_skips: int = 0  # since the last applied update

@@ -66,7 +66,7 @@ class Args(SharedArgs):
 # ============================================================ the algorithm
 def encode_demonstration(
     tokenizer, conversation: Conversation, loss_on: str
-) -> tuple[list[chat.Sequence], list[int], list[str]]:
+) -> tuple[list[chat.TokenSequence], list[int], list[str]]:
     """Returns a row's sequences, the ids before its last answer, and notes.
 
     A string has one; for messages see `chat.encode_conversation`.
@@ -82,7 +82,7 @@ def encode_demonstration(
     if is_text:
         prompt_ids, [(ids, learned)], notes = chat.encode_answers(tokenizer, *conversation)
         learned = [learn_contexts] * len(prompt_ids) + learned
-        return [chat.Sequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, notes
+        return [chat.TokenSequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, notes
     if loss_on == "completion":
         turns = turns[-1:]
     return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
@@ -98,7 +98,7 @@ def sft_row(
     """
     conversation = formats.read_chat(row, strings_as_messages)
     whole, prompt_ids, notes = encode_demonstration(tokenizer, conversation, loss_on)
-    cut = [chat.Sequence(ids[:max_length], learned[:max_length]) for ids, learned in whole]
+    cut = [chat.TokenSequence(ids[:max_length], learned[:max_length]) for ids, learned in whole]
     sequences = [sequence for sequence in cut if any(sequence.learned)]
     if not sequences:
         raise LeftOut("nothing to learn within max_length")

@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
     notes: list[str]
 
 
-class Sequence(NamedTuple):
+class TokenSequence(NamedTuple):
     """What the model reads at once: token ids, and which of them it should learn to write."""
 
     ids: list[int]
@@ -34,7 +34,7 @@ class Sequence(NamedTuple):
 
 def encode_answers(
     tokenizer, prompt: list[dict], answers: list[list[dict]], tools=None, is_text: bool = False
-) -> tuple[list[int], list[Sequence], list[str]]:
+) -> tuple[list[int], list[TokenSequence], list[str]]:
     """Returns the token ids of a conversation's prompt and of its answers, and notes.
 
     If the generation prompt opens a thought (`<bot><think>`), answers with a thought and without
@@ -42,40 +42,40 @@ def encode_answers(
     """
     if is_text:
         prompt_ids, *answer_ids = encode_plain(tokenizer, *map(text_of, (prompt, *answers)))
-        return prompt_ids, [Sequence(ids, [True] * len(ids)) for ids in answer_ids], []
-    read = encode_prompt(tokenizer, prompt, tools)
+        return prompt_ids, [TokenSequence(ids, [True] * len(ids)) for ids in answer_ids], []
+    asked = encode_prompt(tokenizer, prompt, tools)
     if not answers:
-        return read.ids, [], read.notes
-    encoded = [encode_answer(tokenizer, read, prompt, answer, tools) for answer in answers]
+        return asked.ids, [], asked.notes
+    encoded = [encode_answer(tokenizer, asked, prompt, answer, tools) for answer in answers]
     contexts = [context for context, _, _ in encoded]
-    n = rendering.n_common(contexts[0], contexts[-1])
+    n = rendering.n_common(contexts[0], contexts[-1])  # all answers share these
     sequences = []
     for context, (ids, learned), _ in encoded:
-        own = context[n:]  # what only this answer needs before it
-        learned = [True] * len(own) + learned
+        prefix = context[n:]  # the rest of its prompt becomes a part of the answer
+        learned = [True] * len(prefix) + learned
         if n == 0:  # nothing predicts a first token
             learned[0] = False
-        sequences.append(Sequence(own + ids, learned))
-    return contexts[0][:n], sequences, sum((notes for *_, notes in encoded), read.notes)
+        sequences.append(TokenSequence(prefix + ids, learned))
+    return contexts[0][:n], sequences, sum((notes for *_, notes in encoded), asked.notes)
 
 
 def encode_answer(
-    tokenizer, read: Prompt, prompt: list[dict], answer: list[dict], tools
-) -> tuple[list[int], Sequence, list[str]]:
+    tokenizer, asked: Prompt, prompt: list[dict], answer: list[dict], tools
+) -> tuple[list[int], TokenSequence, list[str]]:
     """Returns the ids before an answer, the answer as one sequence, and notes."""
     messages = prompt + answer
     turns = learned_turns(messages, len(prompt))
     if turns == [len(prompt)]:
-        context, ids, notes = encode_turn(tokenizer, read, prompt, answer[0], tools)
-        return context, Sequence(ids, [True] * len(ids)), notes
+        context, ids, notes = encode_turn(tokenizer, asked, prompt, answer[0], tools)
+        return context, TokenSequence(ids, [True] * len(ids)), notes
     # The answer has several messages.
     sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, learn_each=True)
     if len(sequences) > 1:
         raise LeftOut(REWRITES_TURNS)
     [(ids, learned)] = sequences
     begins_learned = turns[0] == len(prompt)
-    start = learned.index(True) if begins_learned else rendering.n_common(read.ids, ids)
-    return ids[:start], Sequence(ids[start:], learned[start:]), notes
+    start = learned.index(True) if begins_learned else rendering.n_common(asked.ids, ids)
+    return ids[:start], TokenSequence(ids[start:], learned[start:]), notes
 
 
 def encode_conversation(
@@ -85,7 +85,7 @@ def encode_conversation(
     tools: list[dict] | None = None,
     learn_all: bool = False,
     learn_each: bool = False,
-) -> tuple[list[Sequence], list[int], list[str]]:
+) -> tuple[list[TokenSequence], list[int], list[str]]:
     """Returns the sequences of a conversation, the ids before its last answer, and notes.
 
     There is one sequence, unless the template writes earlier turns differently once later ones
@@ -97,7 +97,7 @@ def encode_conversation(
         learn_all: learn what precedes the answers, too, in one sequence.
         learn_each: raise `LeftOut` also if the template does not write one of several answers.
     """
-    sequences: list[Sequence] = []
+    sequences: list[TokenSequence] = []
     prompt_ids: list[int] = []
     notes: list[str] = []
     for turn in turns:
@@ -106,15 +106,17 @@ def encode_conversation(
         if turn == turns[-1]:
             notes += prompt.notes
         try:
-            context, ids, said = encode_turn(tokenizer, prompt, history, messages[turn], tools)
+            context, ids, turn_notes = encode_turn(
+                tokenizer, prompt, history, messages[turn], tools
+            )
         except LeftOut as why:
             if learn_each or (turn == turns[-1] and not sequences):
                 raise
             notes.append(str(why))
             continue
-        notes += said
+        notes += turn_notes
         prompt_ids = prompt.ids
-        before, learned = sequences[-1] if sequences else Sequence([], [])
+        before, learned = sequences[-1] if sequences else TokenSequence([], [])
         if context[: len(before)] == before:  # the same history: one sequence
             del sequences[-1:]
         elif learn_all:
@@ -123,7 +125,7 @@ def encode_conversation(
             learned = []
         learned = learned + [learn_all] * (len(context) - len(learned)) + [True] * len(ids)
         # Nothing predicts a sequence's first token.
-        sequences.append(Sequence(context + ids, [False, *learned[1:]]))
+        sequences.append(TokenSequence(context + ids, [False, *learned[1:]]))
     return sequences, prompt_ids, notes
 
 

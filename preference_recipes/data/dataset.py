@@ -168,7 +168,7 @@ class Converter:
         `reason` is "", or says why the row is left out; then it has only `notes` besides.
         """
         try:
-            row = formats.standard(row, self.columns)
+            row = formats.normalize_columns(row, self.columns)
             if self.image_refusal and self.has_images(row):
                 raise BadRow(f"images: {self.image_refusal}")
             if not self.image_refusal:

@@ -1,7 +1,7 @@
 """Recognises the formats of rows, and reads each into one form.
 
-`standard` gives the columns of other tools our names, a reader, such as `read_pair`, makes a
-`Conversation` of them, and `row_of_answers` token ids of that.
+`normalize_columns` gives the columns of other tools our names, a reader, such as `read_pair`, makes
+a `Conversation` of them, and `row_of_answers` token ids of that.
 """
 
 import re
@@ -63,7 +63,7 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
     if not conversation.prompt and not conversation.is_text:  # the last message is the answer
         [messages] = conversation.answers
         conversation = conversation._replace(prompt=messages[:-1], answers=[messages[-1:]])
-    conversation = completed(conversation, row, strings_as_messages)
+    conversation = with_turns_and_system(conversation, row, strings_as_messages)
     values = row_of_answers(conversation, tokenizer, max_length, is_good=LABELS[label])
     return {**values, "n_answers": 1}
 
@@ -90,12 +90,12 @@ def row_of_answers(
     room = max_length - len(prompt_ids)
     if room <= 0:
         raise LeftOut("prompt fills max_length")
-    cut = [chat.Sequence(ids[:room], learned[:room]) for ids, learned in sequences]
+    cut = [chat.TokenSequence(ids[:room], learned[:room]) for ids, learned in sequences]
     if len(cut) == 2 and cut[0].ids == cut[1].ids:  # what is left tells them apart
         raise LeftOut("chosen equal to rejected")
     if not all(any(learned) for _, learned in cut):
         raise LeftOut("nothing to learn within max_length")
-    chosen, rejected = [*cut, chat.Sequence([], [])][:2]
+    chosen, rejected = [*cut, chat.TokenSequence([], [])][:2]
     if not is_good:
         chosen, rejected = rejected, chosen
     return {
@@ -122,7 +122,7 @@ def missing_answer(answer: list[dict]) -> str:
 def read_prompt(row: dict, strings_as_messages: bool) -> Conversation:
     """Reads a row whose answers are sampled."""
     require(row, "prompt", expected="'prompt'")
-    return completed(conversation_of(row, row["prompt"]), row, strings_as_messages)
+    return with_turns_and_system(conversation_of(row, row["prompt"]), row, strings_as_messages)
 
 
 def read_pair(row: dict, strings_as_messages: bool) -> Conversation:
@@ -147,12 +147,12 @@ def read_pair(row: dict, strings_as_messages: bool) -> Conversation:
     first_roles = {answer[0]["role"] for answer in conversation.answers if answer}
     if prompt is None or not first_roles <= {"assistant"}:  # 3.
         conversation = split_conversations(conversation)
-    return completed(conversation, row, strings_as_messages)
+    return with_turns_and_system(conversation, row, strings_as_messages)
 
 
 def read_chat(row: dict, strings_as_messages: bool) -> Conversation:
     """Reads a row of SFT, which may begin with the answer."""
-    return completed(read_demonstration(row), row, strings_as_messages, must_ask=False)
+    return with_turns_and_system(read_demonstration(row), row, strings_as_messages, must_ask=False)
 
 
 def read_demonstration(row: dict) -> Conversation:
@@ -186,7 +186,7 @@ def conversation_of(row: dict, prompt, *answers) -> Conversation:
     )
 
 
-def completed(
+def with_turns_and_system(
     conversation: Conversation, row: dict, strings_as_messages: bool, must_ask: bool = True
 ) -> Conversation:
     """Returns a conversation with strings as turns, if asked for, after column `system`.
@@ -302,7 +302,7 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     return columns
 
 
-def standard(row: dict, columns: dict[str, str]) -> dict:
+def normalize_columns(row: dict, columns: dict[str, str]) -> dict:
     """Returns a row with the columns that readers know, besides its own, for reward functions.
 
     Args:

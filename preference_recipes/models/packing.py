@@ -35,7 +35,7 @@ import torch
 from common import batches
 
 # The most bytes that the mask of shared rows may take: those of one row of 16,384 tokens.
-MOST_MASK = 2**28
+MAX_MASK = 2**28
 
 # A prompt and its answers are a group: the numbers of the answers. A row holds some of them.
 Row = list[list[int]]
@@ -136,7 +136,7 @@ class Packer:
         shared, length = shared_rows(prompts, answers, files)
         cost = len(shared) * length * (12 * self.width + 2 * length)
         cost_of_padded = len(padded) * longest * (12 * self.width + longest)
-        if cost <= cost_of_padded and len(shared) * length**2 <= MOST_MASK:
+        if cost <= cost_of_padded and len(shared) * length**2 <= MAX_MASK:
             return shared, length
         return padded, longest
 

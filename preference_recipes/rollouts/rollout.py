@@ -22,13 +22,13 @@ ORDER_STREAM = 2
 # ============================================================ what a run carries
 @carried
 @dataclasses.dataclass
-class Position(progress.Position):
+class Position(progress.PromptProgress):
     """Where a run is in its prompts and rollouts."""
 
     rollouts_seen: int = 0  # finished ones: all their updates are made
     updates_made: int = 0  # of the current rollout
 
-    def take_prompts(self, policy: Policy, most: int) -> dict:
+    def take_prompts(self, policy: Policy, max_prompts: int) -> dict:
         """Returns the columns of the next prompts, at most to the end of the epoch.
 
         The order is that of a data set's rows, see `batches.rows_of_update`.
@@ -36,7 +36,7 @@ class Position(progress.Position):
         train = policy.data.train
         epoch, place = divmod(self.prompts_seen, len(train))
         order = batches.epoch_order(len(train), policy.args.seed, epoch)
-        rows = order[place : place + most]
+        rows = order[place : place + max_prompts]
         self.prompts_seen += len(rows)
         return train[rows]
 

@@ -20,7 +20,7 @@ from preference_recipes.data.dataset import Converter, Data
 SEPARATOR = "\u2502"  # a line that texts hardly hold
 
 
-class Sequence(NamedTuple):
+class Part(NamedTuple):
     """A part of a row as a model reads it, and for each of its tokens whether it is trained on."""
 
     name: str
@@ -74,14 +74,13 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
     return lines + [f"  {note}" for note in values["notes"]]
 
 
-def sequences_of(values: dict) -> list[Sequence]:
+def sequences_of(values: dict) -> list[Part]:
     """Returns the parts of a row, as any recipe's row function returned it, that a model reads."""
     if "learned" in values:  # of SFT, whose rows may hold several sequences
         ends = np.cumsum(values["sequence_lengths"][:-1], dtype=int)
         columns = (np.split(np.asarray(values[name]), ends) for name in ("input_ids", "learned"))
         return [
-            Sequence("sequence", ids.tolist(), is_trained.tolist())
-            for ids, is_trained in zip(*columns)
+            Part("sequence", ids.tolist(), is_trained.tolist()) for ids, is_trained in zip(*columns)
         ]
     is_reward_row = "margin" in values
     parts = []
@@ -91,11 +90,11 @@ def sequences_of(values: dict) -> list[Sequence]:
         if is_reward_row and name != "prompt":  # the loss takes the score, read at the last token
             is_trained = [False] * (len(ids) - 1) + [True]
         if ids:
-            parts.append(Sequence(name, ids, is_trained))
+            parts.append(Part(name, ids, is_trained))
     return parts
 
 
-def images_in(part: Sequence, files: list[bytes], tokenizer) -> list[str]:
+def images_in(part: Part, files: list[bytes], tokenizer) -> list[str]:
     """Returns a line about each image of a part."""
     if not files:
         return []
@@ -113,7 +112,7 @@ def images_in(part: Sequence, files: list[bytes], tokenizer) -> list[str]:
     return lines
 
 
-def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
+def marked(part: Part, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the tokens one by one, those trained on in brackets ⟦ ⟧."""
     words = []
     for token, is_trained in zip(part.ids, part.is_trained):

@@ -195,7 +195,7 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
             token for part in parts for token in itertools.compress(part.ids, part.is_trained)
         ]
         if 0 < len(logps) == len(trained):  # not of responses, nor of a row of several sequences
-            least = preview.Sequence("", [trained[k] for k in np.argsort(logps)[:5]], [True] * 5)
+            least = preview.Part("", [trained[k] for k in np.argsort(logps)[:5]], [True] * 5)
             print(f"  least probable           {preview.marked(least, data.converter.tokenizer)}")
         for name, value in sample.items():
             if COUNT not in name and value is not None:

@@ -200,17 +200,19 @@ def test_messages_may_be_written_as_json(function, row, as_messages):
     """As parquet writers do; what they hold was trained on as a text. Python's `str` is no JSON."""
     tokenizer = templates.tokenizer("qwen2_5")
     settings = SETTINGS[function] | {"strings_as_messages": as_messages}
-    expected = function(formats.standard(row, {}), tokenizer, 1000, **settings)
+    expected = function(formats.normalize_columns(row, {}), tokenizer, 1000, **settings)
     held = {key for key, value in row.items() if isinstance(value, (list, dict))}
     for spelled in (json.dumps, lambda value: json.dumps(json.dumps(value, indent=1))):
         given = {key: spelled(row[key]) if key in held else row[key] for key in row}
-        assert function(formats.standard(given, {}), tokenizer, 1000, **settings) == expected
+        assert (
+            function(formats.normalize_columns(given, {}), tokenizer, 1000, **settings) == expected
+        )
     for column in held:
         python = str(row[column])
         numpy = python.replace("}, {", "}\n {")
         for printed in (python, numpy, f"array({python}, dtype=object)"):
             with pytest.raises(BadRow, match=f"column '{column}' holds messages as Python prints"):
-                formats.standard(row | {column: printed}, {})
+                formats.normalize_columns(row | {column: printed}, {})
 
 
 @pytest.mark.parametrize("text", [
@@ -219,9 +221,9 @@ def test_messages_may_be_written_as_json(function, row, as_messages):
 ])  # fmt: skip
 def test_an_answer_that_is_json_of_another_kind_stays_text(text):
     row = {"prompt": "Who?", "completion": text}
-    assert conversation(formats.standard(row, {})) == ("Who?", text)
+    assert conversation(formats.normalize_columns(row, {})) == ("Who?", text)
     row = {"prompt": text, "chosen": text, "rejected": "No."}
-    assert preference(formats.standard(row, {})) == (text, text, "No.")
+    assert preference(formats.normalize_columns(row, {})) == (text, text, "No.")
 
 
 BEGUN = [SYSTEM, *BEFORE, QUESTION]
@@ -292,7 +294,7 @@ def test_a_column_system_begins_the_chat(row, as_messages):
     """Beside strings, too, where they are turns; with an empty one the row is as without."""
 
     def chat(**system):
-        given = formats.standard(row | system, {})
+        given = formats.normalize_columns(row | system, {})
         return preference(given, as_messages)
 
     assert chat(system=SYSTEM["content"]) == ([SYSTEM, QUESTION], [YES], [NO])
@@ -331,9 +333,9 @@ def test_columns_name_the_users_own():
     columns = formats.column_names(["prompt=question", "completion=answer"])
     assert columns == {"prompt": "question", "completion": "answer"}
     row = {"question": "2+2?", "answer": "4", "messages": [QUESTION], "text": "a"}
-    found = conversation(formats.standard(row, columns))
+    found = conversation(formats.normalize_columns(row, columns))
     assert found == ("2+2?", "4")
-    found = formats.standard(row, formats.column_names(["text=text"]))
+    found = formats.normalize_columns(row, formats.column_names(["text=text"]))
     assert conversation(found) == ("", "a")
     for pairs in (["prompt"], ["other=a"], ["text=a", "text=b"]):
         call = lambda pairs=pairs: formats.column_names(pairs)
@@ -355,7 +357,7 @@ def read(row: dict, tmp_path, name="rows.parquet", mixed=None) -> dict:
     else:
         rows = datasets.Dataset.from_list([row], on_mixed_types=mixed)
         rows.to_csv(path) if name.endswith("csv") else rows.to_parquet(path)
-    return formats.standard(rows_of(path)[0], {})
+    return formats.normalize_columns(rows_of(path)[0], {})
 
 
 ALPACA = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
@@ -405,11 +407,15 @@ def test_calls_and_tools_of_sharegpt(tmp_path):
         message("assistant", "It is of 2010."),
     ]
     for none in ("[]", "null", " "):
-        assert formats.standard({"messages": [QUESTION], "tools": none}, {})["tools"] is None
+        assert (
+            formats.normalize_columns({"messages": [QUESTION], "tools": none}, {})["tools"] is None
+        )
     flat = {"type": "function", **TOOL["function"]}  # as in OpenAI's Responses API
-    assert formats.standard({"messages": [QUESTION], "tools": [flat]}, {})["tools"] == [TOOL]
+    assert formats.normalize_columns({"messages": [QUESTION], "tools": [flat]}, {})["tools"] == [
+        TOOL
+    ]
     with pytest.raises(BadRow, match="column 'tools': expected a list of JSON schemas"):
-        formats.standard({"messages": [QUESTION], "tools": "[{"}, {})
+        formats.normalize_columns({"messages": [QUESTION], "tools": "[{"}, {})
 
 
 NULLS = {"year": None, "of": [{"title": None}]}
@@ -444,7 +450,7 @@ def test_columns_of_alpaca_may_have_other_names():
     row = {named[key]: value for key, value in ALPACA.items()} | {"text": "a"}
     columns = formats.column_names(["input=context", "output=response"])
     for other in ({}, {"conversations": [said("human", "a"), said("gpt", "b")]}, {"prompt": "a"}):
-        found = formats.standard(row | other, columns)
+        found = formats.normalize_columns(row | other, columns)
         assert conversation(found) == ([ASKED], [ANSWERED])
 
 
@@ -523,7 +529,7 @@ def test_columns_of_other_data_are_no_format():
         "chosen": [QUESTION, YES],
         "rejected": [QUESTION, NO],
     }
-    assert preference(formats.standard(pair, {})) == ([QUESTION], [YES], [NO])
+    assert preference(formats.normalize_columns(pair, {})) == ([QUESTION], [YES], [NO])
 
 
 def test_a_pair_that_ends_with_the_users_turn_or_without_an_answer_is_left_out(tokenizer):

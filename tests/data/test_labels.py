@@ -2,7 +2,7 @@
 
 import pytest
 
-from preference_recipes.data.formats import labelled_row, preference_row, standard
+from preference_recipes.data.formats import labelled_row, normalize_columns, preference_row
 from preference_recipes.data.messages import BadRow
 from recipes import load
 from runs import forked, message, pair_of
@@ -34,7 +34,7 @@ def test_prompt_and_completion_are_the_same_row(tokenizer):
     whole = read(tokenizer, {"messages": [ASK, SAY], "label": True})
     assert read(tokenizer, {"prompt": [ASK], "completion": [SAY], "label": True}) == whole
     tagged = {"messages": [ASK, SAY], "kto_tag": True, "label": None}  # null: of other rows
-    assert read(tokenizer, standard(tagged, {})) == whole
+    assert read(tokenizer, normalize_columns(tagged, {})) == whole
     strings = {"prompt": "1+2=", "completion": "3", "label": True}
     assert read(tokenizer, strings, strings_as_messages=True) == whole
     plain = read(tokenizer, strings)

@@ -124,5 +124,5 @@ def test_prompts_are_shared_where_that_pays(monkeypatch):
     assert shape(10, *[300] * 16) == (16, 310) and shape(300, *[10] * 16) == (1, 460)
     assert shape(100, 100, 100) == (1, 300)
     for largest_mask, expected in ((460**2, (1, 460)), (460**2 - 1, (3, 430))):
-        monkeypatch.setattr(packing, "MOST_MASK", largest_mask)
+        monkeypatch.setattr(packing, "MAX_MASK", largest_mask)
         assert shape(400, 20, 30, 10) == expected
