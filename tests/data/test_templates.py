@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import templates
 from preference_recipes.data import chat, odd_templates, rendering
-from preference_recipes.data.formats import labelled_row, preference_row, standard
+from preference_recipes.data.formats import labelled_row, normalize_columns, preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
@@ -310,7 +310,7 @@ def test_thinking_in_the_content_is_read_as_in_a_field(name, content, more, vari
 def test_thinking_in_strings_is_read_as_in_messages():
     tokenizer = templates.tokenizer("qwen3_8")
     expected = sft("qwen3_8", *FIVE, say("three four.", reasoning_content="one two"))
-    alpaca = standard({"instruction": "five", "output": THOUGHT}, {})
+    alpaca = normalize_columns({"instruction": "five", "output": THOUGHT}, {})
     strings = {"prompt": "five", "completion": THOUGHT}
     assert sft_row(alpaca, tokenizer, 1000, "assistant") == expected
     assert sft_row(strings, tokenizer, 1000, "assistant", strings_as_messages=True) == expected
