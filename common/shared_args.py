@@ -107,7 +107,11 @@ class SavingArgs:
     save_total_limit: int = arg(2, "checkpoints to keep; 0: all", at_least=0)
     save_actor_steps: float = arg(0, "updates between saved actors; 0: only the last", at_least=0)
     save_actor_limit: int = arg(0, "saved actors to keep; 0: all", at_least=0)
-    keep_best: str | None = arg(None, "the metric of actor_best/: eval/loss, or eval/x:max or :min")
+    keep_best: str | None = arg(
+        None,
+        "the metric of actor_best/: eval/loss, or eval/x:max or :min",
+        only_with="eval_dataset_name",
+    )
     stop_after: int = arg(0, "end after N evaluations without a better one; 0: never", at_least=0)
     push_to_hub: str | None = arg(None, "upload the actor to this hub repository")
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = arg(

@@ -38,6 +38,7 @@ TABLE = [
     ),
     ("dpo", ["--bf16"], ["--bf16. Instead of bf16 give a YAML of accelerate_configs/"]),
     ("dpo", ["--qqq", 1], ["error: unrecognized arguments: --qqq 1"]),
+    ("dpo", [*OWN, "--keep_best", "eval/x"], ["eval/x: not used: give --eval_dataset_name, too"]),
     ("dpo", ["--report_to", "wandb"], ["wandb is not installed: pip install wandb"]),
     (
         "dpo",
