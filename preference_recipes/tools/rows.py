@@ -176,7 +176,7 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
     from preference_recipes.tools import preview  # slow to import
 
     args, data = as_read(run, settings)
-    if (run / VALUES).exists():
+    if source or (run / VALUES).exists():
         samples = recorded_samples(run, source, step)[:top]
     else:
         samples = [{"row": row} for row in rows_of_update(run, step, args, data)[:top]]

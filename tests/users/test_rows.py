@@ -140,6 +140,7 @@ def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
     shutil.rmtree(unrecorded / "values.parquet")
     given = lambda *words: lambda: rows.main(list(map(str, words)))
     refuses("--values_steps", call=given(unrecorded, "--sort", "loss"))
+    refuses("--values_steps", call=given(unrecorded, "--step", 6, "--source", "eval"))
     refuses("12 applied updates", call=given(unrecorded, "--step", 13))
     refuses("--step 13: not recorded", ": 8, 9, 10, 11, 12", call=given(run, "--step", 13))
     refuses("--sort los:", "loss, rewards/chosen", call=given(run, "--sort", "los"))
