@@ -136,6 +136,11 @@ def as_read(run: Path, settings: SimpleNamespace) -> tuple:
     return found[0]
 
 
+def number_of(top: float, found) -> int:
+    """Returns how many of what was found `--top` asks for."""
+    return math.ceil(round(top * len(found), 6)) if top < 1 else int(top)
+
+
 # ============================================================ --step
 def rows_of_update(run: Path, step: int, args, data) -> list[int]:
     """Returns the numbers of the rows of an update, which the seed and the epoch decide."""
@@ -171,15 +176,16 @@ def recorded_samples(run: Path, source: str | None, step: int) -> list[dict]:
     return sorted(samples, key=lambda sample: -abs(sample["share of loss"]))
 
 
-def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: int):
+def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: float):
     """Prints the rows of an update, or of an evaluation, as `--preview` does."""
     from preference_recipes.tools import preview  # slow to import
 
     args, data = as_read(run, settings)
     if source or (run / VALUES).exists():
-        samples = recorded_samples(run, source, step)[:top]
+        samples = recorded_samples(run, source, step)
     else:
-        samples = [{"row": row} for row in rows_of_update(run, step, args, data)[:top]]
+        samples = [{"row": row} for row in rows_of_update(run, step, args, data)]
+    samples = samples[: number_of(top, samples)]
     wanted = {sample["row"] for sample in samples}
     given = {row: values for row, values in rows_of(settings, source) if row in wanted}
     for sample in samples:
@@ -216,8 +222,8 @@ def show_sorted(run: Path, settings: SimpleNamespace, args: argparse.Namespace) 
         table = table.append_column(order, pc.abs(pc.subtract(*table.select(columns))))
     direction = "ascending" if args.lowest else "descending"
     table = table.sort_by([(order, direction), ("row", "ascending")])
-    top = math.ceil(round(args.top * len(table), 6)) if args.top < 1 else int(args.top)
-    chosen = {sample["row"]: sample for sample in table[:top].to_pylist()}
+    top = table[: number_of(args.top, table)]
+    chosen = {sample["row"]: sample for sample in top.to_pylist()}
     as_text = functools.partial(json.dumps, ensure_ascii=False, default=str)
     if args.out:
         with open(args.out, "x", encoding="utf-8") as file:
@@ -252,11 +258,13 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     args = parser.parse_args(words)
     if args.rest and not args.out:
         parser.error("--rest needs --out")
+    if not args.sort and (args.out or args.compare or args.lowest or args.way != "mean"):
+        parser.error("--out, --lowest, --last, --spread and --compare go with --sort")
     settings = settings_of(args.run)
     os.chdir(settings.start["working_directory"])  # from which data sets are named
     if args.sort:
         return show_sorted(args.run, settings, args)
-    show_step(args.run, settings, args.source, args.step, int(args.top))
+    show_step(args.run, settings, args.source, args.step, args.top)
 
 
 if __name__ == "__main__":

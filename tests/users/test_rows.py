@@ -104,6 +104,7 @@ def test_the_rows_of_an_update_are_known_without_a_record(capsys, run, tmp_path)
     assert sorted(found(capsys, unrecorded, "--step", 9)) == sorted(with_record)
     losses = {row: values[1] for row, values in recorded(run, "loss").items()}
     assert with_record == sorted(with_record, key=losses.get, reverse=True)
+    assert found(capsys, run, "--step", 9, "--top", 0.3) == with_record[:3]
     rows.main([str(run), "--step", "9", "--top", "1"])
     shown = capsys.readouterr().out
     (line,) = [line for line in lines(run) if line["global_step"] == 9]
@@ -135,7 +136,7 @@ def test_where_two_runs_differ_most_comes_first(capsys, inputs, run):
     assert found(capsys, run, "--sort", "loss", "--compare", other, "--top", 6) == expected
 
 
-def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
+def test_what_it_cannot_know_is_said(capsys, inputs, run, tmp_path):
     unrecorded = shutil.copytree(run, tmp_path / "unrecorded")
     shutil.rmtree(unrecorded / "values.parquet")
     given = lambda *words: lambda: rows.main(list(map(str, words)))
@@ -145,6 +146,11 @@ def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
     refuses("--step 13: not recorded", ": 8, 9, 10, 11, 12", call=given(run, "--step", 13))
     refuses("--sort los:", "loss, rewards/chosen", call=given(run, "--sort", "los"))
     refuses("no environment.json", call=given(inputs, "--step", 1))
+    out = tmp_path / "rows.jsonl"
+    for words in (["--out", out], ["--lowest"], ["--spread"], ["--compare", run]):
+        with pytest.raises(SystemExit, match="2"):
+            rows.main(list(map(str, [run, "--step", 9, *words])))
+    assert "--compare go with --sort" in capsys.readouterr().err
     edited = shutil.copytree(run, tmp_path / "edited")
     data = inputs / "dpo.jsonl"
     record = json.loads((edited / "environment.json").read_text())
