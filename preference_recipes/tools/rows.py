@@ -102,15 +102,30 @@ def settings_of(run: Path) -> SimpleNamespace:
     return SimpleNamespace(**args, start=folders.read_json(run / "environment.json")[-1])
 
 
+def data_of(settings: SimpleNamespace, source: str | None) -> tuple[str, str]:
+    """Returns the name and the split of a source's data."""
+    from preference_recipes.data import files  # slow to import
+
+    if not (source or "").startswith("eval"):  # `train` and `rollout` name what is the default
+        return settings.dataset_name[0], settings.dataset_split
+    names = settings.eval_dataset_name
+    name = next(n for n in names if source in ("eval", f"eval/{files.stem(n)}"))
+    return name, settings.eval_dataset_split
+
+
+def identity_of(settings: SimpleNamespace, source: str | None) -> list:
+    """Returns what a source's rows are known by: the content of a file, else a name and a split."""
+    name, split = data_of(settings, source)
+    path = Path(settings.start["working_directory"], name)
+    names = [str(path.resolve()) if path.exists() else name, split]
+    return settings.start["data_files"].get(name, names)
+
+
 def rows_of(settings: SimpleNamespace, source: str | None) -> Iterator[tuple[int, dict]]:
     """Yields the rows of a source's data with their numbers; exits if the file is another now."""
     from preference_recipes.data import files  # slow to import
 
-    name, split = settings.dataset_name[0], settings.dataset_split
-    if source:
-        split = settings.eval_dataset_split
-        names = settings.eval_dataset_name
-        name = next(n for n in names if source in ("eval", f"eval/{files.stem(n)}"))
+    name, split = data_of(settings, source)
     before = settings.start["data_files"].get(name)
     if before is not None and before != folders.describe(Path(name)):
         sys.exit(f"{name} has changed since the run read it: its rows may be others now")
@@ -213,9 +228,10 @@ def show_sorted(run: Path, settings: SimpleNamespace, args: argparse.Namespace) 
     columns = ["value"]
     order = "value"
     if args.compare:
-        if settings_of(args.compare).start["data_files"] != settings.start["data_files"]:
-            sys.exit(f"{run} and {args.compare} read other data: their rows are not the same")
         other = by_row(args.compare, args.source, args.sort, args.way)
+        others = settings_of(args.compare)
+        if identity_of(others, args.source) != identity_of(settings, args.source):
+            sys.exit(f"{run} and {args.compare} read other data: their rows are not the same")
         table = table.join(other, "row", join_type="inner", right_suffix=" there")
         columns = ["value", "value there"]
         order = "difference"

@@ -136,6 +136,26 @@ def test_where_two_runs_differ_most_comes_first(capsys, inputs, run):
     assert found(capsys, run, "--sort", "loss", "--compare", other, "--top", 6) == expected
 
 
+def test_runs_are_compared_if_they_read_the_same_rows(capsys, inputs, run, tmp_path):
+    """Whatever they were evaluated on. Of a folder or the hub the name and the split are known."""
+    compared = ["--sort", "loss", "--top", 6, "--compare", tmp_path / "other"]
+    other = shutil.copytree(run, tmp_path / "other")
+    record = json.loads((other / "environment.json").read_text())
+    record[-1]["data_files"]["held_out.jsonl"] = [1, 1]
+    (other / "environment.json").write_text(json.dumps(record))
+    assert len(found(capsys, run, *compared)) == 6
+    for folder in (other, shutil.copytree(run, tmp_path / "one")):
+        record[-1]["data_files"] = {}
+        (folder / "environment.json").write_text(json.dumps(record))
+    assert len(found(capsys, tmp_path / "one", *compared)) == 6
+    settings = (other / "run.yaml").read_text()
+    for name, value in [("split", "train"), ("name", f"\n- {inputs / 'dpo.jsonl'}")]:
+        line = f"\ndataset_{name}: {value}".replace(": \n", ":\n")
+        assert line in settings
+        (other / "run.yaml").write_text(settings.replace(line, line + "2"))
+        refuses("read other data", call=lambda: found(capsys, tmp_path / "one", *compared))
+
+
 def test_what_it_cannot_know_is_said(capsys, inputs, run, tmp_path):
     unrecorded = shutil.copytree(run, tmp_path / "unrecorded")
     shutil.rmtree(unrecorded / "values.parquet")
