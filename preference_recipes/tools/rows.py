@@ -142,8 +142,9 @@ def as_read(run: Path, settings: SimpleNamespace) -> tuple:
     words += ["--output_dir", str(run), "--resume", "auto"]  # so that it keeps its date
     found: list[tuple] = []
     keep = lambda args, data: found.append((args, data))
+    path = [str(Path(script).resolve().parent), *sys.path]  # it may import what lies beside it
     try:
-        with replaced((preview, "print_preview", keep), (sys, "argv", words)):
+        with replaced((preview, "print_preview", keep), (sys, "argv", words), (sys, "path", path)):
             runpy.run_path(script, run_name="__main__")
     except SystemExit:
         if not found:

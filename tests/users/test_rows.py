@@ -4,8 +4,10 @@ import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 import statistics
+import sys
 
 import pyarrow.parquet
 import pytest
@@ -110,6 +112,21 @@ def test_the_rows_of_an_update_are_known_without_a_record(capsys, run, tmp_path)
     (line,) = [line for line in lines(run) if line["global_step"] == 9]
     share = losses[with_record[0]] / (8 * line["loss"])
     assert f"share of loss {share:.4g}" in re.sub(" +", " ", shown) and "⟦" in shown
+
+
+def test_a_recipe_is_read_as_it_was_run_with_what_it_imports_from_its_folder(capsys, run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "copied")
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "mine.py"
+    script.write_text(
+        recipe("dpo").read_text().replace("import math\n", "import math\nimport beside\n")
+    )
+    record = json.loads((copied / "environment.json").read_text())
+    python, _, *flags = shlex.split(record[-1]["command"])
+    record[-1]["command"] = shlex.join([python, str(script), *flags])
+    (copied / "environment.json").write_text(json.dumps(record))
+    assert len(found(capsys, copied, "--step", 9)) == 8
+    assert "beside" in sys.modules and str(tmp_path) not in sys.path
 
 
 def test_the_log_probs_of_tokens_add_up_to_those_of_answers(capsys, run):
