@@ -23,6 +23,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,9 +195,12 @@ def recorded_samples(run: Path, source: str | None, step: int) -> list[dict]:
 
 def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: float):
     """Prints the rows of an update, or of an evaluation, as `--preview` does."""
-    from preference_recipes.tools import preview  # slow to import
+    from preference_recipes.data import files  # slow to import
+    from preference_recipes.tools import preview
 
     args, data = as_read(run, settings)
+    folder = files.find(*data_of(settings, source)).folder  # of images
+    converter = replace(data.converter, folder=folder)
     if source or (run / VALUES).exists():
         samples = recorded_samples(run, source, step)
     else:
@@ -207,8 +211,8 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
     for sample in samples:
         row = sample.pop("row")
         print(f"\nrow {row}")
-        values = data.converter.convert_row(given[row], row - 1)
-        print("\n".join(preview.describe_row(given[row], values, data.converter)))
+        values = converter.convert_row(given[row], row - 1)
+        print("\n".join(preview.describe_row(given[row], values, converter)))
         logps = sample.pop("logps", None) or []
         parts = preview.sequences_of(values)
         trained = [
@@ -216,7 +220,7 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
         ]
         if 0 < len(logps) == len(trained):  # not of responses, nor of a row of several sequences
             least = preview.Sequence("", [trained[k] for k in np.argsort(logps)[:5]], [True] * 5)
-            print(f"  least probable           {preview.marked(least, data.converter.tokenizer)}")
+            print(f"  least probable           {preview.marked(least, converter.tokenizer)}")
         for name, value in sample.items():
             if COUNT not in name and value is not None:
                 print(f"  {name:24} {value:.4g}")

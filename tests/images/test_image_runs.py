@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import runs
 from preference_recipes.data import rendering
-from preference_recipes.tools import export
+from preference_recipes.tools import export, rows
 from recipes import ANSWER_REWARD
 from runs import say, slow, write_jsonl
 from vlms import picture, save_vlm
@@ -56,8 +56,9 @@ def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path):
+def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path, capsys):
     evaluated = dict(max_steps=4, save_steps=2, save_total_limit=0, train_vision="true")
+    evaluated |= dict(values_steps=2)
     evaluated |= dict(eval_dataset_name=inputs / "sft.jsonl")
     run(inputs, "sft", tmp_path / "whole", **evaluated)
     checkpoint = tmp_path / "whole/checkpoints/global_step_000002"
@@ -68,6 +69,9 @@ def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path):
     assert not same(
         weights(tmp_path / "whole/actor", "vision"), weights(inputs / "model", "vision")
     )
+
+    rows.main([str(tmp_path / "whole"), "--step", "4", "--source", "eval"])
+    assert capsys.readouterr().out.count(" pixels, ") == 3
 
     export.export(checkpoint, tmp_path / "exported")
     for folder in (tmp_path / "exported", tmp_path / "whole/actor"):
