@@ -1,12 +1,14 @@
 """Images in rows: where they are found, which tokens stand for them, what is refused by the row's number."""
 
 import base64
+import io
 import json
 import runpy
 import types
 
 import datasets
 import pytest
+from PIL import Image
 
 from preference_recipes.data import dataset, images, unread
 from preference_recipes.data.dataset import Converter, load_data
@@ -255,6 +257,13 @@ def test_nothing_of_an_image_counts_as_unread(vlm):
 
 
 # ============================================================ sets
+def as_jpeg(file: bytes) -> bytes:
+    """Of the colours of a printer, which no PNG has."""
+    jpeg = io.BytesIO()
+    Image.open(io.BytesIO(file)).convert("CMYK").save(jpeg, "JPEG")
+    return jpeg.getvalue()
+
+
 def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeypatch, capsys):
     """Of parquet and of JSON, whose paths are relative to it; rows without images are among them."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -272,9 +281,10 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
         messages=datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)}),
         images=datasets.List(datasets.Image()),
     )
+    photos = [list(map(as_jpeg, row["images"])) for row in some_rows()]
     rows = [
-        {"messages": row["messages"], "images": [{"bytes": f} for f in row["images"]]}
-        for row in some_rows()
+        {"messages": row["messages"], "images": [{"bytes": file} for file in images]}
+        for row, images in zip(some_rows(), photos)
     ]
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     text = write_jsonl(
@@ -294,7 +304,7 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
     )
     data = load_sets(reads_images=True)
     files = [row["images"] for row in data.train]
-    assert files == [[ONE], [], *(row["images"] for row in some_rows()), None]
+    assert files == [[ONE], [], *photos, None]
     assert data.processor is vlm.processor
     assert "images" not in data.eval_sets["eval/"].column_names
     assert "CLIPImageProcessor" in data.fingerprints["images"]
