@@ -14,7 +14,7 @@ found as data again, and with `--rest` all rows but those.
 from __future__ import annotations
 
 import argparse
-import functools
+import base64
 import itertools
 import json
 import math
@@ -22,7 +22,7 @@ import os
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,6 +227,16 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
 
 
 # ============================================================ --sort
+def data_uri(file: bytes) -> str:
+    return f"data:;base64,{base64.b64encode(file).decode()}"
+
+
+def as_text(row: dict, file_as: Callable[[bytes], str] = data_uri) -> str:
+    """Returns a row as a line of JSON, by default one that reads as the same data."""
+    as_string = lambda value: file_as(value) if isinstance(value, bytes) else str(value)
+    return json.dumps(row, ensure_ascii=False, default=as_string)
+
+
 def show_sorted(run: Path, settings: SimpleNamespace, args: argparse.Namespace) -> None:
     """Prints the rows at one end of an order, or writes them, or all others, as data."""
     table = by_row(run, args.source, args.sort, args.way)
@@ -245,17 +255,17 @@ def show_sorted(run: Path, settings: SimpleNamespace, args: argparse.Namespace) 
     table = table.sort_by([(order, direction), ("row", "ascending")])
     top = table[: number_of(args.top, table)]
     chosen = {sample["row"]: sample for sample in top.to_pylist()}
-    as_text = functools.partial(json.dumps, ensure_ascii=False, default=str)
     if args.out:
         with open(args.out, "x", encoding="utf-8") as file:
             for row, given in rows_of(settings, args.source):
                 if (row in chosen) != args.rest:
                     file.write(as_text(given) + "\n")
         return
-    texts = {row: as_text(given) for row, given in rows_of(settings, args.source) if row in chosen}
+    given = {row: values for row, values in rows_of(settings, args.source) if row in chosen}
     for row, sample in chosen.items():
         values = "  ".join(f"{sample[column]:>11.5g}" for column in columns)
-        print(f"row {row:>8}  {values}  {texts[row]}")
+        text = as_text(given[row], lambda file: f"<{len(file)} bytes>")
+        print(f"row {row:>8}  {values}  {text}")
 
 
 def main(words: list[str] | None = None, command: str | None = None) -> None:

@@ -16,7 +16,7 @@ from preference_recipes.data.formats import labelled_row, preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
-from preference_recipes.tools import preview
+from preference_recipes.tools import preview, rows
 from runs import recipe, refuses, say, write_jsonl
 from vlms import IMAGE, picture, save_vlm, some_rows, turn
 
@@ -282,11 +282,11 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
         images=datasets.List(datasets.Image()),
     )
     photos = [list(map(as_jpeg, row["images"])) for row in some_rows()]
-    rows = [
+    with_photos = [
         {"messages": row["messages"], "images": [{"bytes": file} for file in images]}
         for row, images in zip(some_rows(), photos)
     ]
-    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(with_photos, features=features).to_parquet(tmp_path / "rows.parquet")
     text = write_jsonl(
         tmp_path / "text.jsonl", [{"messages": say("user", "Hm?") + say("assistant", "Hm.")}]
     )
@@ -318,6 +318,12 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
         "--train_vision: no row of these sets has an image",
         call=lambda: load_sets(reads_images=True),
     )
+
+
+def test_rows_writes_images_as_data_again(vlm):
+    row = {"messages": ASKED + ANSWER, "images": [{"bytes": ONE, "path": None}]}
+    written = json.loads(rows.as_text(row))
+    assert convert(written, vlm)["images"] == convert(row, vlm)["images"] == [ONE]
 
 
 def test_the_preview_shows_images(vlm):
