@@ -225,6 +225,10 @@ def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
             "messages": say("user", "<image><image>") + ANSWER,
             "images": [ONE],
         },
+        ("'<image>' in an answer",): {
+            "messages": say("user", "How many?") + say("assistant", "<image>"),
+            "images": [ONE],
+        },
         ("next to strings",): {"prompt": "How many?", "completion": "Three.", "images": [ONE]},
     }
     for parts, row in cases.items():
