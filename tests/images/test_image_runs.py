@@ -14,7 +14,7 @@ import runs
 from preference_recipes.data import rendering
 from preference_recipes.tools import export, rows
 from recipes import ANSWER_REWARD
-from runs import say, slow, write_jsonl
+from runs import message, say, slow, write_jsonl
 from vlms import picture, save_vlm
 
 FLAGS = dict(train_batch_size=4, micro_train_batch_size=2, learning_rate=1e-2, max_length=200)
@@ -23,7 +23,10 @@ FLAGS |= dict(lr_scheduler_type="constant", report_to="none", max_new_tokens=4, 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A model, and six rows whose files lie next to them: the images of three, then no others."""
+    """A model, and six rows whose files lie next to them: the images of three, then no others.
+
+    Those without images come first where prompts are sampled from.
+    """
     folder = tmp_path_factory.mktemp("images")
     save_vlm("llava", folder / "model")
     rows = {"sft": [], "dpo": [], "kto": [], "grpo": []}
@@ -35,7 +38,9 @@ def inputs(tmp_path_factory):
         rows["sft"].append({"messages": asked + answer, "answer": str(number), **image})
         rows["dpo"].append({"prompt": asked, "chosen": answer, "rejected": other, **image})
         rows["kto"].append({"prompt": asked, "completion": answer, "label": number % 2, **image})
-        rows["grpo"].append({"prompt": asked, "answer": str(number), **image})
+        parts = [{"type": "image", "path": file} for file in image.get("images", [])]
+        in_parts = message("user", [*parts, {"type": "text", "text": "How many?"}])
+        rows["grpo"].insert(0, {"prompt": [in_parts], "answer": str(number)})
     for name, of_recipe in rows.items():
         write_jsonl(folder / f"{name}.jsonl", of_recipe)
     return folder
@@ -92,15 +97,19 @@ def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path, cap
 
 
 def test_the_tower_stays_as_it_is_and_samples_name_files(inputs, tmp_path):
-    sampling = dict(rollout_batch_size=6, n_samples_per_prompt=2, reward_function=ANSWER_REWARD)
-    sampling |= dict(kl_coef=0.1, eval_dataset_name=inputs / "grpo.jsonl", max_steps=2)
+    sampling = dict(rollout_batch_size=2, n_samples_per_prompt=2, drop_equal_groups=False)
+    # It must be given a list for each response, also where a rollout has no image.
+    sampling |= dict(reward_function=[ANSWER_REWARD, "tests.tied_rewards:n_images"])
+    sampling |= dict(kl_coef=0.1, eval_dataset_name=inputs / "grpo.jsonl", max_steps=3)
     said = run(inputs, "grpo", tmp_path / "grpo", **sampling)
     assert "not trained: " in said
     trained, given = weights(tmp_path / "grpo/actor"), weights(inputs / "model")
     assert same(weights(tmp_path / "grpo/actor", "vision"), weights(inputs / "model", "vision"))
     assert not same(trained, given)
     named = {line["row"]: line.get("images") for line in runs.samples(tmp_path / "grpo")}
-    assert named == {n + 1: [f"{n}.png"] if n < 3 else None for n in range(6)}
+    assert named == {6 - n: [f"{n}.png"] if n < 3 else None for n in range(6)}
+    line = runs.evaluation_lines(tmp_path / "grpo")[0]
+    assert line["eval/rewards/n_images/mean"] == 0.5
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "kto"])
@@ -135,7 +144,7 @@ def test_an_adapter_is_merged_into_a_model_that_reads_images(inputs, tmp_path):
 def test_recipes_that_read_no_images_say_so(inputs, tmp_path):
     flags = dict(dataset_name=inputs / "grpo.jsonl", reward_function=ANSWER_REWARD)
     said = run(inputs, "ppo", tmp_path / "ppo", check=False, **flags)
-    assert "row 1: images: this recipe, or --vllm_url, reads no images: docs/images.md" in said
+    assert "row 4: images: this recipe, or --vllm_url, reads no images: docs/images.md" in said
 
 
 @pytest.mark.parametrize("train_vision", [False, True])
