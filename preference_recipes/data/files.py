@@ -168,7 +168,7 @@ class TypedRows:
         self.dataset = dataset
         self.folder = folder
         self._fingerprint = dataset._fingerprint
-        keep_files(dataset.features)
+        keep_files(dataset.info.features)  # `dataset.features` is a copy
 
     def __len__(self) -> int:
         return len(self.dataset)

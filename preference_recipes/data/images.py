@@ -160,6 +160,8 @@ def mark_places(messages: list[dict], n_images: int) -> None:
         first["content"] = MARK * n_images + first["content"]
     for message in messages:
         if n := message["content"].count(MARK):
+            if message["role"] == "assistant":
+                raise BadRow(f"{MARK!r} in an answer: a model writes text alone")
             message["content"] = message["content"].replace(MARK, PLACE)
             message["image_sources"] = [None] * n
 

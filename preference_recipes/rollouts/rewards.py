@@ -66,6 +66,8 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
     )
     columns = dict.fromkeys(columns_of(data))
     given = columns | dict.fromkeys(GIVEN + GIVEN_OF_EPISODES * (args.environment is not None))
+    if has_processor(tokenizer):
+        given["images"] = None
     for name, function in load_functions(args.reward_function).items():
         keywords = keywords_of(function, given)
         check_call(f"--reward_function {name}", inspect.signature(function), 2, keywords, columns)
@@ -73,6 +75,11 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
         reset = environments.load(args.environment).reset
         check_call(f"--environment {args.environment}: `reset`", reset, 0, columns, columns)
     return data
+
+
+def has_processor(tokenizer) -> bool:
+    """Whether a model reads images; then reward functions get some of each row, maybe none."""
+    return getattr(tokenizer, "processor", None) is not None
 
 
 def check_call(name: str, signature, positional: int, keywords: dict, columns: dict) -> None:
@@ -202,10 +209,11 @@ def given_to_functions(
     texts = sampler.tokenizer.batch_decode([samples.prompts[row] for row in rows])
     given["rendered_prompts"] = texts
     given["step"] = sampler.progress.global_step
-    if any(samples.images):
+    if has_processor(sampler.tokenizer):
         from preference_recipes.data import images  # only here: text needs none
 
-        given["images"] = [list(map(images.opened, samples.images[row])) for row in rows]
+        files = samples.images or [[]] * len(samples)
+        given["images"] = [list(map(images.opened, files[row])) for row in rows]
     if samples.messages:
         given["messages"] = [samples.messages[row] for row in rows]
         given["environments"] = [sampler.stage.instances[row] for row in rows]

@@ -14,7 +14,7 @@ found as data again, and with `--rest` all rows but those.
 from __future__ import annotations
 
 import argparse
-import functools
+import base64
 import itertools
 import json
 import math
@@ -22,7 +22,8 @@ import os
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,15 +105,30 @@ def settings_of(run: Path) -> SimpleNamespace:
     return SimpleNamespace(**args, start=folders.read_json(run / "environment.json")[-1])
 
 
+def data_of(settings: SimpleNamespace, source: str | None) -> tuple[str, str]:
+    """Returns the name and the split of a source's data."""
+    from preference_recipes.data import files  # slow to import
+
+    if not (source or "").startswith("eval"):  # `train` and `rollout` name what is the default
+        return settings.dataset_name[0], settings.dataset_split
+    names = settings.eval_dataset_name
+    name = next(n for n in names if source in ("eval", f"eval/{files.stem(n)}"))
+    return name, settings.eval_dataset_split
+
+
+def identity_of(settings: SimpleNamespace, source: str | None) -> list:
+    """Returns what a source's rows are known by: the content of a file, else a name and a split."""
+    name, split = data_of(settings, source)
+    path = Path(settings.start["working_directory"], name)
+    names = [str(path.resolve()) if path.exists() else name, split]
+    return settings.start["data_files"].get(name, names)
+
+
 def rows_of(settings: SimpleNamespace, source: str | None) -> Iterator[tuple[int, dict]]:
     """Yields the rows of a source's data with their numbers; exits if the file is another now."""
     from preference_recipes.data import files  # slow to import
 
-    name, split = settings.dataset_name[0], settings.dataset_split
-    if source:
-        split = settings.eval_dataset_split
-        names = settings.eval_dataset_name
-        name = next(n for n in names if source in ("eval", f"eval/{files.stem(n)}"))
+    name, split = data_of(settings, source)
     before = settings.start["data_files"].get(name)
     if before is not None and before != folders.describe(Path(name)):
         sys.exit(f"{name} has changed since the run read it: its rows may be others now")
@@ -129,13 +145,19 @@ def as_read(run: Path, settings: SimpleNamespace) -> tuple:
     words += ["--output_dir", str(run), "--resume", "auto"]  # so that it keeps its date
     found: list[tuple] = []
     keep = lambda args, data: found.append((args, data))
+    path = [str(Path(script).resolve().parent), *sys.path]  # it may import what lies beside it
     try:
-        with replaced((preview, "print_preview", keep), (sys, "argv", words)):
+        with replaced((preview, "print_preview", keep), (sys, "argv", words), (sys, "path", path)):
             runpy.run_path(script, run_name="__main__")
     except SystemExit:
         if not found:
             raise
     return found[0]
+
+
+def number_of(top: float, found) -> int:
+    """Returns how many of what was found `--top` asks for."""
+    return math.ceil(round(top * len(found), 6)) if top < 1 else int(top)
 
 
 # ============================================================ --step
@@ -173,22 +195,26 @@ def recorded_samples(run: Path, source: str | None, step: int) -> list[dict]:
     return sorted(samples, key=lambda sample: -abs(sample["share of loss"]))
 
 
-def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: int):
+def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: float):
     """Prints the rows of an update, or of an evaluation, as `--preview` does."""
-    from preference_recipes.tools import preview  # slow to import
+    from preference_recipes.data import files  # slow to import
+    from preference_recipes.tools import preview
 
     args, data = as_read(run, settings)
-    if (run / VALUES).exists():
-        samples = recorded_samples(run, source, step)[:top]
+    folder = files.find(*data_of(settings, source)).folder  # of images
+    converter = replace(data.converter, folder=folder)
+    if source or (run / VALUES).exists():
+        samples = recorded_samples(run, source, step)
     else:
-        samples = [{"row": row} for row in rows_of_update(run, step, args, data)[:top]]
+        samples = [{"row": row} for row in rows_of_update(run, step, args, data)]
+    samples = samples[: number_of(top, samples)]
     wanted = {sample["row"] for sample in samples}
     given = {row: values for row, values in rows_of(settings, source) if row in wanted}
     for sample in samples:
         row = sample.pop("row")
         print(f"\nrow {row}")
-        values = data.converter.convert_row(given[row], row - 1)
-        print("\n".join(preview.describe_row(given[row], values, data.converter)))
+        values = converter.convert_row(given[row], row - 1)
+        print("\n".join(preview.describe_row(given[row], values, converter)))
         logps = sample.pop("logps", None) or []
         parts = preview.sequences_of(values)
         trained = [
@@ -196,41 +222,52 @@ def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: in
         ]
         if 0 < len(logps) == len(trained):  # not of responses, nor of a row of several sequences
             least = preview.Part("", [trained[k] for k in np.argsort(logps)[:5]], [True] * 5)
-            print(f"  least probable           {preview.marked(least, data.converter.tokenizer)}")
+            print(f"  least probable           {preview.marked(least, converter.tokenizer)}")
         for name, value in sample.items():
             if COUNT not in name and value is not None:
                 print(f"  {name:24} {value:.4g}")
 
 
 # ============================================================ --sort
+def data_uri(file: bytes) -> str:
+    return f"data:;base64,{base64.b64encode(file).decode()}"
+
+
+def as_text(row: dict, file_as: Callable[[bytes], str] = data_uri) -> str:
+    """Returns a row as a line of JSON, by default one that reads as the same data."""
+    as_string = lambda value: file_as(value) if isinstance(value, bytes) else str(value)
+    return json.dumps(row, ensure_ascii=False, default=as_string)
+
+
 def show_sorted(run: Path, settings: SimpleNamespace, args: argparse.Namespace) -> None:
     """Prints the rows at one end of an order, or writes them, or all others, as data."""
     table = by_row(run, args.source, args.sort, args.way)
     columns = ["value"]
     order = "value"
     if args.compare:
-        if settings_of(args.compare).start["data_files"] != settings.start["data_files"]:
-            sys.exit(f"{run} and {args.compare} read other data: their rows are not the same")
         other = by_row(args.compare, args.source, args.sort, args.way)
+        others = settings_of(args.compare)
+        if identity_of(others, args.source) != identity_of(settings, args.source):
+            sys.exit(f"{run} and {args.compare} read other data: their rows are not the same")
         table = table.join(other, "row", join_type="inner", right_suffix=" there")
         columns = ["value", "value there"]
         order = "difference"
         table = table.append_column(order, pc.abs(pc.subtract(*table.select(columns))))
     direction = "ascending" if args.lowest else "descending"
     table = table.sort_by([(order, direction), ("row", "ascending")])
-    top = math.ceil(round(args.top * len(table), 6)) if args.top < 1 else int(args.top)
-    chosen = {sample["row"]: sample for sample in table[:top].to_pylist()}
-    as_text = functools.partial(json.dumps, ensure_ascii=False, default=str)
+    top = table[: number_of(args.top, table)]
+    chosen = {sample["row"]: sample for sample in top.to_pylist()}
     if args.out:
         with open(args.out, "x", encoding="utf-8") as file:
             for row, given in rows_of(settings, args.source):
                 if (row in chosen) != args.rest:
                     file.write(as_text(given) + "\n")
         return
-    texts = {row: as_text(given) for row, given in rows_of(settings, args.source) if row in chosen}
+    given = {row: values for row, values in rows_of(settings, args.source) if row in chosen}
     for row, sample in chosen.items():
         values = "  ".join(f"{sample[column]:>11.5g}" for column in columns)
-        print(f"row {row:>8}  {values}  {texts[row]}")
+        text = as_text(given[row], lambda file: f"<{len(file)} bytes>")
+        print(f"row {row:>8}  {values}  {text}")
 
 
 def main(words: list[str] | None = None, command: str | None = None) -> None:
@@ -254,11 +291,13 @@ def main(words: list[str] | None = None, command: str | None = None) -> None:
     args = parser.parse_args(words)
     if args.rest and not args.out:
         parser.error("--rest needs --out")
+    if not args.sort and (args.out or args.compare or args.lowest or args.way != "mean"):
+        parser.error("--out, --lowest, --last, --spread and --compare go with --sort")
     settings = settings_of(args.run)
     os.chdir(settings.start["working_directory"])  # from which data sets are named
     if args.sort:
         return show_sorted(args.run, settings, args)
-    show_step(args.run, settings, args.source, args.step, int(args.top))
+    show_step(args.run, settings, args.source, args.step, args.top)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Images in rows: where they are found, which tokens stand for them, what is refused by the row's number."""
 
 import base64
+import io
 import json
 import runpy
 import types
 
 import datasets
 import pytest
+from PIL import Image
 
 from preference_recipes.data import dataset, images, unread
 from preference_recipes.data.dataset import Converter, load_data
@@ -14,7 +16,7 @@ from preference_recipes.data.formats import labelled_row, preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
-from preference_recipes.tools import preview
+from preference_recipes.tools import preview, rows
 from runs import recipe, refuses, say, write_jsonl
 from vlms import IMAGE, picture, save_vlm, some_rows, turn
 
@@ -223,6 +225,10 @@ def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
             "messages": say("user", "<image><image>") + ANSWER,
             "images": [ONE],
         },
+        ("'<image>' in an answer",): {
+            "messages": say("user", "How many?") + say("assistant", "<image>"),
+            "images": [ONE],
+        },
         ("next to strings",): {"prompt": "How many?", "completion": "Three.", "images": [ONE]},
     }
     for parts, row in cases.items():
@@ -255,6 +261,13 @@ def test_nothing_of_an_image_counts_as_unread(vlm):
 
 
 # ============================================================ sets
+def as_jpeg(file: bytes) -> bytes:
+    """Of the colours of a printer, which no PNG has."""
+    jpeg = io.BytesIO()
+    Image.open(io.BytesIO(file)).convert("CMYK").save(jpeg, "JPEG")
+    return jpeg.getvalue()
+
+
 def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeypatch, capsys):
     """Of parquet and of JSON, whose paths are relative to it; rows without images are among them."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -272,11 +285,12 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
         messages=datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)}),
         images=datasets.List(datasets.Image()),
     )
-    rows = [
-        {"messages": row["messages"], "images": [{"bytes": f} for f in row["images"]]}
-        for row in some_rows()
+    photos = [list(map(as_jpeg, row["images"])) for row in some_rows()]
+    with_photos = [
+        {"messages": row["messages"], "images": [{"bytes": file} for file in images]}
+        for row, images in zip(some_rows(), photos)
     ]
-    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(with_photos, features=features).to_parquet(tmp_path / "rows.parquet")
     text = write_jsonl(
         tmp_path / "text.jsonl", [{"messages": say("user", "Hm?") + say("assistant", "Hm.")}]
     )
@@ -294,7 +308,7 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
     )
     data = load_sets(reads_images=True)
     files = [row["images"] for row in data.train]
-    assert files == [[ONE], [], *(row["images"] for row in some_rows()), None]
+    assert files == [[ONE], [], *photos, None]
     assert data.processor is vlm.processor
     assert "images" not in data.eval_sets["eval/"].column_names
     assert "CLIPImageProcessor" in data.fingerprints["images"]
@@ -308,6 +322,12 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
         "--train_vision: no row of these sets has an image",
         call=lambda: load_sets(reads_images=True),
     )
+
+
+def test_rows_writes_images_as_data_again(vlm):
+    row = {"messages": ASKED + ANSWER, "images": [{"bytes": ONE, "path": None}]}
+    written = json.loads(rows.as_text(row))
+    assert convert(written, vlm)["images"] == convert(row, vlm)["images"] == [ONE]
 
 
 def test_the_preview_shows_images(vlm):

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 import runs
 from preference_recipes.data import rendering
-from preference_recipes.tools import export
+from preference_recipes.tools import export, rows
 from recipes import ANSWER_REWARD
-from runs import say, write_jsonl
+from runs import message, say, write_jsonl
 from vlms import picture, save_vlm
 
 FLAGS = dict(train_batch_size=4, micro_train_batch_size=2, learning_rate=1e-2, max_length=200)
@@ -23,7 +23,10 @@ FLAGS |= dict(lr_scheduler_type="constant", report_to="none", max_new_tokens=4, 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A model, and six rows whose files lie next to them: the images of three, then no others."""
+    """A model, and six rows whose files lie next to them: the images of three, then no others.
+
+    Those without images come first where prompts are sampled from.
+    """
     folder = tmp_path_factory.mktemp("images")
     save_vlm("llava", folder / "model")
     rows = {"sft": [], "dpo": [], "kto": [], "grpo": []}
@@ -35,7 +38,9 @@ def inputs(tmp_path_factory):
         rows["sft"].append({"messages": asked + answer, "answer": str(number), **image})
         rows["dpo"].append({"prompt": asked, "chosen": answer, "rejected": other, **image})
         rows["kto"].append({"prompt": asked, "completion": answer, "label": number % 2, **image})
-        rows["grpo"].append({"prompt": asked, "answer": str(number), **image})
+        parts = [{"type": "image", "path": file} for file in image.get("images", [])]
+        in_parts = message("user", [*parts, {"type": "text", "text": "How many?"}])
+        rows["grpo"].insert(0, {"prompt": [in_parts], "answer": str(number)})
     for name, of_recipe in rows.items():
         write_jsonl(folder / f"{name}.jsonl", of_recipe)
     return folder
@@ -56,8 +61,9 @@ def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path):
+def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path, capsys):
     evaluated = dict(max_steps=4, save_steps=2, save_total_limit=0, train_vision="true")
+    evaluated |= dict(values_steps=2)
     evaluated |= dict(eval_dataset_name=inputs / "sft.jsonl")
     run(inputs, "sft", tmp_path / "whole", **evaluated)
     checkpoint = tmp_path / "whole/checkpoints/global_step_000002"
@@ -68,6 +74,9 @@ def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path):
     assert not same(
         weights(tmp_path / "whole/actor", "vision"), weights(inputs / "model", "vision")
     )
+
+    rows.main([str(tmp_path / "whole"), "--step", "4", "--source", "eval"])
+    assert capsys.readouterr().out.count(" pixels, ") == 3
 
     export.export(checkpoint, tmp_path / "exported")
     for folder in (tmp_path / "exported", tmp_path / "whole/actor"):
@@ -88,15 +97,19 @@ def test_a_run_holds_its_processor_and_goes_on_bit_for_bit(inputs, tmp_path):
 
 
 def test_the_tower_stays_as_it_is_and_samples_name_files(inputs, tmp_path):
-    sampling = dict(rollout_batch_size=6, n_samples_per_prompt=2, reward_function=ANSWER_REWARD)
-    sampling |= dict(kl_coef=0.1, eval_dataset_name=inputs / "grpo.jsonl", max_steps=2)
+    sampling = dict(rollout_batch_size=2, n_samples_per_prompt=2, drop_equal_groups=False)
+    # It must be given a list for each response, also where a rollout has no image.
+    sampling |= dict(reward_function=[ANSWER_REWARD, "tests.tied_rewards:n_images"])
+    sampling |= dict(kl_coef=0.1, eval_dataset_name=inputs / "grpo.jsonl", max_steps=3)
     said = run(inputs, "grpo", tmp_path / "grpo", **sampling)
     assert "not trained: " in said
     trained, given = weights(tmp_path / "grpo/actor"), weights(inputs / "model")
     assert same(weights(tmp_path / "grpo/actor", "vision"), weights(inputs / "model", "vision"))
     assert not same(trained, given)
     named = {line["row"]: line.get("images") for line in runs.samples(tmp_path / "grpo")}
-    assert named == {n + 1: [f"{n}.png"] if n < 3 else None for n in range(6)}
+    assert named == {6 - n: [f"{n}.png"] if n < 3 else None for n in range(6)}
+    line = runs.evaluation_lines(tmp_path / "grpo")[0]
+    assert line["eval/rewards/n_images/mean"] == 0.5
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "kto"])

@@ -4,8 +4,10 @@ import itertools
 import json
 import math
 import re
+import shlex
 import shutil
 import statistics
+import sys
 
 import pyarrow.parquet
 import pytest
@@ -104,11 +106,27 @@ def test_the_rows_of_an_update_are_known_without_a_record(capsys, run, tmp_path)
     assert sorted(found(capsys, unrecorded, "--step", 9)) == sorted(with_record)
     losses = {row: values[1] for row, values in recorded(run, "loss").items()}
     assert with_record == sorted(with_record, key=losses.get, reverse=True)
+    assert found(capsys, run, "--step", 9, "--top", 0.3) == with_record[:3]
     rows.main([str(run), "--step", "9", "--top", "1"])
     shown = capsys.readouterr().out
     (line,) = [line for line in lines(run) if line["global_step"] == 9]
     share = losses[with_record[0]] / (8 * line["loss"])
     assert f"share of loss {share:.4g}" in re.sub(" +", " ", shown) and "⟦" in shown
+
+
+def test_a_recipe_is_read_as_it_was_run_with_what_it_imports_from_its_folder(capsys, run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "copied")
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "mine.py"
+    script.write_text(
+        recipe("dpo").read_text().replace("import math\n", "import math\nimport beside\n")
+    )
+    record = json.loads((copied / "environment.json").read_text())
+    python, _, *flags = shlex.split(record[-1]["command"])
+    record[-1]["command"] = shlex.join([python, str(script), *flags])
+    (copied / "environment.json").write_text(json.dumps(record))
+    assert len(found(capsys, copied, "--step", 9)) == 8
+    assert "beside" in sys.modules and str(tmp_path) not in sys.path
 
 
 def test_the_log_probs_of_tokens_add_up_to_those_of_answers(capsys, run):
@@ -135,15 +153,41 @@ def test_where_two_runs_differ_most_comes_first(capsys, inputs, run):
     assert found(capsys, run, "--sort", "loss", "--compare", other, "--top", 6) == expected
 
 
-def test_what_it_cannot_know_is_said(inputs, run, tmp_path):
+def test_runs_are_compared_if_they_read_the_same_rows(capsys, inputs, run, tmp_path):
+    """Whatever they were evaluated on. Of a folder or the hub the name and the split are known."""
+    compared = ["--sort", "loss", "--top", 6, "--compare", tmp_path / "other"]
+    other = shutil.copytree(run, tmp_path / "other")
+    record = json.loads((other / "environment.json").read_text())
+    record[-1]["data_files"]["held_out.jsonl"] = [1, 1]
+    (other / "environment.json").write_text(json.dumps(record))
+    assert len(found(capsys, run, *compared)) == 6
+    for folder in (other, shutil.copytree(run, tmp_path / "one")):
+        record[-1]["data_files"] = {}
+        (folder / "environment.json").write_text(json.dumps(record))
+    assert len(found(capsys, tmp_path / "one", *compared)) == 6
+    settings = (other / "run.yaml").read_text()
+    for name, value in [("split", "train"), ("name", f"\n- {inputs / 'dpo.jsonl'}")]:
+        line = f"\ndataset_{name}: {value}".replace(": \n", ":\n")
+        assert line in settings
+        (other / "run.yaml").write_text(settings.replace(line, line + "2"))
+        refuses("read other data", call=lambda: found(capsys, tmp_path / "one", *compared))
+
+
+def test_what_it_cannot_know_is_said(capsys, inputs, run, tmp_path):
     unrecorded = shutil.copytree(run, tmp_path / "unrecorded")
     shutil.rmtree(unrecorded / "values.parquet")
     given = lambda *words: lambda: rows.main(list(map(str, words)))
     refuses("--values_steps", call=given(unrecorded, "--sort", "loss"))
+    refuses("--values_steps", call=given(unrecorded, "--step", 6, "--source", "eval"))
     refuses("12 applied updates", call=given(unrecorded, "--step", 13))
     refuses("--step 13: not recorded", ": 8, 9, 10, 11, 12", call=given(run, "--step", 13))
     refuses("--sort los:", "loss, rewards/chosen", call=given(run, "--sort", "los"))
     refuses("no environment.json", call=given(inputs, "--step", 1))
+    out = tmp_path / "rows.jsonl"
+    for words in (["--out", out], ["--lowest"], ["--spread"], ["--compare", run]):
+        with pytest.raises(SystemExit, match="2"):
+            rows.main(list(map(str, [run, "--step", 9, *words])))
+    assert "--compare go with --sort" in capsys.readouterr().err
     edited = shutil.copytree(run, tmp_path / "edited")
     data = inputs / "dpo.jsonl"
     record = json.loads((edited / "environment.json").read_text())
