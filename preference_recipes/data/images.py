@@ -202,7 +202,15 @@ def columns_of(values: dict, files: list[bytes], spelled: list[str], tokenizer) 
     counts = [len(places_of(tokenizer.processor, ids)) for ids in sequences]
     if not set(counts) <= set(ends):
         raise LeftOut("an image does not fit within max_length")
-    return {"images": files, "images_of_sequence": list(map(ends.index, counts))}
+    # A model never draws what stands for an image, so it learns none: with `--loss_on all`.
+    learned = np.array(values["learned"])
+    learned[places_of(tokenizer.processor, values["input_ids"])] = False
+    return {
+        "images": files,
+        "images_of_sequence": list(map(ends.index, counts)),
+        "learned": learned.tolist(),
+        "n_targets": int(learned.sum()),
+    }
 
 
 # ============================================================ images in texts

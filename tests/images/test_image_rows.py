@@ -7,6 +7,7 @@ import runpy
 import types
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -198,6 +199,17 @@ def test_no_image_is_cut(vlm, max_length, outcome):
     settings = dict(max_length=max_length, loss_on="assistant")
     values = Converter(sft_row, vlm, {}, settings, "").convert_row(row, 0)
     assert (values["reason"] or values["images_of_sequence"]) == outcome
+
+
+def test_what_stands_for_an_image_is_never_learned(vlm):
+    """Also where all messages are: a model never draws it."""
+    row = {"messages": some_rows()[3]["messages"], "images": [ONE, TWO]}
+    settings = dict(max_length=500, loss_on="all")
+    values = Converter(sft_row, vlm, {}, settings, "").convert_row(row, 0)
+    ids, learned = np.array(values["input_ids"]), np.array(values["learned"])
+    is_image = ids == vlm.processor.image_token_id
+    assert is_image.sum() == 32 and not learned[is_image].any()
+    assert learned[~is_image][1:].all() and values["n_targets"] == learned.sum()
 
 
 def test_what_is_no_image_is_refused_by_its_row(vlm, folder):
