@@ -325,7 +325,7 @@ def main():
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.as_read(samples.lengths_for_split(packer))
         update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
-        # The denominator of the mean that the loss is.
+        # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:

@@ -366,7 +366,7 @@ def main():
             update_rows = state.rollout.rows_of_update(state.position, args)
             lengths = samples.lengths_for_split(packer)
             update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
-            # Of the mean that the loss is: the update's response tokens, or its samples.
+            # The loss is a mean over the update's response tokens, or over its samples.
             denominator = len(update_rows)
             if args.average == "token":
                 denominator = int(state.rollout.stored["mask"][update_rows].sum())

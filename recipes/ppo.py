@@ -419,7 +419,7 @@ def main():
         )
         n_tokens = state.rollout.n_tokens(update_rows)
         update = run.update_of(update_rows, samples.lengths, n_tokens)
-        # The denominator of the mean that the loss is.
+        # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:

@@ -202,7 +202,7 @@ def columns_of(values: dict, files: list[bytes], spelled: list[str], tokenizer) 
     counts = [len(places_of(tokenizer.processor, ids)) for ids in sequences]
     if not set(counts) <= set(ends):
         raise LeftOut("an image does not fit within max_length")
-    # A model never draws what stands for an image, so it learns none: with `--loss_on all`.
+    # What stands for an image is never drawn, so it is no target, not even with --loss_on all.
     learned = np.array(values["learned"])
     learned[places_of(tokenizer.processor, values["input_ids"])] = False
     return {
