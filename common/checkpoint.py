@@ -137,7 +137,9 @@ class Checkpoint:
                     file = self.run.output_dir / name
                     folders.copy_log(file, temporary / "logs", earlier / "logs")
             if (self.run.output_dir / VALUES).exists():
-                shutil.copytree(self.run.output_dir / VALUES, temporary / "logs" / VALUES)
+                parts = self.run.output_dir / VALUES  # they never change
+                copies = temporary / "logs" / VALUES
+                shutil.copytree(parts, copies, copy_function=folders.link_or_copy)
         self.actor.write_into(temporary)
         accelerator.wait_for_everyone()  # until each has written its files
 

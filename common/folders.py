@@ -158,6 +158,14 @@ def copy_log(log: Path, folder: Path, earlier: Path) -> None:
             shutil.copyfileobj(source, target)
 
 
+def link_or_copy(file: str, target: str) -> None:
+    """Gives a file that never changes a second name; a copy where the disk has no links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)
+
+
 def fault_of(path: Path) -> str | None:
     """Returns what keeps a folder from being a whole checkpoint; None if nothing does."""
     try:

@@ -98,11 +98,16 @@ def by_row(run: Path, source: str | None, metric: str, way: str) -> pyarrow.Tabl
 
 # ============================================================ the rows themselves
 def settings_of(run: Path) -> SimpleNamespace:
-    """Returns the arguments of a run, and `start`: the newest entry of its environment.json."""
+    """Returns the arguments of a run, and `start`: an entry of its environment.json.
+
+    It is the newest that recorded values, if one did: a run may go on without.
+    """
     if not (run / "environment.json").is_file():
         sys.exit(f"{run} is no run's folder: it has no environment.json")
     args = yaml.safe_load((run / "run.yaml").read_text(encoding="utf-8"))
-    return SimpleNamespace(**args, start=folders.read_json(run / "environment.json")[-1])
+    starts = folders.read_json(run / "environment.json")
+    recorded = [start for start in starts if start["data_files"]]
+    return SimpleNamespace(**args, start=[*starts, *recorded][-1])
 
 
 def data_of(settings: SimpleNamespace, source: str | None) -> tuple[str, str]:

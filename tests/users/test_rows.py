@@ -29,7 +29,7 @@ def run(inputs):
 
 def made(inputs, name: str, **settings):
     sizes = dict(max_epochs=2, micro_train_batch_size=2, values_steps=1, learning_rate=0.01)
-    held_out = {"eval_dataset_name": inputs / "dpo.jsonl", "eval_steps": 6}
+    held_out = {"eval_dataset_name": inputs / "dpo.jsonl", "eval_steps": 6, "save_steps": 6}
     flags = short_run(inputs, "dpo", inputs / name, **sizes | held_out | settings)
     launch([], recipe("dpo"), *flags)
     return inputs / name
@@ -193,6 +193,7 @@ def test_what_it_cannot_know_is_said(capsys, inputs, run, tmp_path):
     record = json.loads((edited / "environment.json").read_text())
     assert record[-1]["data_files"][str(data)]
     record[-1]["data_files"][str(data)][1] += 1
+    record.append({**record[-1], "data_files": {}})  # it went on without --values_steps
     (edited / "environment.json").write_text(json.dumps(record))
     refuses(data, "has changed", call=given(edited, "--sort", "loss"))
     refuses("read other data", call=given(edited, "--sort", "loss", "--compare", run))
@@ -209,6 +210,13 @@ def test_tensorboard_has_histograms_of_what_is_recorded(run):
         assert {event.histogram_value.num for event in shown} <= {n_samples, 4}
         total = math.fsum(event.histogram_value.sum for event in shown)
         assert total == pytest.approx(math.fsum(itertools.chain(*by_row.values())), rel=1e-9)
+
+
+def test_a_checkpoint_has_the_parts_under_a_second_name(run):
+    copies = run / "checkpoints/global_step_000012/logs/values.parquet"
+    parts = sorted((run / "values.parquet").iterdir())
+    assert [part.samefile(copies / part.name) for part in parts] == [True] * 5
+    assert len(list(copies.iterdir())) == 5
 
 
 def test_a_part_is_written_when_enough_samples_wait(tmp_path, monkeypatch):
