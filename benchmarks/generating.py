@@ -58,7 +58,6 @@ def draw_on_request(args) -> None:
 
     from preference_recipes.models import onednn
     from preference_recipes.rollouts import generation
-    from preference_recipes.rollouts.policy import Policy
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -72,7 +71,16 @@ def draw_on_request(args) -> None:
     wrapper.config = config
     wrapper.vocabulary = config.vocab_size
     settings = SimpleNamespace(generate_batch_size=args.rows)
-    policy = Policy(Accelerator(cpu=True), settings, SimpleNamespace(pad_token_id=0), wrapper)
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    try:
+        from preference_recipes.rollouts.context import SamplingContext
+    except ImportError:  # an older tree
+        from preference_recipes.rollouts.policy import Policy
+
+        policy = Policy(Accelerator(cpu=True), settings, tokenizer, wrapper)
+    else:
+        run = SimpleNamespace(accelerator=Accelerator(cpu=True), args=settings)
+        policy = SamplingContext(run, wrapper, tokenizer)
     policy.stop_tokens = lambda: set(range(1, 40)) if args.ragged else {1}
     random = np.random.default_rng(0)
     prompts = []

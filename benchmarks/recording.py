@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from preference_recipes.rollouts import decoding, generation
-from preference_recipes.rollouts.policy import Policy
+from preference_recipes.rollouts.context import SamplingContext
 from preference_recipes.rollouts.samples import repeat_each
 
 ON_GPU = torch.cuda.is_available()
@@ -58,7 +58,8 @@ def measure(accelerator: Accelerator, args) -> dict:
     wrapper.config = model.config
     wrapper.vocabulary = len(tokenizer)
     settings = SimpleNamespace(generate_batch_size=0)
-    policy = Policy(accelerator, settings, tokenizer, wrapper)
+    run = SimpleNamespace(accelerator=accelerator, args=settings)
+    policy = SamplingContext(run, wrapper, tokenizer)
     random = np.random.default_rng(0)
     # Each prompt eight times, as a group of GRPO.
     distinct = random.integers(0, len(tokenizer), (args.rows // 8, args.prompt_tokens)).tolist()

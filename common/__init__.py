@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 # Imports make millions of objects that stay. At Python's own threshold the collector looks through
 # them so often that a recipe starts a fifth later. `arguments.parse` freezes them, and goes back.
-COLLECTED_AFTER = gc.get_threshold()
+GC_THRESHOLD = gc.get_threshold()
 gc.set_threshold(10_000_000, 50, 50)
 
 # Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
@@ -27,7 +27,7 @@ def refuse(message: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def ends_with_refusals():
+def exit_on_refusal():
     """Lets a command end with what was refused, in place of a traceback: a decorator."""
     try:
         yield
@@ -35,20 +35,20 @@ def ends_with_refusals():
         sys.exit(str(refusal))
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Returns a number of things in words, such as `1 update`, `2 updates` or `2 processes`."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
 
 
-def in_one_line(error: BaseException, most: int = 300) -> str:
+def one_line(error: BaseException, most: int = 300) -> str:
     """Returns an error's message as one line of limited length; its kind if there is none."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 @contextlib.contextmanager
-def replaced(*changes: tuple[Any, str, Any]):
+def patched(*changes: tuple[Any, str, Any]):
     """Sets attributes inside the block, in order: of these objects, by name, to these values."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
@@ -60,7 +60,7 @@ def replaced(*changes: tuple[Any, str, Any]):
             setattr(owner, name, value)
 
 
-def carried(dataclass: type) -> type:
+def checkpointable(dataclass: type) -> type:
     """Lets checkpoints hold the objects of a dataclass: they are read without running code."""
     import torch  # slow to import: not for those who only ask where files are
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common import counted, display, engine, folders, record, refuse, saving
+from common import display, engine, folders, pluralize, record, refuse, saving
 from common.run import Run
 
 BEST_FOLDER = "actor_best"
@@ -25,7 +25,7 @@ class Best:
     since: int = 0  # evaluations that came after it
 
 
-class Actor:
+class ActorSaver:
     """The trained model as an ordinary folder: at intervals, the best one, and at the end.
 
     It is the `model` of the module in `model`, which `accelerator.prepare` returned. `also` are
@@ -83,7 +83,7 @@ class Actor:
         models = {parent / name: model for name, model in by_name.items()}
         saving.save(run.accelerator, run.args, self.model, models, self.tokenizer)
 
-    def keep_best(self, line: dict[str, float]) -> None:
+    def save_if_best(self, line: dict[str, float]) -> None:
         """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
 
         All processes must call it, after each evaluation. The one before training counts, too.
@@ -118,5 +118,5 @@ class Actor:
         """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
         if 0 < self.run.args.stop_after <= self.best.since:
             self.run.stopped_early = True
-            evaluations = counted(self.best.since, "evaluation")
+            evaluations = pluralize(self.best.since, "evaluation")
             display.write(f"stopped early: {evaluations} without a better one (--stop_after)")

@@ -19,7 +19,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from transformers import HfArgumentParser
 
-from common import ASSETS, COLLECTED_AFTER, counted, in_one_line, print_once, refuse
+from common import ASSETS, GC_THRESHOLD, one_line, pluralize, print_once, refuse
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -87,7 +87,7 @@ class Parser(HfArgumentParser):
         return f". Did you mean {close[0]}?" if close else ""
 
 
-def let_go() -> None:
+def unfreeze() -> None:
     """Else triton 3.9, which torch 2.15 imports, says below the last message what leaked."""
     if "triton" in sys.modules:
         gc.unfreeze()
@@ -103,8 +103,8 @@ def parse(args_class: type, demo: str | Path, argv: list[str] | None = None):
         demo: the YAML in `assets/` that is read where neither a model nor a data set is given.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
-    atexit.register(let_go)
-    gc.set_threshold(*COLLECTED_AFTER)
+    atexit.register(unfreeze)
+    gc.set_threshold(*GC_THRESHOLD)
     parser = Parser(args_class)
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0].endswith((".yaml", ".yml")):
@@ -173,7 +173,7 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
         text = Path(path).read_text(encoding="utf-8")
         values = yaml.safe_load(text) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        parser.error(f"{path} cannot be read: {in_one_line(error)}")
+        parser.error(f"{path} cannot be read: {one_line(error)}")
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
     names = [key.value for key, _ in yaml.compose(text).value] if values else []
@@ -214,7 +214,7 @@ def accumulation_steps(args, on_gpu: bool, processes: int) -> int:
         nearest = " or ".join(str(size) for size in (below, below + step) if size)
         refuse(
             f"--train_batch_size {samples} is not a multiple of --micro_train_batch_size "
-            f"{args.micro_train_batch_size} x {counted(processes, 'process')} = {step}. "
+            f"{args.micro_train_batch_size} x {pluralize(processes, 'process')} = {step}. "
             f"Nearest valid sizes: {nearest}."
         )
     return samples // step

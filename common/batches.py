@@ -29,7 +29,7 @@ class Rows:
         added = {name: column[numbers] for name, column in self.added.items()}
         return {**self.dataset[numbers], **added}
 
-    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+    def sequences_of(self, rows: np.ndarray) -> np.ndarray:
         """Returns the numbers of what is read of some rows: the rows themselves."""
         return rows
 

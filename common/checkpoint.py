@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
-from common import counted, distributed, engine, folders, log, record, refuse, stopping
-from common.actor import BEST_FILE, BEST_FOLDER, Actor, Best
+from common import distributed, engine, folders, log, pluralize, record, refuse, stopping
+from common.actor import BEST_FILE, BEST_FOLDER, ActorSaver, Best
 from common.arguments import MAY_CHANGE
 from common.metrics import Means
 from common.run import Run
@@ -24,55 +24,54 @@ LOGS = (log.METRICS, log.SAMPLES)
 
 
 class Checkpoint:
-    """What a run continues from. The keywords say what a checkpoint holds.
+    """What a run continues from. The arguments say what a checkpoint holds.
 
     Args:
         optimizer: what `accelerator.prepare` returned.
         scheduler: a `LambdaLR`, not prepared.
         means: of the log line that is not written yet.
-        fixed: the data, and models that are not trained. A run resumes only from a checkpoint
+        must_match: the data, and models that are not trained. A run resumes only from a checkpoint
             with the same `fingerprints` of these, and the same arguments. None is left out.
         others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
-            dicts of them, and dataclasses that are `carried`. `load_state` takes it over.
+            dicts of them, and dataclasses that are `checkpointable`. `load_state` takes it over.
     """
 
     def __init__(
         self,
         run: Run,
-        actor: Actor,
+        saver: ActorSaver,
         optimizer,
         scheduler,
         means: Means,
-        *,
-        fixed: list,
+        must_match: list,
         **others,
     ):
         self.run = run
         self.accelerator = run.accelerator
-        self.actor = actor
-        self.model = actor.model
+        self.saver = saver
+        self.model = saver.model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.means = means
         self.others = others
         if means.recorder is not None and run.args.values_tokens:
-            actor.unwrapped.register_forward_hook(means.recorder.keep_logps)
+            saver.unwrapped.register_forward_hook(means.recorder.keep_logps)
         self.is_deepspeed = engine.zero_stage(run.accelerator) > 0
         self.folder = run.output_dir / "checkpoints"
         # `global_step` of the run's own last checkpoint in its folder; None: none yet.
         self.last_saved: int | None = None
         self.signals = stopping.Signals()
-        template = str(getattr(actor.tokenizer, "chat_template", None)).encode()
-        processes = counted(self.accelerator.num_processes, "process")
+        template = str(getattr(saver.tokenizer, "chat_template", None)).encode()
+        processes = pluralize(self.accelerator.num_processes, "process")
         self.identity: dict[str, Any] = {  # with all arguments, also those that may change
             **vars(run.args),
             # The content of the template counts, not the name of its file.
             "chat_template": hashlib.sha256(template).hexdigest()[:16],
-            "date": getattr(actor.tokenizer, "chat_date", None),
+            "date": getattr(saver.tokenizer, "chat_date", None),
             "launched as": f"{engine.describe(self.accelerator)}, {processes}",
         }
-        for part in fixed:
+        for part in must_match:
             self.identity |= part.fingerprints if part is not None else {}
 
     # ============================================================ saving
@@ -110,7 +109,7 @@ class Checkpoint:
         accelerator = self.accelerator
         # All processes write their parts of the engine's state. This makes both folders.
         engine.reshard(self.model)
-        only_trained = engine.has_adapter(self.actor.unwrapped)  # read by DeepSpeed alone
+        only_trained = engine.has_adapter(self.saver.unwrapped)  # read by DeepSpeed alone
         accelerator.save_state(str(temporary / "engine"), exclude_frozen_parameters=only_trained)
 
         if self.means.recorder is not None:
@@ -120,7 +119,7 @@ class Checkpoint:
         state = {
             "arguments": self.identity,
             "progress": {name: getattr(self.run, name) for name in COUNTERS},
-            "best": vars(self.actor.best),
+            "best": vars(self.saver.best),
             "scheduler": self.scheduler.state_dict(),
             "last_update": self.means.last_update,
             # One for each process: summing them now would change the rounding, and so the log.
@@ -140,7 +139,7 @@ class Checkpoint:
                 parts = self.run.output_dir / VALUES  # they never change
                 copies = temporary / "logs" / VALUES
                 shutil.copytree(parts, copies, copy_function=folders.link_or_copy)
-        self.actor.write_into(temporary)
+        self.saver.write_into(temporary)
         accelerator.wait_for_everyone()  # until each has written its files
 
         # Every process flushes everything: each node holds back what was written on it.
@@ -168,9 +167,9 @@ class Checkpoint:
         path = distributed.on_main_process(accelerator, self.find)
         if path:
             self.load(path)
-        if not distributed.on_main_process(accelerator, self.actor.has_best):
-            self.actor.best = Best()  # begins anew: its folder holds a later one
-        self.actor.count_patience()  # a run that had stopped early stops again
+        if not distributed.on_main_process(accelerator, self.saver.has_best):
+            self.saver.best = Best()  # begins anew: its folder holds a later one
+        self.saver.count_patience()  # a run that had stopped early stops again
         distributed.on_main_process(accelerator, self.restore_folder, path)
         distributed.on_main_process(accelerator, record.write, accelerator, run.args)
         run.start()
@@ -187,8 +186,8 @@ class Checkpoint:
         It would take all models that it has prepared, and keep them. DeepSpeed needs its engine.
         """
         saved: nn.Module = self.model
-        if engine.has_adapter(self.actor.unwrapped) and not self.is_deepspeed:
-            trained = engine.trained_parameters(self.actor.unwrapped)
+        if engine.has_adapter(self.saver.unwrapped) and not self.is_deepspeed:
+            trained = engine.trained_parameters(self.saver.unwrapped)
             # A parameter's own name may hold no dots.
             by_name = {name.replace(".", "/"): parameter for name, parameter in trained.items()}
             saved = nn.ParameterDict(by_name)
@@ -227,7 +226,7 @@ class Checkpoint:
         settings = {}
         if self.is_deepspeed:
             # The base below adapters is not in the checkpoint, see `ModelWrapper.fingerprints`.
-            settings["load_module_strict"] = not engine.has_adapter(self.actor.unwrapped)
+            settings["load_module_strict"] = not engine.has_adapter(self.saver.unwrapped)
         accelerator.load_state(str(path / "engine"), **settings)
         # DeepSpeed's Adam for CPUs has other groups since it was loaded.
         self.scheduler.optimizer.param_groups = self.optimizer.param_groups
@@ -239,7 +238,7 @@ class Checkpoint:
         self.scheduler.step()
         for name in COUNTERS:
             setattr(self.run, name, state["progress"][name])
-        self.actor.best = Best(**state["best"])
+        self.saver.best = Best(**state["best"])
         self.means.last_update = state["last_update"]
         self.means.load_state(state["open_sums"][accelerator.process_index])
 
@@ -291,7 +290,7 @@ class Checkpoint:
         # may be higher now.
         if beyond or replaced or not self.run.finished:
             beyond.append(output_dir / "actor")
-        if self.actor.best.global_step is None:
+        if self.saver.best.global_step is None:
             beyond += [output_dir / BEST_FOLDER, output_dir / BEST_FILE]
         if path is None:  # a run that continues adds to it, and hides later values
             beyond.append(output_dir / "tensorboard")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import Refused, in_one_line, refuse
+from common import Refused, one_line, refuse
 
 LOCK = ".run.lock"
 LEAST_PART = 2**16  # of a log, in bytes
@@ -49,7 +49,7 @@ def writing(path: Path):
             shutil.rmtree(path, ignore_errors=True)
         if isinstance(error, Refused) or not (is_full or isinstance(error, OSError)):
             raise
-        refuse(f"{path} cannot be written: {in_one_line(error)}")
+        refuse(f"{path} cannot be written: {one_line(error)}")
 
 
 def rotate(parent: Path, keep: int) -> None:

@@ -15,10 +15,10 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, distributed, engine, folders, in_one_line, log, record, refuse
+from common import arguments, distributed, engine, folders, log, one_line, record, refuse
 
 # How long processes wait while one of them tokenises or writes files. NCCL's default is 10 minutes.
-PATIENCE = datetime.timedelta(hours=12)
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=12)
 
 
 def make_accelerator(args, recipe: str) -> Accelerator:
@@ -44,9 +44,9 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         cpu.make_exact(accelerator)
     set_seed(args.seed)
     if not getattr(args, "preview", 0):  # a preview writes nothing
-        is_users = Path(args.output_dir or "").exists() and args.output_dir
+        existed_before = Path(args.output_dir or "").exists() and args.output_dir
         args.output_dir = distributed.on_main_process(accelerator, decide_folder, args, recipe)
-        if not is_users:
+        if not existed_before:
             atexit.register(folders.remove_if_unused, Path(args.output_dir))
         if not all(gather_object([Path(args.output_dir).is_dir()])):
             refuse(
@@ -73,10 +73,10 @@ def build(args, on_cpu: bool, accumulation: int) -> Accelerator:
     process_group = []
     if "LOCAL_RANK" in os.environ:  # of a launcher
         backend = "gloo" if on_cpu else "nccl"
-        process_group = [InitProcessGroupKwargs(backend=backend, timeout=PATIENCE)]
+        process_group = [InitProcessGroupKwargs(backend=backend, timeout=COLLECTIVE_TIMEOUT)]
     if on_cpu and use_fsdp:
         # accelerate applies FSDP only to MULTI_GPU, and on a CPU silently uses DDP.
-        PartialState(cpu=True, backend="gloo", timeout=PATIENCE)
+        PartialState(cpu=True, backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     # The number is for DeepSpeed's config, see `engine.begin_update`.
     plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
@@ -141,7 +141,7 @@ def decide_folder(args, recipe: str) -> str:
         path.mkdir(parents=True, exist_ok=bool(args.output_dir or own))
         lock(path)
     except OSError as error:
-        refuse(f"--output_dir {path} cannot be written: {in_one_line(error)}")
+        refuse(f"--output_dir {path} cannot be written: {one_line(error)}")
     written = [path / name for name in (log.METRICS, "checkpoints", "actors", "actor")]
     if path.resolve() != own and any(each.exists() for each in written):
         refuse(

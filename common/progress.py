@@ -3,10 +3,10 @@
 import dataclasses
 import math
 
-from common import carried
+from common import checkpointable
 
 
-@carried
+@checkpointable
 @dataclasses.dataclass
 class PromptProgress:
     """Where a run is in its prompts, over all epochs, where its updates do not tell."""
@@ -36,7 +36,7 @@ class Progress:
     tokens: int = 0  # of them, without padding; in DPO and reward a pair's prompt counts twice
     position: PromptProgress | None = None  # in the prompts; where rollouts may lead to no update
     stopped_early: bool = False  # by `--stop_after`
-    is_idle: bool = False  # see `used_up`
+    rollout_was_skipped: bool = False  # see `skip_rollout`
     consecutive_skips: int = 0  # since the last applied update
 
     def __post_init__(self):
@@ -60,8 +60,10 @@ class Progress:
         It also stops after a whole epoch of prompts that led to no update.
         """
         position = self.position
-        in_vain = position is not None and position.prompts_without_update >= self.n_rows
-        if self.stopped_early or in_vain:
+        epoch_without_update = (
+            position is not None and position.prompts_without_update >= self.n_rows
+        )
+        if self.stopped_early or epoch_without_update:
             return True
         if self.max_steps:
             return self.global_step >= self.max_steps
@@ -79,7 +81,7 @@ class Progress:
 
     def update_done(self, applied: bool, samples: int, tokens: int) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
-        self.is_idle = False
+        self.rollout_was_skipped = False
         if not applied:
             self.skipped_steps += 1
             self.consecutive_skips += 1
@@ -89,9 +91,9 @@ class Progress:
         self.tokens += tokens
         self.consecutive_skips = 0
 
-    def used_up(self) -> None:
+    def skip_rollout(self) -> None:
         """Notes that rows were used up without leading to an update: the model is as it was."""
-        self.is_idle = True
+        self.rollout_was_skipped = True
 
     def due(self, interval: float, first: bool = False) -> bool:
         """Whether something is due now: after every `interval` applied updates, and at the end.
@@ -101,7 +103,7 @@ class Progress:
             after                                  it is due
             an applied update                      at a multiple of `interval`, or if `finished`
             a skipped update, or one that was      if `finished`, unless the last applied update
-            not made (`used_up`)                   was at a multiple, or there was none
+            not made (`skip_rollout`)                      was at a multiple, or there was none
 
         Args:
             interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.
@@ -109,7 +111,7 @@ class Progress:
         """
         every = self.every(interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        if self.consecutive_skips == 0 and not self.is_idle:
+        if self.consecutive_skips == 0 and not self.rollout_was_skipped:
             return at_multiple or self.finished or (first and self.global_step == 1)
         return self.finished and not at_multiple and self.global_step > 0
 

@@ -93,7 +93,7 @@ class Run(Progress):
         """
         size = self.args.train_batch_size
         rows = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
-        sequences = data.of_rows(rows)
+        sequences = data.sequences_of(rows)
         n_tokens = int(data.lengths[sequences].sum())
         return self.update_of(rows, data.lengths, n_tokens, sequences)
 

@@ -33,7 +33,7 @@ def save(
     Args:
         models: by the folder of each, which is replaced as a whole if it is there.
         dtype: of the saved floating-point weights. None: they stay as they are.
-        weights: see `Actor.save`.
+        weights: see `ActorSaver.save`.
     """
     unwrapped = engine.unwrapped(accelerator, prepared)
     gathered = gather_weights(accelerator, prepared, unwrapped)

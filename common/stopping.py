@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from common import display, errors, refuse
 from common.progress import Progress
 
-MANY = 100  # consecutive skips that end a run
+MAX_CONSECUTIVE_SKIPS = 100  # more end a run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -58,12 +58,12 @@ def check_skips(progress: Progress, loss_scale: float | None) -> None:
     why = "its gradients are not finite"
     if loss_scale:  # else DeepSpeed in bf16 or fp32
         why += f" at loss scale {loss_scale:g}"
-    if progress.consecutive_skips < MANY:
+    if progress.consecutive_skips < MAX_CONSECUTIVE_SKIPS:
         display.write(f"WARNING: update {progress.updates_seen} was skipped: {why}")
         return
     refuse(
-        f"update {progress.global_step + 1} was skipped {MANY} times in a row: {why}. "
-        "Lower --learning_rate if the loss had grown; see docs/fp16.md"
+        f"update {progress.global_step + 1} was skipped {MAX_CONSECUTIVE_SKIPS} times in a row: "
+        f"{why}. Lower --learning_rate if the loss had grown; see docs/fp16.md"
     )
 
 
@@ -78,7 +78,7 @@ class Signals:
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
-            after_in_child=become_ordinary,
+            after_in_child=reset_signals,
         )
 
     def handle(self, number: int, _frame) -> None:
@@ -103,7 +103,7 @@ def end(accelerator: Accelerator, number: int, message: str) -> NoReturn:
     sys.exit(128 + number)
 
 
-def become_ordinary() -> None:
+def reset_signals() -> None:
     """Lets SIGTERM end what a reward function forks; with the run's handler, no pool would end.
 
     Ctrl-C reaches it, too, and is ignored: the update still needs it.

@@ -16,7 +16,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from common import FILES, ends_with_refusals
+from common import FILES, exit_on_refusal
 from preference_recipes.tools import forks
 
 PROJECT = "preference-recipes"
@@ -24,7 +24,7 @@ RECIPES = FILES / "recipes"
 CONFIGS = FILES / "accelerate_configs"
 
 
-@ends_with_refusals()
+@exit_on_refusal()
 def main() -> None:
     if sys.argv[1:2] == ["run"]:  # accelerate reads its own flags
         return run(sys.argv[2:])

@@ -10,13 +10,19 @@ https://thinkingmachines.ai/blog/on-policy-distillation. The run makes one rollo
     1. sample the student's responses to prompts                            make_rollout
     2. updates of train_batch_size samples, which the teachers read, too    token_losses
 
-    loss = mean over all response tokens of KL(s || t), or of another divergence by --beta
+    loss = mean over all response tokens of a divergence, by --beta
 
-where s and t are the student's and the teacher's distribution of a token, given those before it.
+where s and t are the student's and the teacher's distribution of a token, given those before it,
+and m = (1 - beta) s + beta t:
+
+    beta = 1        KL(s || t), the reverse KL
+    beta = 0        KL(t || s), the forward KL
+    0 < beta < 1    beta KL(t || m) + (1 - beta) KL(s || m), generalised Jensen-Shannon
 
 Shapes: N samples of a rollout, T tokens in the longest response. What belongs to tokens is [N, T],
 and zero past the end of a response; or [N, 1] if all tokens have the same. An update reads some of
-the N rows. Completions of the data in place of some responses: forks/README.md.
+the N rows. `compare` and `gradient` see n of their tokens at a time, and the V of the vocabulary.
+Completions of the data in place of some responses: forks/README.md.
 
 The demo, offline:
     python recipes/distill.py
@@ -31,32 +37,29 @@ Every metric: docs/distill.md. Every argument: docs/arguments.md
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: its root
 
-import numpy as np
 import torch
 
-import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
-from common import Refused, arguments, carried, console, errors, launch, optim, refuse
-from common.actor import Actor
+import preference_recipes  # noqa: F401  so that `common` is this package's
+from common import arguments, console, errors, launch, optim, refuse
+from common.actor import ActorSaver
 from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SchedulerType, arg
 from preference_recipes.data import dataset, prompts
 from preference_recipes.models import checks, cost, load, prepare, teachers
-from preference_recipes.models.divergence import DistillModel, Lesson
-from preference_recipes.models.packing import Packer
-from preference_recipes.models.teachers import Question
-from preference_recipes.rollouts import correction, results, rollout
+from preference_recipes.models.distillation import DistillModel
+from preference_recipes.rollouts import correction, results, rollout_state
 from preference_recipes.rollouts.args import RolloutArgs
-from preference_recipes.rollouts.rollout import Rollout, State
+from preference_recipes.rollouts.rollout_state import RolloutState
 from preference_recipes.rollouts.sampler import Sampler
-from preference_recipes.rollouts.samples import Samples, repeat_each
-from preference_recipes.rollouts.served import AllTeachers
+from preference_recipes.rollouts.teaching import AllTeachers, TaughtRollout
 from preference_recipes.tools.preview import show_preview
 
 
@@ -78,6 +81,7 @@ class Args(RolloutArgs):
     beta: float = arg(
         1.0,
         "1: KL(student || teacher); 0: the other way round; between: Jensen-Shannon",
+        only_with="loss_type=divergence",
         at_least=0,
         at_most=1,
     )
@@ -90,6 +94,73 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
+def compare(
+    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
+) -> dict[str, torch.Tensor]:
+    """Returns values of each token by name, `[n]`: `learned`, which has a gradient, then others.
+
+    That is the divergence of arXiv:2306.13649 eq. 1 or, with `--loss_type sampled`, the student's
+    log-prob of the token. Only a chunk of an update's tokens is compared at a time.
+
+    Args:
+        student, teacher: their log-probs of all tokens of the vocabulary, `[n, V]`.
+        targets: the tokens of the response, `[n]`.
+    """
+    p_student = student.exp()
+    p_teacher = teacher.exp()
+    gap = student - teacher
+    values = {
+        "reverse_kl": (p_student * gap).sum(-1),
+        "forward_kl": -(p_teacher * gap).sum(-1),
+        "entropy": -(p_student * student).sum(-1),
+        "teacher_entropy": -(p_teacher * teacher).sum(-1),
+        "agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
+        "logps": student.gather(1, targets[:, None]).squeeze(1),
+        "teacher_logps": teacher.gather(1, targets[:, None]).squeeze(1),
+    }
+    if args.loss_type == "sampled":
+        learned = values["logps"]
+    elif args.beta == 1:
+        learned = values["reverse_kl"]
+    elif args.beta == 0:
+        learned = values["forward_kl"]
+    else:
+        student_gap, teacher_gap = gaps_to_mixture(gap, args.beta)
+        learned = args.beta * (p_teacher * teacher_gap).sum(-1)
+        learned += (1 - args.beta) * (p_student * student_gap).sum(-1)
+    return {"learned": learned, **values}
+
+
+def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns log s - log m and log t - log m, of log s - log t; all zero where s is t.
+
+    Seen from the larger one nothing overflows: log m = log s + log(1 + beta (t/s - 1)).
+    """
+    share_of_smaller = torch.full_like(gap, 1 - beta).masked_fill_(gap > 0, beta)
+    below_larger = torch.log1p(share_of_smaller * torch.expm1(-gap.abs()))
+    return gap.clamp(max=0) - below_larger, -gap.clamp(min=0) - below_larger
+
+
+def gradient(
+    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
+) -> torch.Tensor:
+    """Returns the gradient of `learned` by the student's logits, `[n, V]`; see `compare`.
+
+    It is written by hand because autograd would keep `[n, V]` tensors of all chunks.
+    """
+    p_student = student.exp()
+    if args.loss_type == "sampled":  # one_hot(target) - s
+        ones = torch.ones_like(p_student[:, :1])
+        return p_student.neg_().scatter_add_(1, targets[:, None], ones)
+    if args.beta == 0:
+        return p_student.sub_(teacher.exp())
+    gap = student - teacher
+    if args.beta < 1:
+        gap, _ = gaps_to_mixture(gap, args.beta)
+    mean = (p_student * gap).sum(-1, keepdim=True)
+    return gap.sub_(mean).mul_(p_student).mul_(1 if args.beta == 1 else 1 - args.beta)
+
+
 def sampled_losses(
     logps: torch.Tensor, old_logps: torch.Tensor, teacher_logps: torch.Tensor
 ) -> torch.Tensor:
@@ -107,8 +178,8 @@ def sampled_losses(
 def token_losses(
     model: torch.nn.Module,
     batch: dict,
-    lessons: list[Lesson],
-    stored: dict,
+    teacher_outputs: list,
+    experience: dict,
     args: Args,
     is_first: bool,
     in_training: bool = True,
@@ -116,28 +187,32 @@ def token_losses(
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
 
     Args:
-        lessons: what the teachers say of the batch.
-        stored: `Rollout.stored` of the same samples.
+        teacher_outputs: what the teachers say of the batch, from `AllTeachers.read`.
+        experience: `Rollout.experience` of the same samples.
         is_first: whether no update was applied since the rollout was made. Then the log-probs of
             this very pass are the old ones, so all ratios are exactly 1.
         in_training: False in an evaluation, which does not ask who drew the tokens.
     """
-    is_sampled = args.loss_type == "sampled"
-    beta = None if is_sampled else args.beta  # None: no divergence, but log-probs to learn from
-    output = model(batch, args.temperature, lessons=lessons, beta=beta)
-    logps = output["logps"]
-    mask = stored["mask"]
+    output = model(
+        batch,
+        args.temperature,
+        teacher_outputs=teacher_outputs,
+        compare=partial(compare, args=args),
+        gradient=partial(gradient, args=args),
+    )
+    mask = experience["mask"]
+    losses = output["learned"]  # the divergence, unless:
     values = {}
-    if is_sampled:
-        old_logps = logps.detach() if is_first else stored["logps"]
+    if args.loss_type == "sampled":
+        logps = output["learned"]
+        old_logps = logps.detach() if is_first else experience["logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
-            losses, values = correction.weighted(losses, old_logps, stored, args, is_first)
-    else:
-        losses = output["divergence"]
-        if in_training and is_first:
-            # It needs no weight: its gradient does not depend on how a token was drawn.
-            values = correction.sampler_differences(logps, stored["sampler_logps"], mask)
+            losses, values = correction.reweight(losses, old_logps, experience, args, is_first)
+    elif in_training and is_first:
+        # It needs no weight: its gradient does not depend on how a token was drawn.
+        sampler_logps = experience["sampler_logps"]
+        values = correction.sampler_differences(output["logps"], sampler_logps, mask)
     values |= {
         "loss": (losses, mask),
         "kl/reverse": (output["reverse_kl"], mask),
@@ -147,91 +222,33 @@ def token_losses(
         "teacher/agreement": (output["agreement"], mask),
     }
     for number, name in enumerate(teachers.names(args)):  # none if one teacher has all rows
-        is_taught_by = stored["teacher"] == number
+        is_taught_by = experience["teacher"] == number
         values[f"kl/reverse/{name}"] = (output["reverse_kl"], mask * is_taught_by)
     return losses, values
 
 
 # ============================================================ the rollout
-@carried
-@dataclass
-class TaughtRollout(Rollout):
-    """A rollout, and what its teachers need to know.
-
-    `stored` are `mask sampler_logps`, `logps` if later updates need them, and `teacher`, the number
-    of each sample's teacher.
-    """
-
-    teachers: list[str]  # the name of each sample's teacher
-    teacher_prompts: list[list[int]]  # what its teacher reads before the response
-    top_logps: list | None = None  # see `AllTeachers.top_logps`; None: not asked yet
-
-    def as_read(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the samples' lengths `[N]`, with the longer prompt: student's or teacher's.
-
-        It adds the same to all samples of a prompt, so they stay side by side where they are.
-        """
-        prompts = zip(self.samples.prompts, self.teacher_prompts)
-        return lengths + [max(len(taught) - len(own), 0) for own, taught in prompts]
-
-    @property
-    def questions(self) -> list[Question]:
-        """What the teacher of each sample is asked."""
-        answers = (self.samples.responses, self.samples.is_sampled)
-        return list(map(Question, self.teachers, self.teacher_prompts, *answers))
-
-    def lessons(
-        self, all_teachers: AllTeachers, rows: list[int], batch: dict, packer: Packer
-    ) -> list[Lesson]:
-        """Returns a lesson of each teacher of these samples; `batch` is what the student reads."""
-        questions = self.questions
-        asked = [questions[row] for row in rows]
-        return all_teachers.lessons(batch, asked, [self.top_logps[row] for row in rows], packer)
-
-
-def make_rollout(run: Run, sampler: Sampler, state: State) -> TaughtRollout:
+def make_rollout(
+    run: Run, sampler: Sampler, all_teachers: AllTeachers, state: RolloutState
+) -> TaughtRollout:
     """Samples responses of the student, and notes who teaches each of them."""
     args = run.args
-    columns = state.position.take_prompts(sampler, args.rollout_batch_size)
+    columns = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_rollout(state.position, columns)
+        samples = sampler.sample_rollout(state, columns)
     values = {
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
     }
     results.log_responses(sampler, samples, None, "completions", values)
     run.write_samples(samples.examples(sampler.tokenizer, None, "rollout"))
-    made = taught(run, samples, columns)
-    if args.loss_type == "sampled" and made.n_updates(args) > 1:
+    rollout = all_teachers.assign(samples, columns, run.global_step)
+    if args.loss_type == "sampled" and rollout.n_updates(args) > 1:
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         with run.timed("score"):
-            made.stored |= rollout.compute_logps(sampler, samples, ("logps",), reference=None)
-            samples.check_finite(sampler, logps=made.stored["logps"])
-    return made
-
-
-def taught(run: Run, samples: Samples, columns: dict) -> TaughtRollout:
-    """Returns the rollout of some samples: adds who teaches each, and what that teacher reads.
-
-    Args:
-        columns: of their prompts, each once.
-    """
-    # With several teachers, the data name each row's.
-    one_teacher = [teachers.ONLY] * len(columns["row"])
-    names = repeat_each(columns.get("teacher", one_teacher), samples.per_prompt)
-    # Without --teacher_prompt a teacher reads what the student reads.
-    prompts_of_teachers = columns.get("teacher_prompt_ids", columns["prompt_ids"])
-    known = list(teachers.locations(run.args))
-    stored = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
-    stored["teacher"] = torch.tensor([[known.index(name)] for name in names])
-    return TaughtRollout(
-        samples,
-        run.global_step,
-        stored,
-        is_trained=torch.ones(len(samples), dtype=torch.bool),
-        teachers=names,
-        teacher_prompts=repeat_each(prompts_of_teachers, samples.per_prompt),
-    )
+            rollout.experience |= samples.compute_logps(sampler, ("logps",), reference=None)
+            samples.check_finite(sampler, logps=rollout.experience["logps"])
+    return rollout
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -261,7 +278,7 @@ def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="distill.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "distill")  # it also makes the run's folder
+    accelerator = launch.make_accelerator(args, "distill")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
@@ -270,7 +287,7 @@ def main():
     policy = DistillModel(student, teachers.shared_vocabulary(args, data, student))
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
-    state = State()  # where the run is in its prompts, and its rollout
+    state = RolloutState()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
         args,
@@ -278,7 +295,7 @@ def main():
         flop=cost.flop(policy),
         bar_metric="kl/reverse",
         charts=CHARTS,
-        updates_per_epoch=rollout.n_updates(args, len(data.train)),
+        updates_per_epoch=rollout_state.count_updates(args, len(data.train)),
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -291,53 +308,47 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout"))
-    sampler = Sampler(accelerator, args, tokenizer, model, data, run, means, packer)
-    actor = Actor(run, model, tokenizer)
-    fixed = [data, policy, all_teachers]  # a resumed run must have the same
+    sampler = Sampler(run, model, tokenizer, data, packer, means)
+    saver = ActorSaver(run, model, tokenizer)
+    must_match = [data, policy, all_teachers]  # a resumed run must have the same
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, fixed=fixed, rollout=state, ahead=sampler.generator
+        run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
-        updates=rollout.describe_updates(args, run),
+        updates=rollout_state.describe_updates(args, run),
     )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, sampler, all_teachers)
+        evaluate(run, saver, sampler, all_teachers)
     while not run.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, state)
-        if state.rollout.top_logps is None:
-            try:
-                with run.timed("teacher"):  # the student's servers sample the next one meanwhile
-                    state.rollout.top_logps = all_teachers.top_logps(state.rollout.questions)
-            except Refused:
-                if run.global_step:
-                    checkpoint.save()  # with what was sampled: a resumed run asks again
-                raise
+            state.rollout = make_rollout(run, sampler, all_teachers, state)
+        with run.timed("teacher"):  # the student's servers sample the next one meanwhile
+            all_teachers.ask(state.rollout, on_failure=checkpoint.save)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = state.rollout.rows_of_update(state.position, args)
+        update_rows = state.rollout.rows_of_update(state, args)
         # Sorted by these lengths a group stays together where its prompt can be shared.
-        lengths = state.rollout.as_read(samples.lengths_for_split(packer))
+        lengths = state.rollout.lengths_as_read(samples.lengths_for_split(packer))
         update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
+        response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:
             with run.timed("data"):
-                batch, stored = samples.collate(rows, state.rollout.stored, packer)
+                batch, experience = samples.collate(rows, state.rollout.experience, packer)
                 data_rows = [samples.data_rows[row] for row in rows]
-                token_weights = stored["mask"] * weights[:, None]
+                token_weights = experience["mask"] * weights[:, None]
             with run.timed("teacher"):  # what the teachers say about the same tokens
-                lessons = state.rollout.lessons(all_teachers, rows, batch, packer)
+                outputs = all_teachers.read(state.rollout, rows, batch, packer)
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, lessons, stored, args, is_first)
-                run.check_finite(update, data_rows, losses, token_weights, stored)
+                losses, values = token_losses(model, batch, outputs, experience, args, is_first)
+                run.check_finite(update, data_rows, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
                 loss = (losses * token_weights).sum() * update.engine_divisor / response_tokens
@@ -360,33 +371,35 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, sampler, all_teachers)
-        actor.save_if_due()
+            evaluate(run, saver, sampler, all_teachers)
+        saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce_and_reset())  # what is in no line yet
-    actor.save()
-    console.end(actor)
+    run.log(means.reduce_and_reset())  # updates since the last log line
+    saver.save()
+    console.end(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, actor: Actor, sampler: Sampler, all_teachers: AllTeachers) -> None:
+def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, all_teachers: AllTeachers) -> None:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
     packer = sampler.packer
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(actor.model):
+    with run.timed("paused"), checks.evaluation_mode(saver.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
-            made = taught(run, samples, eval_set[:])
-            made.top_logps = all_teachers.top_logps(made.questions)
+            rollout = all_teachers.assign(samples, eval_set[:], run.global_step)
+            all_teachers.ask(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
-            for rows, weights in run.split(range(len(samples)), made.as_read(samples.lengths)):
-                batch, stored = samples.collate(rows, made.stored, packer)
-                lessons = made.lessons(all_teachers, rows, batch, packer)
+            for rows, weights in run.split(
+                range(len(samples)), rollout.lengths_as_read(samples.lengths)
+            ):
+                batch, experience = samples.collate(rows, rollout.experience, packer)
+                outputs = all_teachers.read(rollout, rows, batch, packer)
                 _, values = token_losses(
-                    actor.model, batch, lessons, stored, run.args, is_first=True, in_training=False
+                    saver.model, batch, outputs, experience, run.args, True, in_training=False
                 )
                 data_rows = [samples.data_rows[row] for row in rows]
                 means.add(values, weights, data_rows, samples.numbers(rows))
@@ -395,19 +408,14 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, all_teachers: AllTeachers
             line |= values
             examples += shown
     run.log_evaluation(line, examples)
-    actor.keep_best(line)  # may end the run, see --stop_after
+    saver.save_if_best(line)  # may end the run, see --stop_after
 
 
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
     """Refuses settings that contradict each other."""
     teachers.check_settings(args)  # exits if none is named, or one twice
-    rollout.check_rollout_size(args)
-    if args.loss_type == "sampled" and args.beta != 1:
-        refuse(
-            f"--beta {args.beta:g} --loss_type sampled: sampled tokens estimate the reverse KL "
-            "alone. Take --beta 1, or --loss_type divergence"
-        )
+    rollout_state.check_rollout_size(args)
     for name in ("sampler_correction", "sampler_correction_max"):
         if args.loss_type == "divergence" and getattr(args, name) != getattr(Args, name):
             refuse(f"--{name} {getattr(args, name)}: only --loss_type sampled is corrected")

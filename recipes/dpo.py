@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: i
 import torch
 import torch.nn.functional as F
 
-import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+import preference_recipes  # noqa: F401  so that `common` is this package's
 from common import arguments, batches, console, errors, launch, optim
-from common.actor import Actor
+from common.actor import ActorSaver
 from common.batches import Rows
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -67,7 +67,7 @@ class Args(SharedArgs):
         0.0, "how likely a label is wrong", only_with=WITH_SMOOTHING, at_least=0, below=0.5
     )
     share_prompts: bool = arg(True, "compute a prompt once for both answers")
-    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
+    train_vision: bool = arg(False, "also train what reads the images: docs/images.md")
     precompute_ref_log_probs: bool = arg(
         False, "compute the reference's log-probs before training", only_with=WITH_REFERENCE
     )
@@ -171,7 +171,7 @@ def pair_losses(
     Args:
         model: a `LogProbModel`, which returns the log-prob of each token of the answers.
     """
-    output = model(batch, extras=("mean_logits",))
+    output = model(batch, extra_outputs=("mean_logits",))
     logps = output["logps"].sum(1)  # zero after an answer's end
     mask = batch["mask"]
     tokens = mask.sum(1)
@@ -226,7 +226,7 @@ CHARTS = {
 def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="dpo.yaml")
-    accelerator = launch.make_accelerator(args, "dpo")  # it also makes the run's folder
+    accelerator = launch.make_accelerator(args, "dpo")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(
         accelerator, args, tokenizer, function=formats.preference_row, reads_images=True
@@ -257,9 +257,9 @@ def main():
         precompute(accelerator, args, reference, train, held_out.values(), collate, packer)
 
     means = Means(accelerator, run.recorder("train"))
-    actor = Actor(run, model, tokenizer)
-    fixed = [data, policy, reference]  # a resumed run must have the same
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed)
+    saver = ActorSaver(run, model, tokenizer)
+    must_match = [data, policy, reference]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
@@ -269,7 +269,7 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, reference, packer, held_out)
+        evaluate(run, saver, reference, packer, held_out)
     while not run.finished:
         update = run.next_update(train)  # all processes agree on its samples; each takes its share
         for rows, weights in update.micro_batches:
@@ -300,20 +300,20 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, reference, packer, held_out)
-        actor.save_if_due()
+            evaluate(run, saver, reference, packer, held_out)
+        saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce_and_reset())  # what is in no line yet
-    actor.save()
-    console.end(actor)
+    run.log(means.reduce_and_reset())  # updates since the last log line
+    saver.save()
+    console.end(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(
     run: Run,
-    actor: Actor,
+    saver: ActorSaver,
     reference: Reference | None,
     packer: Packer,
     held_out: dict[str, Rows],
@@ -321,24 +321,24 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(actor.model):
+    with run.timed("paused"), checks.evaluation_mode(saver.model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 columns = eval_rows[rows]
                 batch = collate(columns, packer)
-                _, values = pair_losses(actor.model, reference, batch, run.args)
+                _, values = pair_losses(saver.model, reference, batch, run.args)
                 means.add(values, weights, columns["row"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(saver, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)
-    actor.keep_best(line)  # may end the run, see --stop_after
+    saver.save_if_best(line)  # may end the run, see --stop_after
 
 
 if __name__ == "__main__":

@@ -39,19 +39,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: i
 
 import torch
 
-import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+import preference_recipes  # noqa: F401  so that `common` is this package's
 from common import arguments, console, errors, launch, optim, refuse
-from common.actor import Actor
+from common.actor import ActorSaver
 from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SchedulerType, arg
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts import correction, results, rewards, rollout
+from preference_recipes.rollouts import correction, results, rewards, rollout_state
 from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Grader, Scores
-from preference_recipes.rollouts.rollout import Rollout, State
+from preference_recipes.rollouts.rollout_state import Rollout, RolloutState
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.tools.preview import show_preview
@@ -80,7 +80,7 @@ class Args(RewardArgs):
     advantage_std: Literal["batch", "group", "none"] = arg(
         "batch", "the standard deviation that advantages are divided by: of the rollout, the group"
     )
-    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
+    train_vision: bool = arg(False, "also train what reads the images: docs/images.md")
     drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
     mask_truncated: bool = arg(False, "do not train on responses truncated at --max_new_tokens")
     train_batch_size: int = arg(256, "samples of one update", at_least=1)
@@ -179,38 +179,41 @@ def kl_losses(
     return kl, kl * ratios
 
 
-def average_tokens(
-    losses: torch.Tensor, mask: torch.Tensor, args: Args
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss of each sample, and its weight in the mean over an update, `[rows]`.
+def average_tokens(losses: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
+    """Returns the loss of each sample, `[rows]`; `sample_counts` says how much each counts.
 
     Sources: token, DAPO, arXiv:2503.14476 section 3.3; sequence, arXiv:2402.03300 eq. 3; constant,
     Dr. GRPO, arXiv:2503.20783.
     """
     sums = (losses * mask).sum(1)
-    lengths = mask.sum(1)
     if args.average == "constant":
-        return sums / args.max_new_tokens, torch.ones_like(sums)
-    means = sums / lengths.clamp(min=1)
-    if args.average == "sequence":
-        return means, torch.ones_like(sums)
-    return means, lengths.to(sums.dtype)  # so each token counts the same
+        return sums / args.max_new_tokens
+    return sums / mask.sum(1).clamp(min=1)
+
+
+def sample_counts(mask: torch.Tensor, args: Args) -> torch.Tensor:
+    """Returns how much each sample counts in the mean over an update, `[rows]`.
+
+    With `--average token` as many times as it has tokens, so that each token counts the same.
+    """
+    n_tokens = mask.sum(1)
+    return n_tokens if args.average == "token" else torch.ones_like(n_tokens)
 
 
 def sample_losses(
-    model: torch.nn.Module, batch: dict, stored: dict, args: Args, is_first: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """Returns the losses of samples, the weight of each in their mean, and values to log.
 
     Args:
-        stored: `Rollout.stored` of the same samples.
+        experience: `Rollout.experience` of the same samples.
         is_first: whether no update was applied since the rollout was made. Then the log-probs of
             this very pass are the old ones, so all ratios are exactly 1.
     """
-    output = model(batch, args.temperature, extras=("entropy",))
+    output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
-    mask = stored["mask"].to(logps.dtype)
-    old_logps = logps.detach() if is_first else stored["logps"]
+    mask = experience["mask"].to(logps.dtype)
+    old_logps = logps.detach() if is_first else experience["logps"]
     log_ratios = logps - old_logps
     token_ratios = torch.exp(log_ratios)
     ratios = token_ratios
@@ -218,15 +221,16 @@ def sample_losses(
         lengths = mask.sum(1, keepdim=True).clamp(min=1)
         ratios = torch.exp((log_ratios * mask).sum(1, keepdim=True) / lengths)
 
-    losses, clipped_low, clipped_high = policy_losses(logps, ratios, stored["advantages"], args)
+    losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # Where a server sampled, its log-probs differ from those of training. The KL needs no weight:
     # its own ratios take the old policy for the sampler.
-    losses, values = correction.weighted(losses, old_logps, stored, args, is_first)
+    losses, values = correction.reweight(losses, old_logps, experience, args, is_first)
     if args.kl_coef:
-        kl, terms = kl_losses(logps, stored["ref_logps"], token_ratios, args.kl_estimator)
+        kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
         values["kl"] = (kl, mask)
-    averaged, counts = average_tokens(losses, mask, args)
+    averaged = average_tokens(losses, mask, args)
+    counts = sample_counts(mask, args)
     values |= {
         "loss": (averaged, counts),
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
@@ -240,16 +244,16 @@ def sample_losses(
 
 # ============================================================ the rollout
 def make_rollout(
-    run: Run, sampler: Sampler, grader: Grader, reference: Reference | None, state: State
+    run: Run, sampler: Sampler, grader: Grader, reference: Reference | None, state: RolloutState
 ) -> Rollout | None:
     """Samples groups, scores them, and computes what their updates read.
 
     Returns None if there is no response to train on.
     """
     args = run.args
-    prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
+    prompts = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_rollout(state.position, prompts)
+        samples = sampler.sample_rollout(state, prompts)
     with run.timed("score"):
         scores = grader.score(sampler, samples)
     totals = scores.total.view(-1, args.n_samples_per_prompt)  # [G, n]
@@ -263,16 +267,16 @@ def make_rollout(
     if not is_trained.any():
         return None
     advantages = advantages_of(totals, is_trained.view_as(totals), args)
-    stored = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
-    stored["advantages"] = advantages.view(-1, 1)
-    made = Rollout(samples, run.global_step, stored, is_trained)
+    experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
+    experience["advantages"] = advantages.view(-1, 1)
+    rollout = Rollout(samples, run.global_step, experience, is_trained)
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
-        names = ("logps",) if made.n_updates(args) > 1 else ()
-        computed = rollout.compute_logps(sampler, samples, names, reference)
+        names = ("logps",) if rollout.n_updates(args) > 1 else ()
+        computed = samples.compute_logps(sampler, names, reference)
         samples.check_finite(sampler, **computed)
-    made.stored |= computed
-    return made
+    rollout.experience |= computed
+    return rollout
 
 
 def log_rollout(
@@ -306,7 +310,7 @@ def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="grpo.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "grpo")  # it also makes the run's folder
+    accelerator = launch.make_accelerator(args, "grpo")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer, reads_images=True)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
@@ -314,7 +318,7 @@ def main():
     # Without dropout, because responses are sampled without it.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     rewards.limit_vocabulary(policy, args, data)
-    state = State()  # where the run is in its prompts, and its rollout
+    state = RolloutState()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
         args,
@@ -322,8 +326,8 @@ def main():
         flop=cost.flop(policy, data.processor),
         bar_metric="reward",
         charts=CHARTS,
-        updates_per_epoch=rollout.n_updates(args, len(data.train)),  # if no group is left out
-        position=state.position,
+        updates_per_epoch=rollout_state.count_updates(args, len(data.train)),  # at most
+        position=state,
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -337,46 +341,43 @@ def main():
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout"))
-    sampler = Sampler(
-        accelerator, args, tokenizer, model, data, run, means, packer, args.environment
-    )
-    actor = Actor(run, model, tokenizer)
-    fixed = [data, policy, grader, reference]  # a resumed run must have the same
+    sampler = Sampler(run, model, tokenizer, data, packer, means, environment=args.environment)
+    saver = ActorSaver(run, model, tokenizer)
+    must_match = [data, policy, grader, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, fixed=fixed, rollout=state, ahead=sampler.generator
+        run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
-        updates=rollout.describe_updates(args, run, may_be_fewer=args.drop_equal_groups),
+        updates=rollout_state.describe_updates(args, run, may_be_fewer=args.drop_equal_groups),
     )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if state.position.prompts_seen == 0:
-        evaluate(run, actor, sampler, grader)
+    if state.prompts_seen == 0:
+        evaluate(run, saver, sampler, grader)
     while not run.finished:
         state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
         if state.rollout is None:
-            rollout.skip(run, state, means)  # warns; ends the run after an epoch without an update
+            rollout_state.skip_rollout(run, state, means)  # an epoch of these ends the run
         else:
             samples = state.rollout.samples
             # All processes agree on the samples of this update. Each takes its share of them.
-            update_rows = state.rollout.rows_of_update(state.position, args)
+            update_rows = state.rollout.rows_of_update(state, args)
             lengths = samples.lengths_for_split(packer)
             update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
-            # The loss is a mean over the update's response tokens, or over its samples.
-            denominator = len(update_rows)
-            if args.average == "token":
-                denominator = int(state.rollout.stored["mask"][update_rows].sum())
+            # The loss is a mean over these samples, each as often as it counts.
+            mask = state.rollout.experience["mask"][update_rows]
+            denominator = int(sample_counts(mask, args).sum())
             is_first = run.global_step == state.rollout.started_at
             for rows, weights in update.micro_batches:
                 with run.timed("data"):
-                    batch, stored = samples.collate(rows, state.rollout.stored, packer)
+                    batch, experience = samples.collate(rows, state.rollout.experience, packer)
                     data_rows = [samples.data_rows[row] for row in rows]
                 with accelerator.accumulate(model):
-                    losses, counts, values = sample_losses(model, batch, stored, args, is_first)
+                    losses, counts, values = sample_losses(model, batch, experience, args, is_first)
                     sample_weights = counts * weights
                     run.check_finite(update, data_rows, losses, sample_weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its
@@ -401,17 +402,17 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, sampler, grader)
-        actor.save_if_due()
+            evaluate(run, saver, sampler, grader)
+        saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce_and_reset())  # what is in no line yet
-    actor.save()
-    console.end(actor)
+    run.log(means.reduce_and_reset())  # updates since the last log line
+    saver.save()
+    console.end(saver)
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, actor: Actor, sampler: Sampler, grader: Grader) -> None:
+def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, grader: Grader) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
@@ -423,7 +424,7 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, grader: Grader) -> None:
             line |= values
             examples += shown
     run.log_evaluation(line, examples)
-    actor.keep_best(line)  # may end the run, see --stop_after
+    saver.save_if_best(line)  # may end the run, see --stop_after
 
 
 # ============================================================ refusals
@@ -435,7 +436,7 @@ def check_settings(args: Args) -> None:
         refuse(f"{group}: there is nothing to compare with. Take 2 or more, or --baseline none")
     if args.baseline == "none" and args.advantage_std == "group":
         refuse("--baseline none --advantage_std group divides equal scores by almost zero")
-    rollout.check_rollout_size(args)
+    rollout_state.check_rollout_size(args)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+import preference_recipes  # noqa: F401  so that `common` is this package's
 from common import arguments, batches, console, errors, launch, optim
-from common.actor import Actor
+from common.actor import ActorSaver
 from common.batches import Rows
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -54,7 +54,7 @@ class Args(SharedArgs):
     beta: float = arg(0.1, "strength of the KL to the reference", above=0)
     desirable_weight: float = arg(1.0, "weight of the losses of good answers", at_least=0)
     undesirable_weight: float = arg(1.0, "weight of the losses of bad answers", at_least=0)
-    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
+    train_vision: bool = arg(False, "also train what reads the images: docs/images.md")
     share_prompts: bool = arg(True, "compute a prompt once for both answers")
     learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
     warmup_steps: float = arg(0.1, "updates of warm-up; below 1: a share of all", at_least=0)
@@ -109,7 +109,7 @@ def with_prompts(columns: dict, others: dict, max_length: int) -> dict:
 
 @torch.no_grad()
 def estimate_kl(
-    run: Run, actor: Actor, reference: Reference, packer: Packer, data: Rows, rows: np.ndarray
+    run: Run, saver: ActorSaver, reference: Reference, packer: Packer, data: Rows, rows: np.ndarray
 ) -> float:
     """Returns the KL of the policy from the reference, estimated on all these rows; section 4.1.
 
@@ -118,11 +118,11 @@ def estimate_kl(
     means = Means(run.accelerator)
     next_rows = np.roll(rows, -1)  # after the last row comes the first
     lengths = data.lengths[rows] + data.lengths[next_rows]  # prompt and answers are of two rows
-    with checks.evaluation_mode(actor.model):
+    with checks.evaluation_mode(saver.model):
         for places, weights in run.split(range(len(rows)), lengths):
             columns = with_prompts(data[next_rows[places]], data[rows[places]], run.args.max_length)
             batch = collate(columns, packer)
-            log_ratios = actor.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
+            log_ratios = saver.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
             means.add({"kl": log_ratios}, weights[batch["places"]])
     return max(means.reduce_and_reset()["kl"], 0.0)
 
@@ -159,7 +159,7 @@ CHARTS = {
 def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="kto.yaml")
-    accelerator = launch.make_accelerator(args, "kto")  # it also makes the run's folder
+    accelerator = launch.make_accelerator(args, "kto")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(
         accelerator, args, tokenizer, function=formats.labelled_row, reads_images=True
@@ -185,9 +185,9 @@ def main():
     )
 
     means = Means(accelerator, run.recorder("train"))
-    actor = Actor(run, model, tokenizer)
-    fixed = [data, policy, reference]  # a resumed run must have the same
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed)
+    saver = ActorSaver(run, model, tokenizer)
+    must_match = [data, policy, reference]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
@@ -197,11 +197,11 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, reference, packer, held_out)
+        evaluate(run, saver, reference, packer, held_out)
     while not run.finished:
         update = run.next_update(train)  # all processes agree on its samples; each takes its share
         n_answers = int(answer_counts[update.rows].sum())
-        kl = estimate_kl(run, actor, reference, packer, train, update.rows)
+        kl = estimate_kl(run, saver, reference, packer, train, update.rows)
         for rows, weights in update.micro_batches:
             with run.timed("data"):
                 batch = collate(train[rows], packer)
@@ -230,20 +230,20 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, reference, packer, held_out)
-        actor.save_if_due()
+            evaluate(run, saver, reference, packer, held_out)
+        saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce_and_reset())  # what is in no line yet
-    actor.save()
-    console.end(actor)
+    run.log(means.reduce_and_reset())  # updates since the last log line
+    saver.save()
+    console.end(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(
     run: Run,
-    actor: Actor,
+    saver: ActorSaver,
     reference: Reference,
     packer: Packer,
     held_out: dict[str, Rows],
@@ -251,26 +251,26 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(actor.model):
+    with run.timed("paused"), checks.evaluation_mode(saver.model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             # Shuffled, because in a file the next row may answer the same prompt.
             order = batches.epoch_order(len(eval_rows), run.args.seed, epoch=0)
-            kl = estimate_kl(run, actor, reference, packer, eval_rows, order)
+            kl = estimate_kl(run, saver, reference, packer, eval_rows, order)
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[rows], packer)
-                _, values = answer_losses(actor.model, reference, batch, kl, run.args)
+                _, values = answer_losses(saver.model, reference, batch, kl, run.args)
                 means.add(values, weights[batch["places"]], batch["rows"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(saver, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)
-    actor.keep_best(line)  # may end the run, see --stop_after
+    saver.save_if_best(line)  # may end the run, see --stop_after
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: i
 
 import torch
 
-import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+import preference_recipes  # noqa: F401  so that `common` is this package's
 from common import arguments, batches, console, errors, launch, optim, refuse
-from common.actor import Actor
+from common.actor import ActorSaver
 from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
@@ -48,10 +48,10 @@ from common.shared_args import arg
 from preference_recipes.models import checks, cost, load, prepare
 from preference_recipes.models.reference import Reference
 from preference_recipes.models.scores import ActorCritic, score_model
-from preference_recipes.rollouts import correction, results, rewards, rollout
+from preference_recipes.rollouts import correction, results, rewards, rollout_state
 from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Grader, Scores
-from preference_recipes.rollouts.rollout import Rollout, State
+from preference_recipes.rollouts.rollout_state import Rollout, RolloutState
 from preference_recipes.rollouts.sampler import Sampler
 from preference_recipes.rollouts.samples import Samples
 from preference_recipes.tools.preview import show_preview
@@ -202,37 +202,37 @@ def explained_variance(
 
 
 def token_losses(
-    model: torch.nn.Module, batch: dict, stored: dict, args: Args, is_first: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
 
     Args:
-        stored: `Rollout.stored` of the same samples.
+        experience: `Rollout.experience` of the same samples.
         is_first: whether no update was applied since the rollout was made. Then the log-probs of
             this very pass are the old ones, so all ratios are exactly 1.
     """
-    output = model(batch, args.temperature, extras=("entropy",))
+    output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
-    mask = stored["mask"]
-    old_logps = logps.detach() if is_first else stored["logps"]
+    mask = experience["mask"]
+    old_logps = logps.detach() if is_first else experience["logps"]
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
-        logps, old_logps, stored["advantages"], args.clip_range, clip_high
+        logps, old_logps, experience["advantages"], args.clip_range, clip_high
     )
     critic_losses, value_clipped = value_losses(
-        output["values"], stored["values"], stored["returns"], args.value_clip_range
+        output["values"], experience["values"], experience["returns"], args.value_clip_range
     )
     # Where a server sampled, its log-probs differ from those of training. The critic needs no
     # weight: it fits the returns of these samples, whoever drew them.
-    losses, values = correction.weighted(actor_losses, old_logps, stored, args, is_first)
+    losses, values = correction.reweight(actor_losses, old_logps, experience, args, is_first)
     if args.kl_in == "loss":
-        kl = kl_estimate(logps, stored["ref_logps"], args.kl_estimator)
+        kl = kl_estimate(logps, experience["ref_logps"], args.kl_estimator)
         losses = losses + args.kl_coef * kl
     losses = losses + args.vf_coef * critic_losses
     if is_first:
-        # How far ratios to the stored log-probs are from 1: other micro-batches round differently.
-        rounding = (old_logps - stored["logps"]).expm1().abs()
+        # How far ratios to the rollout's log-probs are from 1: micro-batches round differently.
+        rounding = (old_logps - experience["logps"]).expm1().abs()
         values["val/max_rounding"] = (rounding, mask, "max")
     return losses, values | {
         "loss/policy_avg": (actor_losses, mask),  # without correction and KL
@@ -248,16 +248,16 @@ def token_losses(
 
 # ============================================================ the rollout
 def make_rollout(
-    run: Run, sampler: Sampler, grader: Grader, reference: Reference | None, state: State
+    run: Run, sampler: Sampler, grader: Grader, reference: Reference | None, state: RolloutState
 ) -> Rollout:
     """Samples responses, scores them, and estimates the advantage of each of their tokens."""
     args = run.args
-    prompts = state.position.take_prompts(sampler, args.rollout_batch_size)
+    prompts = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_rollout(state.position, prompts)
+        samples = sampler.sample_rollout(state, prompts)
     with run.timed("score"):
         scores = score(sampler, grader, samples)
-        computed = rollout.compute_logps(sampler, samples, ("logps", "values"), reference)
+        computed = samples.compute_logps(sampler, ("logps", "values"), reference)
     # Checked now, because whitening would spread a single NaN to all samples.
     samples.check_finite(sampler, scores=scores.total[:, None], **computed)
 
@@ -271,11 +271,11 @@ def make_rollout(
     advantages, returns = gae(
         per_token_rewards, computed["values"], mask, args.gamma, args.gae_lambda
     )
-    stored = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
-    stored |= {"returns": returns, "advantages": whiten(advantages, mask)}
-    log_rollout(run, sampler, samples, scores, stored, kl, per_token_rewards)
+    experience = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
+    experience |= {"returns": returns, "advantages": whiten(advantages, mask)}
+    log_rollout(run, sampler, samples, scores, experience, kl, per_token_rewards)
     is_trained = torch.ones(len(samples), dtype=torch.bool)
-    return Rollout(samples, run.global_step, stored, is_trained)
+    return Rollout(samples, run.global_step, experience, is_trained)
 
 
 def score(sampler: Sampler, grader: Grader, samples: Samples) -> Scores:
@@ -291,32 +291,32 @@ def log_rollout(
     sampler: Sampler,
     samples: Samples,
     scores: Scores,
-    stored: dict[str, torch.Tensor],
+    experience: dict[str, torch.Tensor],
     kl: torch.Tensor,
     per_token_rewards: torch.Tensor,
 ) -> None:
     """Adds a rollout's metrics to the next log line, and records its samples.
 
     Args:
-        stored: as in `Rollout.stored`.
+        experience: as in `Rollout.experience`.
         kl: to the reference, `[N, T]`.
         per_token_rewards: `[N, T]`.
     """
-    mask = stored["mask"]
+    mask = experience["mask"]
     rlhf_rewards = per_token_rewards.sum(1)
-    explained = explained_variance(stored["values"], stored["returns"], mask)
+    explained = explained_variance(experience["values"], experience["returns"], mask)
     values = {
-        "objective/entropy": -stored["logps"].sum(1),
+        "objective/entropy": -experience["logps"].sum(1),
         "objective/scores": scores.total,
         "objective/kl_coef": torch.full_like(scores.total, run.args.kl_coef),
         "objective/non_score_reward": rlhf_rewards - scores.total,
         "objective/rlhf_reward": rlhf_rewards,
         "val/explained_variance": explained.expand(len(samples)),
-        "val/returns_avg": stored["returns"].where(mask, torch.nan),  # NaN counts nowhere
+        "val/returns_avg": experience["returns"].where(mask, torch.nan),  # NaN counts nowhere
         "responses/length": mask.sum(1),
         "responses/eos_rate": samples.ended,
     }
-    if "ref_logps" in stored:
+    if "ref_logps" in experience:
         values["objective/kl"] = kl.sum(1)
     results.log_responses(sampler, samples, scores, "responses", values)
     run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
@@ -358,13 +358,13 @@ def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="ppo.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "ppo")  # it also makes the run's folder
+    accelerator = launch.make_accelerator(args, "ppo")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = rewards.load_prompts(accelerator, args, tokenizer)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     policy = make_actor_critic(accelerator, args, tokenizer, data)
-    state = State()  # where the run is in its prompts, and its rollout
+    state = RolloutState()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
         args,
@@ -372,7 +372,7 @@ def main():
         flop=cost.flop(policy),
         bar_metric="objective/scores",
         charts=CHARTS,
-        updates_per_epoch=rollout.n_updates(args, len(data.train)),
+        updates_per_epoch=rollout_state.count_updates(args, len(data.train)),
     )
     optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -388,48 +388,46 @@ def main():
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout"))
-    sampler = Sampler(
-        accelerator, args, tokenizer, model, data, run, means, packer, args.environment
-    )
-    actor = Actor(run, model, tokenizer, also={"critic": policy.critic.model})
-    fixed = [data, policy, grader, reference]  # a resumed run must have the same
+    sampler = Sampler(run, model, tokenizer, data, packer, means, environment=args.environment)
+    saver = ActorSaver(run, model, tokenizer, also={"critic": policy.critic.model})
+    must_match = [data, policy, grader, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(
-        run, actor, optimizer, scheduler, means, fixed=fixed, rollout=state, ahead=sampler.generator
+        run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
-        updates=rollout.describe_updates(args, run),
+        updates=rollout_state.describe_updates(args, run),
     )
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, sampler, grader)
+        evaluate(run, saver, sampler, grader)
     while not run.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, sampler, grader, reference, state)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them. A pass
         # over a rollout is like an epoch of a data set.
-        seed = state.position.order_seed(args)
+        seed = state.order_seed(args)
         update_rows = batches.rows_of_update(
-            len(samples), args.train_batch_size, seed, state.position.updates_made
+            len(samples), args.train_batch_size, seed, state.updates_made
         )
         n_tokens = state.rollout.n_tokens(update_rows)
         update = run.update_of(update_rows, samples.lengths, n_tokens)
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.stored["mask"][update_rows].sum())
+        response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
         is_first = run.global_step == state.rollout.started_at
         for rows, weights in update.micro_batches:
             with run.timed("data"):
-                batch, stored = samples.collate(rows, state.rollout.stored, packer)
+                batch, experience = samples.collate(rows, state.rollout.experience, packer)
                 data_rows = [samples.data_rows[row] for row in rows]
-                token_weights = stored["mask"] * weights[:, None]
+                token_weights = experience["mask"] * weights[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, stored, args, is_first)
-                run.check_finite(update, data_rows, losses, token_weights, stored)
+                losses, values = token_losses(model, batch, experience, args, is_first)
+                run.check_finite(update, data_rows, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
                 loss = (losses * token_weights).sum() * update.engine_divisor / response_tokens
@@ -453,18 +451,18 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, sampler, grader)
-        actor.save_if_due()
+            evaluate(run, saver, sampler, grader)
+        saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce_and_reset())  # what is in no line yet
-    actor.save()
-    console.end(actor)
+    run.log(means.reduce_and_reset())  # updates since the last log line
+    saver.save()
+    console.end(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, actor: Actor, sampler: Sampler, grader: Grader) -> None:
+def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, grader: Grader) -> None:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
@@ -476,7 +474,7 @@ def evaluate(run: Run, actor: Actor, sampler: Sampler, grader: Grader) -> None:
             line |= values
             examples += shown
     run.log_evaluation(line, examples)
-    actor.keep_best(line)  # may end the run, see --stop_after
+    saver.save_if_best(line)  # may end the run, see --stop_after
 
 
 # ============================================================ refusals

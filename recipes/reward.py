@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: i
 import torch
 import torch.nn.functional as F
 
-import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+import preference_recipes  # noqa: F401  so that `common` is this package's
 from common import arguments, batches, console, errors, launch, optim
-from common.actor import Actor
+from common.actor import ActorSaver
 from common.batches import Rows
 from common.checkpoint import Checkpoint
 from common.metrics import Means
@@ -157,7 +157,7 @@ CHARTS = {
 def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="reward.yaml")
-    accelerator = launch.make_accelerator(args, "reward")  # it also makes the run's folder
+    accelerator = launch.make_accelerator(args, "reward")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
@@ -180,10 +180,10 @@ def main():
     )
 
     means = Means(accelerator, run.recorder("train"))
-    actor = Actor(run, model, tokenizer)
+    saver = ActorSaver(run, model, tokenizer)
     moments = Moments(scorer.config)
-    fixed = [data, scorer]  # a resumed run must have the same
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed, moments=moments)
+    must_match = [data, scorer]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match, moments=moments)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     console.begin(
         checkpoint,
@@ -193,7 +193,7 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, moments, packer, held_out)
+        evaluate(run, saver, moments, packer, held_out)
     while not run.finished:
         update = run.next_update(train)  # all processes agree on its samples; each takes its share
         for rows, weights in update.micro_batches:
@@ -225,30 +225,30 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, moments, packer, held_out)
-        actor.save_if_due()
+            evaluate(run, saver, moments, packer, held_out)
+        saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce_and_reset())  # what is in no line yet
-    actor.save()
-    console.end(actor)
+    run.log(means.reduce_and_reset())  # updates since the last log line
+    saver.save()
+    console.end(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(
-    run: Run, actor: Actor, moments: Moments, packer: Packer, held_out: dict[str, Rows]
+    run: Run, saver: ActorSaver, moments: Moments, packer: Packer, held_out: dict[str, Rows]
 ) -> None:
     """Logs for each held-out set what training logs, and finds the moments of all scores."""
     line = {}
     all_sets = Means(run.accelerator)
-    with run.timed("paused"), checks.evaluation_mode(actor.model):
+    with run.timed("paused"), checks.evaluation_mode(saver.model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 columns = eval_rows[rows]
                 batch = collate(columns, packer)
-                _, values = pair_losses(actor.model, batch, run.args)
+                _, values = pair_losses(saver.model, batch, run.args)
                 means.add(values, weights, columns["row"])
                 scores, ones = values["mean_reward"]
                 squares = scores.double() ** 2
@@ -260,7 +260,7 @@ def evaluate(
         line["eval/std_reward"] = variance**0.5
         moments.set(found["mean"], line["eval/std_reward"])
     run.log_evaluation(line, [])
-    actor.keep_best(line)  # may end the run, see --stop_after
+    saver.save_if_best(line)  # may end the run, see --stop_after
 
 
 if __name__ == "__main__":

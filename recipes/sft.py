@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # in a clone: i
 
 import torch
 
-import preference_recipes  # noqa: F401  makes `common` ours, whatever else has that name
+import preference_recipes  # noqa: F401  so that `common` is this package's
 from common import arguments, batches, console, errors, launch, optim
-from common.actor import Actor
+from common.actor import ActorSaver
 from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
@@ -56,7 +56,7 @@ class Args(SharedArgs):
         "assistant", "every assistant turn; the last turn; every token"
     )
     loss_type: Literal["nll", "dft", "eaft"] = arg("nll", "dft, eaft: see docs/sft.md")
-    train_vision: bool = arg(False, "train all that reads images, too: docs/images.md")
+    train_vision: bool = arg(False, "also train what reads the images: docs/images.md")
     max_length: int = arg(1024, "tokens of a row; the rest is cut off", at_least=2)
     learning_rate: float = arg(2e-5, "peak learning rate", with_lora=2e-4, at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
@@ -133,8 +133,8 @@ def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[t
 
     Each value is `[rows, length]`, with the mask of the targets.
     """
-    extras = ("correct", "top_entropy") if loss_type == "eaft" else ("correct",)
-    output = model(batch, extras=extras)
+    extra_outputs = ("correct", "top_entropy") if loss_type == "eaft" else ("correct",)
+    output = model(batch, extra_outputs=extra_outputs)
     losses = -output["logps"]
     if loss_type == "dft":
         losses = losses * output["logps"].detach().exp()
@@ -158,7 +158,7 @@ CHARTS = {
 def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="sft.yaml")
-    accelerator = launch.make_accelerator(args, "sft")  # it also makes the run's folder
+    accelerator = launch.make_accelerator(args, "sft")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(
         accelerator, args, tokenizer, function=sft_row, reads_images=True, loss_on=args.loss_on
@@ -185,9 +185,9 @@ def main():
     packer = checks.make_packer(accelerator, [model], data.processor)
 
     means = Means(accelerator, run.recorder("train"))
-    actor = Actor(run, model, tokenizer)
-    fixed = [data, policy]  # a resumed run must have the same
-    checkpoint = Checkpoint(run, actor, optimizer, scheduler, means, fixed=fixed)
+    saver = ActorSaver(run, model, tokenizer)
+    must_match = [data, policy]  # a resumed run must have the same
+    checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     size = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
     console.begin(checkpoint, data=size)
@@ -195,7 +195,7 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, actor, packer, held_out)
+        evaluate(run, saver, packer, held_out)
     while not run.finished:
         update = run.next_update(train)  # all processes agree on its samples; each takes its share
         n_targets = int(target_counts[update.rows].sum())
@@ -228,44 +228,44 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, actor, packer, held_out)
-        actor.save_if_due()
+            evaluate(run, saver, packer, held_out)
+        saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
-    run.log(means.reduce_and_reset())  # what is in no line yet
-    actor.save()
-    console.end(actor)
+    run.log(means.reduce_and_reset())  # updates since the last log line
+    saver.save()
+    console.end(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(
     run: Run,
-    actor: Actor,
+    saver: ActorSaver,
     packer: Packer,
     held_out: dict[str, Sequences],
 ) -> None:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(actor.model):
+    with run.timed("paused"), checks.evaluation_mode(saver.model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 columns = eval_rows[rows]
                 batch = collate(columns, packer)
-                _, values = token_losses(actor.model, batch, run.args.loss_type)
+                _, values = token_losses(saver.model, batch, run.args.loss_type)
                 means.add(values, weights, columns["row"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = results.exact_match(actor, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(saver, eval_rows.dataset, prefix)
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)
-    actor.keep_best(line)  # may end the run, see --stop_after
+    saver.save_if_best(line)  # may end the run, see --stop_after
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ from common import console, zero
 end = console.end
 
 
-def hold(actor) -> None:
+def hold(saver) -> None:
     """Before the last call of a recipe: all updates are made, and the processes still reach each other."""
-    parameters = dict(actor.unwrapped.named_parameters())
+    parameters = dict(saver.unwrapped.named_parameters())
     with zero.gathered(list(parameters.values())):
         whole = lambda p: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
         held = {name.removeprefix("model."): whole(p) for name, p in parameters.items()}
-    if actor.run.accelerator.is_main_process:
-        engine = actor.model if hasattr(actor.model, "zero_optimization_stage") else None
+    if saver.run.accelerator.is_main_process:
+        engine = saver.model if hasattr(saver.model, "zero_optimization_stage") else None
         kind = engine and [engine.zero_optimization_stage(), type(engine.basic_optimizer).__name__]
         torch.save((held, kind), os.environ["HELD"])
-    end(actor)
+    end(saver)
 
 
 console.end = hold

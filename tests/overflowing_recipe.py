@@ -13,7 +13,7 @@ import torch
 
 import common.batches
 import common.progress
-import preference_recipes.models.divergence
+import preference_recipes.models.distillation
 import preference_recipes.models.logprobs
 import preference_recipes.models.scores
 
@@ -51,7 +51,7 @@ if "overflow" in mode:
     for module in (
         preference_recipes.models.logprobs.LogProbModel,
         preference_recipes.models.scores.ScoreModel,
-        preference_recipes.models.divergence.DistillModel,
+        preference_recipes.models.distillation.DistillModel,
     ):
         module.forward = poison(module.forward)
 runpy.run_path(sys.argv[0], run_name="__main__")

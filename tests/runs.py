@@ -326,13 +326,15 @@ def say(role: str, content: str) -> list[dict]:
 
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
     """The batch of rows of tokens, some of them scored, both `[rows, length]`; entry t is of token t."""
-    predictors = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
+    predictor_index = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(
+        min=0
+    )
     return {
         "inputs": {"input_ids": ids},
         "targets": ids[scored],
         "mask": scored,
-        "cells": scored.flatten().nonzero().flatten(),
-        "predictors": predictors[scored],
+        "target_slots": scored.flatten().nonzero().flatten(),
+        "predictor_index": predictor_index[scored],
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from common.actor import Actor
+from common.actor import ActorSaver
 from common.checkpoint import Checkpoint
 from common.metrics import Flop, Means
 from common.run import Run
@@ -16,7 +16,7 @@ class Settings(types.SimpleNamespace):
     may_change = frozenset()
 
 
-class NoFolder(Actor):
+class NoFolder(ActorSaver):
     """An actor that is never written: a linear layer is no Hugging Face model."""
 
     def save(self, directory=None, weights=None) -> None:
@@ -56,7 +56,7 @@ def small_run(folder: Path, **settings) -> Checkpoint:
         optimizer,
         scheduler,
         Means(accelerator),
-        fixed=[types.SimpleNamespace(fingerprints={"data": "d"})],
+        must_match=[types.SimpleNamespace(fingerprints={"data": "d"})],
         extra=Extra(),
     )
 

@@ -30,7 +30,7 @@ import transformers
 from accelerate.utils import gather_object
 from datasets.arrow_writer import ArrowWriter
 
-from common import display, distributed, folders, in_one_line, refuse
+from common import display, distributed, folders, one_line, refuse
 from preference_recipes.data import files, formats, rendering
 from preference_recipes.data.messages import IMAGE_COLUMNS, BadRow, LeftOut, has_image_part
 
@@ -182,7 +182,7 @@ class Converter:
             return {"reason": str(why), "notes": []}
         except Exception as error:
             kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
-            raise BadRow(f"row {index + 1}: {kind}{in_one_line(error)}") from error
+            raise BadRow(f"row {index + 1}: {kind}{one_line(error)}") from error
         notes = [*values.get("notes", [])]
         could_turn_strings = self.settings.get("strings_as_messages") is False
         kinds = {type(row[name]) for name in formats.TEXTS if row.get(name) is not None}

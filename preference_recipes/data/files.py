@@ -20,7 +20,7 @@ import datasets
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules.json.json import Json
 
-from common import counted, in_one_line, print_once, refuse
+from common import one_line, pluralize, print_once, refuse
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
 
@@ -41,7 +41,7 @@ def find(name: str, split: str) -> TypedRows | TextFiles:
         return find_local(path, split) if is_local else find_on_hub(name, split)
     except Exception as error:
         place = "" if is_local else " is no file or folder here, and on the hub"
-        refuse(f"data set {name!r}{place}: {in_one_line(error)}")
+        refuse(f"data set {name!r}{place}: {one_line(error)}")
 
 
 def find_local(path: Path, split: str) -> TypedRows | TextFiles:
@@ -130,7 +130,7 @@ def rows_of(path: Path) -> Iterator[dict]:
                 yield row
                 number += 1
     except Exception as error:
-        refuse(f"{path}, row {number}: {in_one_line(error)}")
+        refuse(f"{path}, row {number}: {one_line(error)}")
 
 
 def parsed(file, is_csv: bool) -> Iterable:
@@ -218,7 +218,7 @@ def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
     in_folder = filter(is_data_file, sorted(folder.rglob("*")))
     unread = [str(file.relative_to(folder)) for file in in_folder if file.resolve() not in read]
     if unread:
-        number = f"{counted(len(unread), 'file')} in none of the splits {sorted(splits)}"
+        number = f"{pluralize(len(unread), 'file')} in none of the splits {sorted(splits)}"
         print_once(f"NOTE: folder {str(folder)!r}: {number}, so not read: {', '.join(unread[:5])}")
     return splits
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoProcessor
 
-from common import batches, in_one_line
+from common import batches, one_line
 from preference_recipes.data.messages import (
     IMAGE_COLUMNS,
     PLACE,
@@ -35,7 +35,7 @@ def processor_of(name: str, tokenizer) -> tuple[Any, str]:
     try:
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # such as a missing torchvision
-        return None, f"{in_one_line(error)}: pip install 'preference-recipes[images]'"
+        return None, f"{one_line(error)}: pip install 'preference-recipes[images]'"
     if not hasattr(processor, "image_processor") or not getattr(processor, "image_token", None):
         return None, f"{name!r} has no processor of images, or one that names no token for them"
     processor.tokenizer = tokenizer  # it is saved with it

@@ -23,7 +23,7 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def of_rows(self, rows: Sequence[int]) -> np.ndarray:
+    def sequences_of(self, rows: Sequence[int]) -> np.ndarray:
         """Returns the numbers of the sequences of some rows, row after row."""
         return np.concatenate(
             [np.arange(self._starts[row], self._starts[row + 1]) for row in np.asarray(rows)]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, masking_utils, modeling_flash_attentio
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from common import refuse, replaced
+from common import patched, refuse
 
 # What attention adds to the score of a token that is not seen. torch itself takes this number for
 # cuDNN's kernel, which makes NaN of -inf. The exponential of it is zero.
@@ -76,7 +76,7 @@ def no_searches():
     The host would wait for a GPU to answer.
     """
     find_nothing = lambda *values: None
-    return replaced(
+    return patched(
         (masking_utils, "find_packed_sequence_indices", find_nothing),
         (modeling_flash_attention_utils, "_is_packed_sequence", find_nothing),
         (PreTrainedModel, "warn_if_padding_and_no_attention_mask", find_nothing),
@@ -175,7 +175,7 @@ def layers_called(model: PreTrainedModel) -> set[str]:
 
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
         # Under ZeRO-3 transformers would copy rotary values out of "meta".
-        with replaced((PreTrainedModel, "_initialize_weights", lambda *given: None)):
+        with patched((PreTrainedModel, "_initialize_weights", lambda *given: None)):
             copied = type(model)(config)
         # In half precision: "meta" has no other grouped products of experts.
         copied.to(torch.bfloat16).train()

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import distributed, folders, in_one_line, print_once, refuse
+from common import distributed, folders, one_line, print_once, refuse
 from preference_recipes.data import rendering
 from preference_recipes.models import architecture
 
@@ -177,7 +177,7 @@ def from_pretrained(auto_class, name: str, **settings):
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
-        refuse(f"{name!r} cannot be loaded by {auto_class.__name__}: {in_one_line(error)}")
+        refuse(f"{name!r} cannot be loaded by {auto_class.__name__}: {one_line(error)}")
 
 
 # ============================================================ models that something is wrong with

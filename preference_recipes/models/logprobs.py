@@ -71,10 +71,10 @@ class LogProbModel(ModelWrapper):
         self,
         batch: dict,
         temperature: float = 1.0,
-        extras: tuple[str, ...] = (),
+        extra_outputs: tuple[str, ...] = (),
         check: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Returns the log-probs of the targets of a batch, `logps`, and the `EXTRAS` asked for.
+        """Returns the log-probs of a batch's targets, `logps`, and the `EXTRA_OUTPUTS` asked for.
 
         They are fp32 `[answers, longest answer]`, zero where `batch["mask"]` is false.
 
@@ -86,31 +86,30 @@ class LogProbModel(ModelWrapper):
         # From token ids `[rows, row length]` to what the output layer reads, `[targets, h]`: for
         # each target the state of the token before it.
         hidden = architecture.hidden_states(self.model, batch["inputs"])
-        hidden = hidden.index_select(0, batch["predictors"])
+        hidden = hidden.index_select(0, batch["predictor_index"])
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
-        job = LogProbJob(
-            batch["targets"], self.multiplier / temperature, self.softcap / temperature, extras
-        )
+        formula = (self.multiplier / temperature, self.softcap / temperature)
+        job = LogProbJob(batch["targets"], *formula, extra_outputs)
 
         # As `log_softmax` of all logits, in less memory: fp32 `[targets]` each.
         by_chunks = lambda *layer: ByChunks.apply(*layer, job)
         values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
-        named = dict(zip(("logps", *extras), values))
+        named = dict(zip(("logps", *extra_outputs), values))
         if check:
             logits = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)
-            all_logps = logits[batch["predictors"], : self.vocabulary].float().log_softmax(-1)
+            all_logps = logits[batch["predictor_index"], : self.vocabulary].float().log_softmax(-1)
             named["own_logps"] = all_logps.gather(1, batch["targets"][:, None]).squeeze(1)
-        return {name: by_answer(value, batch) for name, value in named.items()}
+        return {name: scatter_to_answers(value, batch) for name, value in named.items()}
 
 
-def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
+def scatter_to_answers(values: torch.Tensor, batch: dict) -> torch.Tensor:
     """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
 
-    `cells` was computed on the CPU: the backward pass of `masked_scatter` would wait for a GPU.
+    `target_slots` come from the CPU: the backward pass of `masked_scatter` would wait for a GPU.
     """
     mask = batch["mask"]
     empty = values.new_zeros(mask.numel())
-    return empty.index_copy(0, batch["cells"], values).view(mask.shape)
+    return empty.index_copy(0, batch["target_slots"], values).view(mask.shape)
 
 
 # ============================================================ the output layer, by chunks
@@ -187,7 +186,7 @@ class ByChunks(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LogProbJob:
-    """The job of `ByChunks` whose values are the log-probs of the targets `[n]`, then the extras.
+    """The job of `ByChunks` whose values are the targets' log-probs `[n]`, then `extra_outputs`.
 
     The logits are `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.
     """
@@ -195,7 +194,7 @@ class LogProbJob:
     targets: torch.Tensor
     multiplier: float = 1.0
     softcap: float = 0.0
-    extras: tuple[str, ...] = ()
+    extra_outputs: tuple[str, ...] = ()
     n_matrices: ClassVar[int] = 1
 
     def read(self, part: slice, hidden, matrix, bias) -> torch.Tensor:
@@ -207,14 +206,14 @@ class LogProbJob:
 
     def values(self, part: slice, logits: torch.Tensor) -> list[torch.Tensor]:
         # Small tensors of each block would lie between the large ones, and split the memory up.
-        found = logits.new_empty(len(logits), 1 + len(self.extras))
+        found = logits.new_empty(len(logits), 1 + len(self.extra_outputs))
         for block, targets, row in blocks(logits, self.targets[part], found):
             # On a CPU a log-prob may be 5e-5 too high with 150,000 tokens: the sum is taken number
             # by number. `logsumexp` adds up better, and takes longer.
             all_logps = block.log_softmax(-1)
             row[:, :1] = all_logps.gather(1, targets[:, None])
-            for place, name in enumerate(self.extras, 1):
-                row[:, place] = EXTRAS[name](block, all_logps, targets)
+            for place, name in enumerate(self.extra_outputs, 1):
+                row[:, place] = EXTRA_OUTPUTS[name](block, all_logps, targets)
         return list(found.unbind(1))
 
     def slopes(self, part: slice, logits: torch.Tensor) -> torch.Tensor:
@@ -304,4 +303,4 @@ def top_entropy(logits, all_logps, targets) -> torch.Tensor:
     return entropy(logits, top_logps, targets)
 
 
-EXTRAS = {extra.__name__: extra for extra in (mean_logits, correct, entropy, top_entropy)}
+EXTRA_OUTPUTS = {extra.__name__: extra for extra in (mean_logits, correct, entropy, top_entropy)}

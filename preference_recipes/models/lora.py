@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from common import counted, display, engine, print_once, refuse, replaced
+from common import display, engine, patched, pluralize, print_once, refuse
 from common.saving import ADAPTER
 from preference_recipes.models import architecture
 
@@ -86,7 +86,7 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     ]
     called = architecture.layers_called(model)
     if left_out := [name for name in layers if name not in called]:
-        number = counted(len(left_out), "linear layer")
+        number = pluralize(len(left_out), "linear layer")
         print_once(f"no adapters on {number} that no forward pass calls as such: {left_out[0]} ...")
         layers = [name for name in layers if name in called]
     if targets == [ALL_LINEAR]:
@@ -118,7 +118,7 @@ class WithoutAdapters(nn.Module):
     def forward(self, *args, **kwargs):
         """Returns what the prepared model returns without its adapters."""
         # peft's own switch would also freeze weights, which engines that cut them do not expect.
-        with replaced(*((layer, "_disable_adapters", True) for layer in self.adapted)):
+        with patched(*((layer, "_disable_adapters", True) for layer in self.adapted)):
             return self.prepared(*args, **kwargs, **self.settings)
 
 

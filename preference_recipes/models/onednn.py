@@ -5,7 +5,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common import replaced
+from common import patched
 
 ONEDNN, MKL = "bf16", "ieee"  # values of torch's `fp32_precision` that choose them
 
@@ -29,7 +29,7 @@ def attention_by_mkl(module: nn.Module, query, key, value, *args, **kwargs):
     """Computes transformers' attention by MKL, in the backward pass, too."""
     # The backward pass runs from the output to the inputs: to MKL first, and back at the end.
     query, key, value = SwitchInBackward.apply(ONEDNN, query, key, value)
-    with replaced((torch.backends.mkldnn.matmul, "fp32_precision", MKL)):
+    with patched((torch.backends.mkldnn.matmul, "fp32_precision", MKL)):
         output, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
     (output,) = SwitchInBackward.apply(MKL, output)
     return output, weights

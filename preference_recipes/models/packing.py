@@ -13,11 +13,11 @@ nothing else were there. Two answers, [4, 5] and [6], to the prompt [1, 2] are l
                     x  x  .  .  x     the second answer does not see the first
 
     targets         4  5  6           the tokens whose log-probs are wanted, answer after answer
-    predictors      1  2  1           the places of the tokens before them, which predict them
+    predictor_index      1  2  1           the places of the tokens before them, which predict them
     last            3  4              the place of the last token of each answer
     mask            x  x              which tokens of the answers are targets, padded:
                     x  .              `[answers, longest answer]`
-    cells           0  1  2           where the targets are in the flattened `mask`
+    target_slots           0  1  2           where the targets are in the flattened `mask`
 
 A place is a token's index in all rows, written one after the other. A row may hold several prompts,
 each with its answers. Without sharing, each answer has a row of its own, after its prompt. Padding,
@@ -96,7 +96,7 @@ class Packer:
             inputs["attention_mask"] = attention_mask(*numbers)
 
         targets: list[int] = []
-        predictors: list[int] = []
+        predictor_index: list[int] = []
         last = []
         for number, (answer, flags) in enumerate(zip(answers, learned)):
             if not prompts[number] and any(flags[:1]):
@@ -104,18 +104,18 @@ class Packer:
             end = starts[number] + len(answer)
             before = [prompt_ends[number] - 1, *range(starts[number], end - 1)]
             targets += itertools.compress(answer, flags)
-            predictors += itertools.compress(before, flags)
+            predictor_index += itertools.compress(before, flags)
             last.append(end - 1)
         mask = batches.pad(learned, False, "cpu").bool()
-        # A GPU could find the cells, too, but the host would wait for their number.
-        cells = mask.flatten().nonzero().squeeze(1)
+        # A GPU could find the target_slots, too, but the host would wait for their number.
+        target_slots = mask.flatten().nonzero().squeeze(1)
         return {
             "inputs": inputs,
             "targets": batches.send(np.array(targets, dtype=np.int64), self.device),
-            "predictors": batches.send(np.array(predictors, dtype=np.int64), self.device),
+            "predictor_index": batches.send(np.array(predictor_index, dtype=np.int64), self.device),
             "last": batches.send(last, self.device),
             "mask": batches.send(mask, self.device),
-            "cells": batches.send(cells, self.device),
+            "target_slots": batches.send(target_slots, self.device),
             "n_tokens": int(np.count_nonzero(pieces)),
         }
 

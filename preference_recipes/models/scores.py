@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from common import print_once, refuse, zero
 from preference_recipes.models import architecture, load
-from preference_recipes.models.logprobs import LogProbModel, ModelWrapper, by_answer
+from preference_recipes.models.logprobs import LogProbModel, ModelWrapper, scatter_to_answers
 
 
 class ScoreHead(nn.Linear):
@@ -51,7 +51,9 @@ class ActorCritic(LogProbModel):
         """
         output = super().forward(batch, *args, **kwargs)
         if with_values:
-            output["values"] = by_answer(self.critic(batch, batch["predictors"]), batch)
+            output["values"] = scatter_to_answers(
+                self.critic(batch, batch["predictor_index"]), batch
+            )
         return output
 
 

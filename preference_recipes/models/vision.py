@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import nn
 
-from common import in_one_line, refuse
+from common import one_line, refuse
 from preference_recipes.data import images as pictures
 from preference_recipes.data import rendering
 from preference_recipes.models.packing import Packer
@@ -60,4 +60,4 @@ def trial(
         return model(batch)["logps"], torch.cat(own_logps)
     except Exception as error:  # whatever a processor or a model raises
         which = f"{processor.tokenizer.name_or_path}: its way to read images is not supported"
-        refuse(f"{which}: {in_one_line(error)}")
+        refuse(f"{which}: {one_line(error)}")

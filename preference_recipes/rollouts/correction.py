@@ -9,23 +9,27 @@ may be huge, so they are cut: a little bias for much less variance.
 import torch
 
 
-def weighted(
-    losses: torch.Tensor, logps: torch.Tensor, stored: dict[str, torch.Tensor], args, is_first: bool
+def reweight(
+    losses: torch.Tensor,
+    logps: torch.Tensor,
+    experience: dict[str, torch.Tensor],
+    args,
+    is_first: bool,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses, weighted where a server sampled, and values to log about the sampler.
 
     Args:
         losses: of the policy, `[samples, length]` or `[samples, 1]`.
         logps: of the policy before the update, which took itself for the sampler.
-        stored: `Rollout.stored` of the same samples.
+        experience: `Rollout.experience` of the same samples.
         is_first: whether the policy is still the one that sampled, up to rounding.
     """
-    mask = stored["mask"].to(logps.dtype)
+    mask = experience["mask"].to(logps.dtype)
     values = {}
     if is_first:
-        values = sampler_differences(logps, stored["sampler_logps"], mask)
+        values = sampler_differences(logps, experience["sampler_logps"], mask)
     if args.vllm_url:
-        weights, measured = importance_weights(logps, stored["sampler_logps"], mask, args)
+        weights, measured = importance_weights(logps, experience["sampler_logps"], mask, args)
         losses = losses * weights
         values |= measured
     return losses, values

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from common import in_one_line, print_once, replaced
+from common import one_line, patched, print_once
 from preference_recipes.rollouts import sharing
-from preference_recipes.rollouts.policy import Policy
+from preference_recipes.rollouts.context import SamplingContext
 
 # What models and `generate` call the cache that they take: transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
@@ -32,12 +32,12 @@ RECORDED_ON = {"cuda"}
 READ_HOST = ("falcon", "phimoe")
 
 
-def has_fixed_step(policy: Policy, cache: DynamicCache) -> bool:
+def has_fixed_step(context: SamplingContext, cache: DynamicCache) -> bool:
     """Whether this model can take such steps; else transformers' `generate` is called.
 
     Others read something on the host, or keep more than keys and values of each token.
     """
-    model = policy.unwrapped.model
+    model = context.unwrapped.model
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     return (
@@ -116,7 +116,7 @@ class Step:
     def __init__(self, batch, max_new_tokens: int, prompts=None):
         ids = batch.ids
         device = ids.device
-        self.model = batch.policy.unwrapped.model
+        self.model = batch.context.unwrapped.model
         # Layers may hold another config than the model, which `prepare.disable_dropout` copies.
         parts = self.model.get_decoder().modules()
         configs = {id(part.config): part.config for part in parts if hasattr(part, "config")}
@@ -127,7 +127,7 @@ class Step:
         silent = (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
         self.changes: list[tuple[Any, str, Any]] = [silent]
         self.changes += [(config, "_attn_implementation", name) for config in configs.values()]
-        never = batch.policy.tokens_without_probability()
+        never = batch.context.tokens_without_probability()
         self.never_drawn = torch.tensor(never, dtype=torch.long, device=device)
         self.draw = batch.draw
         self.prompts = prompts
@@ -160,7 +160,7 @@ class Step:
         token = self.token[rows]
         mask = self.mask[rows]
         mask.index_fill_(3, self.place, True)
-        with replaced(*self.changes):
+        with patched(*self.changes):
             output = self.model(
                 input_ids=token,
                 position_ids=self.position[rows],
@@ -255,7 +255,7 @@ class Decoder:
                     self.step()  # recorded, not run
                 self.replays[shape] = graph.replay
             except RuntimeError as error:
-                print_once(f"NOTE: decoding is not recorded, so it is slower: {in_one_line(error)}")
+                print_once(f"NOTE: decoding is not recorded, so it is slower: {one_line(error)}")
                 self.step.is_recorded = False
                 RECORDED_ON.clear()  # not tried again
         torch.cuda.current_stream().wait_stream(stream)

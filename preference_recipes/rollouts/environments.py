@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from common import errors, in_one_line, refuse
+from common import errors, one_line, refuse
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
@@ -65,7 +65,7 @@ def load_function(name: str) -> Callable:
         with errors.exits_with_a_message():  # a script may do its work when it is imported
             function = pkgutil.resolve_name(name)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
-        refuse(f"{name!r} cannot be loaded, from {here} or as installed: {in_one_line(error)}")
+        refuse(f"{name!r} cannot be loaded, from {here} or as installed: {one_line(error)}")
     finally:
         os.chdir(here)  # wherever the module went
     if not callable(function):
@@ -176,4 +176,4 @@ def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
         given = json.loads(given) if isinstance(given, str) else given
         return name, awaited_result(getattr(instance, name)(**given))
     except Exception as error:
-        return name, {"error": f"{type(error).__name__}: {in_one_line(error, most=200)}"}
+        return name, {"error": f"{type(error).__name__}: {one_line(error, most=200)}"}

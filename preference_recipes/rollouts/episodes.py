@@ -17,8 +17,8 @@ from common import distributed, refuse
 from preference_recipes.data import chat, formats, rendering, replies
 from preference_recipes.data.messages import as_messages
 from preference_recipes.rollouts import environments
+from preference_recipes.rollouts.context import Response, SamplingContext
 from preference_recipes.rollouts.environments import UserClass
-from preference_recipes.rollouts.policy import Policy, Response
 from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_groups
 
 
@@ -62,8 +62,8 @@ class Stage:
         generator: draws tokens, see `sampler.Transformers`.
     """
 
-    def __init__(self, policy: Policy, generator: Any, user_class: UserClass):
-        self.policy = policy
+    def __init__(self, context: SamplingContext, generator: Any, user_class: UserClass):
+        self.context = context
         self.generator = generator
         self.user_class = user_class
         # The latest samples' environments by row. Each process has those of its own prompts.
@@ -76,7 +76,7 @@ class Stage:
         server the number at the start of an answer decides the whole answer.
         """
         self.close()
-        policy = self.policy
+        context = self.context
         _, per_prompt, max_new_tokens = uniforms.shape
         # After the numbers of an episode come zeros, whose tokens `add_answer` cuts off.
         draws = np.pad(uniforms.reshape(-1, max_new_tokens), ((0, 0), (0, max_new_tokens)))
@@ -88,7 +88,7 @@ class Stage:
             return episodes
 
         with self.generator.ready():
-            mine = distributed.all_or_none(policy.accelerator, True, play_mine)
+            mine = distributed.all_or_none(context.accelerator, True, play_mine)
         episodes = distributed.gather_rows(mine)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
@@ -107,9 +107,9 @@ class Stage:
 
     def begin(self, prompts: dict, per_prompt: int) -> dict[int, Episode]:
         """Makes and resets this process's environments; returns their episodes by number."""
-        mine = share_of_groups(self.policy.accelerator, len(prompts["row"]), per_prompt)
+        mine = share_of_groups(self.context.accelerator, len(prompts["row"]), per_prompt)
         self.instances = {number: self.user_class.make() for number in mine}
-        calls = environments.Calls(self.policy.args.environment_timeout)
+        calls = environments.Calls(self.context.args.environment_timeout)
         for number, instance in self.instances.items():
             columns = json.loads(prompts["columns"][number // per_prompt])
             calls.start(number, instance.reset, **columns)
@@ -120,7 +120,7 @@ class Stage:
 
     def opening(self, prompts: dict, place: int, added: str | list[dict] | None) -> Episode:
         """Returns an episode of the prompt at a place, with the text or messages of `reset`."""
-        args = self.policy.args
+        args = self.context.args
         option = f"--environment {self.user_class.name}, data row {prompts['row'][place]}"
         row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
         prompt = row["prompt"]
@@ -140,7 +140,7 @@ class Stage:
         else:
             episode.messages = [*messages, *as_messages(added, "user")]
         tools = self.user_class.tools or row.get("tools")
-        episode.prompt = chat.encode_prompt(self.policy.tokenizer, episode.messages, tools).ids
+        episode.prompt = chat.encode_prompt(self.context.tokenizer, episode.messages, tools).ids
         if episode.places_left(args) <= 0:
             refuse(f"{option}: with what `reset` added, --max_length leaves no room to answer")
         return episode
@@ -151,7 +151,7 @@ class Stage:
         Environments reply while other answers are still generated. `draws` are `[episodes,
         numbers]`; an answer's begin where those of the one before ended.
         """
-        args = self.policy.args
+        args = self.context.args
         numbers = list(live)  # of the episodes, by row
         longest = max(episode.room(args) for episode in live.values())
         uniforms = np.stack([draws[n, e.n_sampled :][:longest] for n, e in live.items()])
@@ -169,12 +169,12 @@ class Stage:
 
     def add_answer(self, episode: Episode, response: Response) -> None:
         """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
-        tokenizer = self.policy.tokenizer
+        tokenizer = self.context.tokenizer
         tools = self.user_class.tools
-        room = episode.room(self.policy.args)
+        room = episode.room(self.context.args)
         ids = response.ids[:room]
         logps = response.logps[:room] or [0.0] * len(ids)  # a greedy one has none
-        is_whole = ids[-1] in self.policy.stop_tokens()
+        is_whole = ids[-1] in self.context.stop_tokens()
         text = rendering.decode(tokenizer, ids[:-1] if is_whole else ids)  # no stop token
         message = {"role": "assistant", "content": text}
         if is_whole and tools:  # a cut answer calls nothing
@@ -201,9 +201,9 @@ class Stage:
             episode.is_live = False
             episode.ended = True
             return
-        args = self.policy.args
+        args = self.context.args
         messages = as_messages(messages, "user")
-        ids = replies.ids_after_answer(self.policy.tokenizer, messages, self.user_class.tools)
+        ids = replies.ids_after_answer(self.context.tokenizer, messages, self.user_class.tools)
         has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply
@@ -213,7 +213,7 @@ class Stage:
 
     def call(self, method: str) -> list:
         """Returns what a method of each of this process's environments that has it returns."""
-        calls = environments.Calls(self.policy.args.environment_timeout)
+        calls = environments.Calls(self.context.args.environment_timeout)
         for number, instance in self.instances.items():
             if hasattr(instance, method):
                 calls.start(number, getattr(instance, method))

@@ -13,18 +13,18 @@ from transformers.cache_utils import DynamicCache
 from common import batches, distributed, engine
 from preference_recipes.models import architecture, checks
 from preference_recipes.rollouts import decoding, sharing
-from preference_recipes.rollouts.policy import Policy, Response
+from preference_recipes.rollouts.context import Response, SamplingContext
 
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
 CACHE_BYTES = 16 * 2**30
 # With transformers 5.23 these generate other tokens in a batch than alone. GPT-Neo's mask ends at
 # its last position, padding counted.
-ALONE = ("recurrent_gemma", "minimax", "rwkv", "gpt_neo")
+UNBATCHABLE = ("recurrent_gemma", "minimax", "rwkv", "gpt_neo")
 
 
 def generate(
-    policy: Policy,
+    context: SamplingContext,
     prompts: list[list[int]],
     max_new_tokens: int,
     *,
@@ -39,21 +39,21 @@ def generate(
     0 is greedy; above it, `uniforms` `[prompts, max_new_tokens]` decide, see `SampleByUniform`.
     `images` are the files of each prompt, if any has some.
     """
-    batch_size = responses_at_once(policy, prompts, max_new_tokens, batch_size)
+    batch_size = responses_at_once(context, prompts, max_new_tokens, batch_size)
     lengths = np.array([len(prompt) for prompt in prompts])
-    micro_batches = batches.split(policy.accelerator, np.arange(len(prompts)), lengths, batch_size)
+    micro_batches = batches.split(context.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
-    with ready_to_generate(policy):
+    with ready_to_generate(context):
         for rows, weights in micro_batches:
             if weights.any():  # else only a padding row: there are fewer prompts than processes
                 responses |= generate_some(
-                    policy, prompts, rows, max_new_tokens, temperature, uniforms, images
+                    context, prompts, rows, max_new_tokens, temperature, uniforms, images
                 )
     return distributed.gather_rows(responses)
 
 
 def generate_some(
-    policy: Policy,
+    context: SamplingContext,
     prompts: list[list[int]],
     numbers: Sequence[int],
     max_new_tokens: int,
@@ -65,14 +65,14 @@ def generate_some(
 
     They are one batch, on this process only. Finished rows are dropped from time to time.
     """
-    stops = torch.tensor(sorted(policy.stop_tokens()), device=policy.accelerator.device)
+    stops = torch.tensor(sorted(context.stop_tokens()), device=context.accelerator.device)
     draw = None  # greedy
     if temperature:
-        draws = torch.from_numpy(uniforms[numbers]).to(policy.accelerator.device)
+        draws = torch.from_numpy(uniforms[numbers]).to(context.accelerator.device)
         draw = SampleByUniform(draws, temperature)
     files = [file for number in numbers for file in images[number]] if images else []
-    batch = begin(policy, [prompts[number] for number in numbers], max_new_tokens, draw, files)
-    most = architecture.longest_row(policy.unwrapped.model)
+    batch = begin(context, [prompts[number] for number in numbers], max_new_tokens, draw, files)
+    most = architecture.longest_row(context.unwrapped.model)
     # Each row of the batch: the number of its prompt, its most tokens, and whether it has ended.
     numbers = np.array(numbers)
     rooms = np.array([int(min(max_new_tokens, most - len(prompts[number]))) for number in numbers])
@@ -100,23 +100,27 @@ def generate_some(
 
 
 def begin(
-    policy: Policy, prompts: list[list[int]], max_new_tokens: int, draw, files: list[bytes]
+    context: SamplingContext,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    draw,
+    files: list[bytes],
 ) -> "Batch | decoding.Decoder":
     """Returns a batch of these prompts. Its first new tokens may already be drawn."""
-    model = policy.unwrapped.model
-    device = policy.accelerator.device
-    ids = batches.pad(prompts, policy.pad_token(), device, left=True)
+    model = context.unwrapped.model
+    device = context.accelerator.device
+    ids = batches.pad(prompts, context.pad_token(), device, left=True)
     padding = np.array([ids.shape[1] - len(prompt) for prompt in prompts])
     if files:  # what a model keeps of them is not all in a cache of ours, such as Qwen's positions
         from preference_recipes.data import images  # only here: text needs none
 
-        processor = policy.tokenizer.processor
+        processor = context.tokenizer.processor
         seen = images.inputs_of(processor, ids.cpu().numpy(), files, device)
-        return Batch(policy, ids, padding, None, draw, seen)
+        return Batch(context, ids, padding, None, draw, seen)
     if model._is_stateful or not model._supports_default_dynamic_cache():
-        return Batch(policy, ids, padding, None, draw)
-    batch = Batch(policy, ids, padding, DynamicCache(config=model.config), draw)
-    takes_steps = decoding.has_fixed_step(policy, batch.cache)
+        return Batch(context, ids, padding, None, draw)
+    batch = Batch(context, ids, padding, DynamicCache(config=model.config), draw)
+    takes_steps = decoding.has_fixed_step(context, batch.cache)
     prompt_of_row = numbered(prompts)
     if ids.shape[1] > 1 and max(prompt_of_row) + 1 < len(prompts):
         read_prompts(batch, prompt_of_row)
@@ -144,14 +148,14 @@ def read_prompts(batch: "Batch", prompt_of_row: list[int]) -> None:
     _, first_rows = np.unique(prompt_of_row, return_index=True)
     firsts = batch.ids[first_rows, :-1]
     # `generate` also draws a token, which is not used.
-    Batch(batch.policy, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
+    Batch(batch.context, firsts, batch.padding[first_rows], batch.cache, None).advance(1)
 
 
 @dataclasses.dataclass
 class Batch:
     """Rows that transformers' `generate` goes on with."""
 
-    policy: Policy
+    context: SamplingContext
     ids: torch.Tensor  # `[rows, tokens]`, padded on the left
     padding: np.ndarray  # `[rows]`, how many places of each row are padding
     cache: DynamicCache | None  # of all but each row's last token; None: one of the model's own
@@ -171,13 +175,13 @@ class Batch:
 
     def advance(self, n_tokens: int) -> None:
         """Generates until each row has `n_tokens` new tokens, or fewer if all have a stop token."""
-        policy = self.policy
-        model = policy.unwrapped.model
+        context = self.context
+        model = context.unwrapped.model
         config = GenerationConfig(
             max_new_tokens=self.length + n_tokens - self.ids.shape[1],
-            pad_token_id=policy.pad_token(),
-            eos_token_id=sorted(policy.stop_tokens()) or None,
-            suppress_tokens=policy.tokens_without_probability() or None,
+            pad_token_id=context.pad_token(),
+            eos_token_id=sorted(context.stop_tokens()) or None,
+            suppress_tokens=context.tokens_without_probability() or None,
         )
         is_real = torch.from_numpy(np.arange(self.ids.shape[1]) >= self.padding[:, None])
         self.ids = model.generate(
@@ -200,22 +204,22 @@ class Batch:
 
 
 def responses_at_once(
-    policy: Policy, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 0
+    context: SamplingContext, prompts: list[list[int]], max_new_tokens: int, batch_size: int = 0
 ) -> int:
     """Returns `batch_size`, `--generate_batch_size`, or how many a cache of `CACHE_BYTES` holds.
 
     It is the same on every device, so that a resumed run generates the same anywhere.
     """
-    if policy.unwrapped.config.model_type in ALONE:
+    if context.unwrapped.config.model_type in UNBATCHABLE:
         return 1
-    if wanted := batch_size or policy.args.generate_batch_size:
+    if wanted := batch_size or context.args.generate_batch_size:
         return wanted
-    config = policy.unwrapped.config.get_text_config()
+    config = context.unwrapped.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)  # Mamba has none
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     # Under autocast, too: rotary embeddings make keys fp32, and values take the dtype of the keys.
-    bytes_of_number = policy.unwrapped.model.get_input_embeddings().weight.element_size()
+    bytes_of_number = context.unwrapped.model.get_input_embeddings().weight.element_size()
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
     longest = max(map(len, prompts)) + max_new_tokens
     return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))
@@ -256,27 +260,27 @@ class SampleByUniform(LogitsProcessor):
 
 # ============================================================ the model while it generates
 @contextlib.contextmanager
-def ready_to_generate(policy: Policy):
+def ready_to_generate(context: SamplingContext):
     """Holds the actor's whole weights on every process, so that each generates at its own pace."""
-    model = policy.unwrapped.model
+    model = context.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(torch.no_grad())
         undo.enter_context(checks.evaluation_mode(model))
         # What a call does not set comes from the model's own config: temperature, top-k, the kind
         # of cache ... Of that only the stop tokens may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
-        stops = sorted(policy.stop_tokens())
+        stops = sorted(context.stop_tokens())
         model.generation_config = GenerationConfig(eos_token_id=stops or None)
         # cuDNN's attention plans for each new shape, and here every token makes one.
         undo.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if engine.zero_stage(policy.accelerator) == 3:
+        if engine.zero_stage(context.accelerator) == 3:
             from common import zero
 
-            undo.enter_context(zero.gathered_for_generation(policy.model, model))
-        elif policy.accelerator.is_fsdp2:
-            undo.enter_context(unsharded(policy.model, model))
-        undo.enter_context(policy.accelerator.autocast())
+            undo.enter_context(zero.gathered_for_generation(context.model, model))
+        elif context.accelerator.is_fsdp2:
+            undo.enter_context(unsharded(context.model, model))
+        undo.enter_context(context.accelerator.autocast())
         yield
 
 

@@ -9,14 +9,14 @@ from common import print_once
 from preference_recipes.data import dataset
 from preference_recipes.models import architecture
 from preference_recipes.rollouts.answers import decode_answers, is_right
+from preference_recipes.rollouts.context import SamplingContext
 from preference_recipes.rollouts.generation import generate
-from preference_recipes.rollouts.policy import Policy
 from preference_recipes.rollouts.rewards import Scores
 from preference_recipes.rollouts.samples import Samples
 
 
 def log_responses(
-    policy: Policy,
+    context: SamplingContext,
     samples: Samples,
     scores: Scores | None,
     prefix: str,
@@ -30,9 +30,9 @@ def log_responses(
         values: by tag, each of any shape and the same on every process; NaN counts nowhere.
     """
     lengths = samples.mask.sum(1)
-    policy.means.add_rollout(values | parts_of(scores) | samples.statistics)
-    policy.means.add_rollout({f"{prefix}/min_length": lengths}, reduce="min")
-    policy.means.add_rollout({f"{prefix}/max_length": lengths}, reduce="max")
+    context.means.add_rollout(values | parts_of(scores) | samples.statistics)
+    context.means.add_rollout({f"{prefix}/min_length": lengths}, reduce="min")
+    context.means.add_rollout({f"{prefix}/max_length": lengths}, reduce="max")
 
 
 def parts_of(scores: Scores | None) -> dict[str, torch.Tensor]:
@@ -42,14 +42,14 @@ def parts_of(scores: Scores | None) -> dict[str, torch.Tensor]:
 
 # ============================================================ evaluation
 def held_out_results(
-    policy: Policy, samples: Samples, scores: Scores | None, eval_set, prefix: str
+    context: SamplingContext, samples: Samples, scores: Scores | None, eval_set, prefix: str
 ) -> tuple[dict[str, float], list[dict]]:
     """Returns the line of a held-out set's evaluation, and its samples for `samples.jsonl`."""
     values: dict[str, Any] = {} if scores is None else {"scores": scores.total}
     values |= {"length": samples.mask.sum(1), "eos_rate": samples.ended, **samples.statistics}
     if "answer" in eval_set.column_names:
-        prompts = policy.tokenizer.batch_decode(samples.prompts)
-        texts = samples.answers(policy.tokenizer)
+        prompts = context.tokenizer.batch_decode(samples.prompts)
+        texts = samples.answers(context.tokenizer)
         values["exact_match"] = [
             is_right(text, answer, prompt) if answer else np.nan
             for text, answer, prompt in zip(texts, eval_set["answer"][:], prompts)
@@ -60,19 +60,19 @@ def held_out_results(
         numbers = np.asarray(column, dtype=float)
         if not np.isnan(numbers).all():  # NaN counts nowhere
             line[prefix + name] = float(np.nanmean(numbers))
-    return line, samples.examples(policy.tokenizer, scores, prefix.rstrip("/"))
+    return line, samples.examples(context.tokenizer, scores, prefix.rstrip("/"))
 
 
-def exact_match(actor, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
+def exact_match(saver, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
     """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
 
     Also what was answered, for `samples.jsonl`. Asked are the first `--exact_match_rows` rows with
     an `answer`, unless a prompt leaves no position for one. All processes must call it.
     """
-    args = actor.run.args
-    tokenizer = actor.tokenizer
-    policy = Policy(actor.run.accelerator, args, tokenizer, actor.model)
-    most = architecture.longest_row(policy.unwrapped.model)
+    args = saver.run.args
+    tokenizer = saver.tokenizer
+    context = SamplingContext(saver.run, saver.model, tokenizer)
+    most = architecture.longest_row(context.unwrapped.model)
     with_answer = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
     asked = with_answer[: args.exact_match_rows]
     lengths = list(map(len, eval_set["prompt_ids"][:]))  # `[:]`: a column reads slowly by row
@@ -84,7 +84,7 @@ def exact_match(actor, eval_set, prefix: str) -> tuple[dict[str, float], list[di
     names = {"row", "prompt_ids", "answer", "images"} & {*eval_set.column_names}
     rows = eval_set.select_columns(sorted(names))[answered]
     responses = generate(
-        policy,
+        context,
         rows["prompt_ids"],
         args.max_new_tokens,
         batch_size=8 * args.micro_train_batch_size,

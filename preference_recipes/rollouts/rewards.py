@@ -208,7 +208,7 @@ def given_to_functions(
     given["truncated"] = [not samples.ended[row].item() for row in rows]
     texts = sampler.tokenizer.batch_decode([samples.prompts[row] for row in rows])
     given["rendered_prompts"] = texts
-    given["step"] = sampler.progress.global_step
+    given["step"] = sampler.run.global_step
     if has_processor(sampler.tokenizer):
         from preference_recipes.data import images  # only here: text needs none
 

@@ -1,6 +1,5 @@
 """Draws the samples of a run: by transformers or vLLM servers, maybe with an environment."""
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -11,38 +10,40 @@ from common import refuse
 from preference_recipes.data import replies
 from preference_recipes.data.messages import BadRow
 from preference_recipes.rollouts import environments, generation
+from preference_recipes.rollouts.context import Response, SamplingContext
 from preference_recipes.rollouts.episodes import Stage
-from preference_recipes.rollouts.policy import Policy, Response
-from preference_recipes.rollouts.rollout import Position
+from preference_recipes.rollouts.rollout_state import RolloutState
 from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.rollouts.vllm import Servers
 
 
-@dataclasses.dataclass
-class Sampler(Policy):
-    """A policy that draws samples: an answer to each prompt or, with an environment, an episode.
+class Sampler(SamplingContext):
+    """Draws samples of a policy: an answer to each prompt or, with an environment, an episode.
 
-    All processes must call its methods, and get the same samples.
+    All processes must call its methods, and get the same samples. A checkpoint holds its `state`:
+    what servers have sampled ahead.
+
+    Args:
+        environment: MODULE:CLASS; None: there is none.
 
     Attributes:
-        environment: MODULE:CLASS; None: there is none.
         generator: of the tokens: transformers, or the servers of `--vllm_url`.
         stage: plays episodes; None: a sample is one answer.
     """
 
-    environment: str | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
+    def __init__(self, *context, environment: str | None = None):
+        super().__init__(*context)
         self.generator = Servers(self) if self.args.vllm_url else Transformers(self)
         self.stage: Stage | None = None
-        if self.environment is not None:
-            user_class = environments.load(self.environment)
+        if environment is not None:
+            user_class = environments.load(environment)
             try:
                 replies.check_turns(self.tokenizer, user_class.tools)
             except BadRow as error:  # the chat template has no place for its turns
-                refuse(f"--environment {self.environment}: {error}")
+                refuse(f"--environment {environment}: {error}")
             self.stage = Stage(self, self.generator, user_class)
+        self.state = self.generator.state
+        self.load_state = self.generator.load_state
 
     def sample(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Draws responses to prompts.
@@ -70,14 +71,14 @@ class Sampler(Policy):
             images=repeat_each(images, per_prompt),
         )
 
-    def sample_rollout(self, position: Position, prompts: dict, round_number: int = 0) -> Samples:
-        """Draws the responses of a rollout to prompts that `position` has just taken.
+    def sample_rollout(self, state: RolloutState, prompts: dict, round_number: int = 0) -> Samples:
+        """Draws the responses of a rollout to prompts that `state` has just taken.
 
         With `--rollouts_ahead` the servers then begin with the next rollout.
         """
-        uniforms = position.draw_uniforms(self.args, len(prompts["row"]), round_number)
+        uniforms = state.draw_uniforms(self.args, len(prompts["row"]), round_number)
         samples = self.sample(prompts, uniforms, self.args.temperature)
-        self.generator.sample_ahead(position)
+        self.generator.sample_ahead(state)
         samples.check_finite(self)
         return samples
 
@@ -90,8 +91,8 @@ class Sampler(Policy):
 class Transformers:
     """Generates in the run's own processes, by transformers. `Servers` has the same methods."""
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    def __init__(self, context: SamplingContext):
+        self.context = context
 
     def generate(
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
@@ -99,7 +100,7 @@ class Transformers:
         """Returns the responses to each prompt in turn, see `Sampler.sample`."""
         _, per_prompt, max_new_tokens = uniforms.shape
         return generation.generate(
-            self.policy,
+            self.context,
             repeat_each(prompts, per_prompt),
             max_new_tokens,
             temperature=temperature,
@@ -109,7 +110,7 @@ class Transformers:
 
     def ready(self):
         """Returns a context in which each process may call `generate_own`."""
-        return generation.ready_to_generate(self.policy)
+        return generation.ready_to_generate(self.context)
 
     def generate_own(
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
@@ -119,16 +120,16 @@ class Transformers:
         For this process alone. `uniforms` are `[prompts, tokens]`.
         """
         longest = uniforms.shape[1]
-        at_once = generation.responses_at_once(self.policy, prompts, longest)
+        at_once = generation.responses_at_once(self.context, prompts, longest)
         lengths = np.array([len(prompt) for prompt in prompts])
         longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
         for numbers in np.array_split(longest_first, math.ceil(len(prompts) / at_once)):
             yield from generation.generate_some(
-                self.policy, prompts, numbers.tolist(), longest, temperature, uniforms, images
+                self.context, prompts, numbers.tolist(), longest, temperature, uniforms, images
             )
 
     # One process cannot sample and train at once, so nothing is sampled ahead.
-    def sample_ahead(self, position: Position) -> None:
+    def sample_ahead(self, state: RolloutState) -> None:
         pass
 
     def state(self) -> None:

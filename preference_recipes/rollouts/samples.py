@@ -10,17 +10,19 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import batches, carried, stopping
+from common import batches, checkpointable, distributed, stopping
 from preference_recipes.data.messages import IMAGE_COLUMNS
+from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
+from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts.answers import decode_answers
-from preference_recipes.rollouts.policy import Policy
+from preference_recipes.rollouts.context import SamplingContext
 
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted.
 SCORED_TOKENS = 2**15
 
 
-@carried
+@checkpointable
 @dataclass
 class Samples:
     """Prompts with one response each, the same on every process. A sample's row is its place here.
@@ -35,7 +37,7 @@ class Samples:
     data_rows: list[int]  # its number, from 1
     ended: torch.Tensor  # bool `[samples]`, whether the response ends with a stop token
     per_prompt: int = 1  # how many samples, side by side, answer the same prompt
-    sampler_logps: list[list[float]] = field(default_factory=list)  # see `policy.Response`
+    sampler_logps: list[list[float]] = field(default_factory=list)  # see `context.Response`
     is_sampled: list[list[bool]] = field(default_factory=list)
     messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
     images: list[list[bytes]] = field(default_factory=list)  # files, if any prompt has some
@@ -90,31 +92,61 @@ class Samples:
         return packer.make_batch(prompts, responses, is_sampled, images)
 
     def collate(
-        self, rows: list[int], stored: dict[str, torch.Tensor], packer: Packer
+        self, rows: list[int], experience: dict[str, torch.Tensor], packer: Packer
     ) -> tuple[dict, dict]:
-        """Returns some of the samples as models read them, and their part of `Rollout.stored`."""
+        """Returns some of the samples as models read them, and their part of `experience`."""
         batch = self.make_batch(rows, packer)
         longest = batch["mask"].shape[1]
         values = {
             name: batches.send(tensor[rows, :longest], packer.device)
-            for name, tensor in stored.items()
+            for name, tensor in experience.items()
         }
         return batch, values
 
-    def scoring_batches(self, policy: Policy) -> Iterator[tuple[list[int], dict]]:
+    def scoring_batches(self, context: SamplingContext) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the rows of their samples, and what models read.
 
         A process without any reads a padding row, since the others wait for it: `rows` is empty.
         """
-        size = policy.args.score_batch_size
+        size = context.args.score_batch_size
         most = 0 if size else SCORED_TOKENS
         numbers = np.arange(len(self))
         for rows, weights in batches.split(
-            policy.accelerator, numbers, self.group_lengths, size, max_tokens=most
+            context.accelerator, numbers, self.group_lengths, size, max_tokens=most
         ):
-            yield rows if weights.any() else [], self.make_batch(rows, policy.packer)
+            yield rows if weights.any() else [], self.make_batch(rows, context.packer)
 
-    def check_finite(self, policy: Policy, **values: torch.Tensor) -> None:
+    @torch.no_grad()
+    def compute_logps(
+        self, context: SamplingContext, names: tuple[str, ...], reference: Reference | None
+    ) -> dict[str, torch.Tensor]:
+        """Returns the model's outputs of these names, and with a reference `ref_logps`.
+
+        Each is `[samples, longest response]`, zero where the model drew nothing, the same on every
+        process. All processes must call it.
+        """
+        all_names = [*names, "ref_logps"] if reference else list(names)
+        if not all_names:
+            return {}
+        temperature = context.args.temperature
+        outputs = {}  # by sample, tensors [response length, names], on the CPU
+        with checks.evaluation_mode(context.model):
+            for rows, batch in self.scoring_batches(context):
+                per_token = []
+                if names:
+                    output = context.model(batch, temperature)
+                    per_token = [output[name] for name in names]
+                if reference is not None:
+                    per_token.append(reference.logps(batch, temperature))
+                stacked = torch.stack(per_token, 2).cpu()
+                for row, values, is_token in zip(rows, stacked, batch["mask"].cpu()):
+                    # What an environment wrote before the model's last token keeps its places.
+                    end = int(is_token.nonzero()[-1]) + 1
+                    outputs[row] = torch.where(is_token[:end, None], values[:end], 0.0)
+        padded = pad_sequence(distributed.gather_rows(outputs), batch_first=True)
+        return dict(zip(all_names, padded.unbind(2)))
+
+    def check_finite(self, context: SamplingContext, **values: torch.Tensor) -> None:
         """Stops the run if a value `[samples, length or 1]` is not finite, and names its data row.
 
         The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
@@ -122,7 +154,7 @@ class Samples:
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
         sums = sum(tensors.values())  # [samples, longest response], finite only if all parts are
         losses = stopping.Losses(self.data_rows, sums, self.mask)
-        stopping.check_finite(policy.progress, [losses], tensors)
+        stopping.check_finite(context.run, [losses], tensors)
 
     def select_groups(self, is_kept: torch.Tensor) -> "Samples":
         """Returns the samples of the prompts that are kept, bool `[prompts]`."""

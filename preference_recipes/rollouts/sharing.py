@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from common import batches, replaced
+from common import batches, patched
 from preference_recipes.models import onednn
 
 # Keys and values of a layer that sharing must save: it takes twenty more operations for each layer
@@ -33,7 +33,7 @@ def share(batch, prompt_of_row: list[int]) -> "tuple | None":
     """
     keys = batch.cache.layers[0].keys  # [prompts, heads, tokens, head size]
     n_saved = 2 * keys[0].numel() * (len(prompt_of_row) - len(keys))
-    is_plain = batch.policy.unwrapped.model._supports_attention_backend
+    is_plain = batch.context.unwrapped.model._supports_attention_backend
     if (
         not is_plain
         or keys.dtype != torch.float32
@@ -112,7 +112,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, position_bia
         queries = (query.to(key.dtype) * scaling).reshape(*key.shape[:2], -1, key.shape[3])
         prompt_output, prompt_total = step.prompts.attend(queries, layer)
         # oneDNN takes twice as long as MKL for these products, which are small.
-        with replaced((torch.backends.mkldnn.matmul, "fp32_precision", onednn.MKL)):
+        with patched((torch.backends.mkldnn.matmul, "fp32_precision", onednn.MKL)):
             output, total = weighted(queries @ key.transpose(2, 3), value.to(key.dtype), mask)
         output = output.lerp(prompt_output, torch.sigmoid(prompt_total - total))
     return output.flatten(1, 2)[:, None], None

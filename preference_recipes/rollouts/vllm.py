@@ -27,8 +27,8 @@ from common import engine, refuse, saving
 from common.distributed import on_main_process
 from preference_recipes.models import checks
 from preference_recipes.models.packing import Packer
-from preference_recipes.rollouts.policy import Policy, Response
-from preference_recipes.rollouts.rollout import Position, n_updates
+from preference_recipes.rollouts.context import Response, SamplingContext
+from preference_recipes.rollouts.rollout_state import RolloutState, count_updates
 
 FOLDER = "for_vllm"  # in the run's folder; where the servers find the weights
 ADAPTER = "actor"  # what servers call the adapter of a run
@@ -62,9 +62,9 @@ class Servers:
     `generate_own`.
     """
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
-        self.servers = [Server(url) for url in policy.args.vllm_url]
+    def __init__(self, context: SamplingContext):
+        self.context = context
+        self.servers = [Server(url) for url in context.args.vllm_url]
         self.version = ""  # names the weights that the servers were last given
         self.synced_at: int | None = None  # `global_step` of these weights
         # Each server's last log-probs of a probe, and those of training when it first gave these.
@@ -72,13 +72,13 @@ class Servers:
         self.ahead: Ahead | None = None  # see `sample_ahead`
         workers = self.on_main_process(self.workers)
         shortest = min(worker["max_model_len"] for worker in workers)
-        if (longest := policy.args.max_length) > shortest:  # it might cut responses, unsaid
+        if (longest := context.args.max_length) > shortest:  # it might cut responses, unsaid
             refuse(f"--max_length {longest}: a vLLM server has --max-model-len {shortest}, less")
         self.dtype = coarsest(*(worker["dtype"] for worker in workers))
         self.synchronise()
 
     def on_main_process(self, function: Callable, *args) -> Any:
-        return on_main_process(self.policy.accelerator, function, *args)
+        return on_main_process(self.context.accelerator, function, *args)
 
     def workers(self) -> list[dict]:
         return [worker for server in self.servers for worker in server.call("describe")]
@@ -88,14 +88,14 @@ class Servers:
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images=()
     ) -> list[Response]:
         """Returns the responses to each prompt in turn, see `Sampler.sample`. None has images."""
-        policy = self.policy
-        requests = make_requests(policy, prompts, uniforms, temperature)
+        context = self.context
+        requests = make_requests(context, prompts, uniforms, temperature)
         if self.ahead is not None:
             # Also for other requests: servers sample with one version of the weights at a time.
             responses = self.on_main_process(self.ahead.answer)
             if self.ahead.requests == requests:
-                staleness = policy.progress.global_step - self.ahead.weights_of
-                policy.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
+                staleness = context.run.global_step - self.ahead.weights_of
+                context.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
                 self.ahead = None
                 return responses
         self.synchronise()
@@ -114,35 +114,35 @@ class Servers:
 
         `uniforms` are `[prompts, tokens]`.
         """
-        requests = make_requests(self.policy, prompts, uniforms[:, None], temperature)
+        requests = make_requests(self.context, prompts, uniforms[:, None], temperature)
         yield from enumerate(self.ask(requests))
 
-    def sample_ahead(self, position: Position) -> None:
-        """Lets the servers begin with the next rollout, whose prompts come after `position`.
+    def sample_ahead(self, state: RolloutState) -> None:
+        """Lets the servers begin with the next rollout, whose prompts come after `state`.
 
         Does nothing without `--rollouts_ahead`, nor if the run may end before.
         """
-        policy = self.policy
-        args = policy.args
+        context = self.context
+        args = context.args
         if not args.rollouts_ahead:
             return
-        position = dataclasses.replace(position)  # the run's own stays where it is
-        updates = n_updates(args, args.rollout_batch_size)
-        at_end_of_run = policy.progress.updates_seen + updates >= policy.progress.total_steps
-        at_end_of_data = position.prompts_seen >= args.max_epochs * len(policy.data.train)
+        state = dataclasses.replace(state)  # the run's own stays where it is
+        updates = count_updates(args, args.rollout_batch_size)
+        at_end_of_run = context.run.updates_seen + updates >= context.run.total_steps
+        at_end_of_data = state.prompts_seen >= args.max_epochs * len(context.data.train)
         if at_end_of_run or (at_end_of_data and not args.max_steps):
             return
-        position.end_rollout()  # the number of the rollout is part of its seeds
-        prompts = position.take_prompts(policy, args.rollout_batch_size)
-        uniforms = position.draw_uniforms(args, len(prompts["row"]))
-        requests = make_requests(policy, prompts["prompt_ids"], uniforms, args.temperature)
+        state.end_rollout()  # the number of the rollout is part of its seeds
+        prompts = state.take_prompts(context.data.train, args.seed, args.rollout_batch_size)
+        uniforms = state.draw_uniforms(args, len(prompts["row"]))
+        requests = make_requests(context, prompts["prompt_ids"], uniforms, args.temperature)
         self.synchronise()
         answer = None
-        if policy.accelerator.is_main_process:
+        if context.accelerator.is_main_process:
             background = ThreadPoolExecutor(1)
             answer = background.submit(self.ask, requests).result
             background.shutdown(wait=False)  # ends the thread once it has the answer
-        self.ahead = Ahead(requests, policy.progress.global_step, answer)
+        self.ahead = Ahead(requests, context.run.global_step, answer)
 
     def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
@@ -175,16 +175,18 @@ class Servers:
     # ======================================================== weights
     def synchronise(self) -> None:
         """Gives the servers the actor's weights, if theirs are others, and proves it by a probe."""
-        policy = self.policy
-        step = policy.progress.global_step
+        context = self.context
+        step = context.run.global_step
         if self.synced_at == step:
             return
         started = time.perf_counter()
-        folder = Path(policy.args.output_dir).resolve() / FOLDER
+        folder = Path(context.args.output_dir).resolve() / FOLDER
         dtype = None if self.dtype == "float32" else self.dtype
-        models = {folder: policy.unwrapped.model}
-        saving.save(policy.accelerator, policy.args, policy.model, models, policy.tokenizer, dtype)
-        is_adapter = engine.has_adapter(policy.unwrapped)
+        models = {folder: context.unwrapped.model}
+        saving.save(
+            context.accelerator, context.args, context.model, models, context.tokenizer, dtype
+        )
+        is_adapter = engine.has_adapter(context.unwrapped)
         self.version = self.on_main_process(self.load_weights, str(folder), is_adapter)
         if is_adapter:
             for server in self.servers:
@@ -192,8 +194,8 @@ class Servers:
         difference = max(map(self.prove, self.servers))
         self.synced_at = step
         seconds = time.perf_counter() - started
-        if not policy.progress.finished:  # else no training line follows
-            means = policy.means
+        if not context.run.finished:  # else no training line follows
+            means = context.means
             means.add_rollout({"sync/seconds": torch.tensor([seconds])})
             means.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
 
@@ -224,21 +226,21 @@ class Servers:
         Refuses one that is too large, and a server whose log-probs have not changed at all while
         those of training have.
         """
-        policy = self.policy
-        args = policy.args
-        prompts = policy.data.train[:PROBE_PROMPTS]["prompt_ids"]
+        context = self.context
+        args = context.args
+        prompts = context.data.train[:PROBE_PROMPTS]["prompt_ids"]
         # Every probe draws from seed 0, so that unchanged weights give the same answer.
         same_seed = np.zeros((len(prompts), 1, min(PROBE_TOKENS, args.max_new_tokens)))
-        requests = make_requests(policy, prompts, same_seed, args.temperature)
+        requests = make_requests(context, prompts, same_seed, args.temperature)
         responses = self.on_main_process(lambda: [server.complete(r)[0] for r in requests])
-        packer = Packer(policy.accelerator.device)
+        packer = Packer(context.accelerator.device)
         batch = packer.make_batch(prompts, [response.ids for response in responses])
-        with checks.evaluation_mode(policy.model):
-            ours = policy.model(batch, args.temperature)["logps"].cpu()
+        with checks.evaluation_mode(context.model):
+            ours = context.model(batch, args.temperature)["logps"].cpu()
         theirs = pad_sequence([torch.tensor(response.logps) for response in responses], True)
         difference = (theirs - ours)[batch["mask"].cpu()].abs().mean().item()
 
-        in_training = str(engine.half_precision(policy.accelerator) or torch.float32)
+        in_training = str(engine.half_precision(context.accelerator) or torch.float32)
         dtype = coarsest(in_training.removeprefix("torch."), self.dtype)
         last_theirs, last_ours = self.probes.get(server.url, (None, None))
         if last_theirs is None or not torch.equal(theirs, last_theirs):
@@ -314,15 +316,15 @@ class Server:
 
 
 def make_requests(
-    policy: Policy, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    context: SamplingContext, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
 ) -> list[dict]:
     """Returns a request for each prompt, with `uniforms` `[prompts, responses to each, tokens]`.
 
     It names all that a server could add by itself, such as top-p, penalties and its own end token.
     """
     n, n_tokens = uniforms.shape[1:]
-    never_drawn = policy.tokens_without_probability()
-    stops = sorted(policy.stop_tokens())
+    never_drawn = context.tokens_without_probability()
+    stops = sorted(context.stop_tokens())
     return [
         {
             "prompt": prompt,
@@ -330,7 +332,7 @@ def make_requests(
             # The server draws response i from seed + i: times n, so that no two prompts share one.
             "seed": int(uniforms[number, 0, 0] * 2**40) * n,
             # In a batch of episodes the others may have less room.
-            "max_tokens": min(n_tokens, policy.args.max_length - len(prompt)),
+            "max_tokens": min(n_tokens, context.args.max_length - len(prompt)),
             "temperature": temperature,
             "top_p": 1.0,
             "top_k": 0,

@@ -25,7 +25,7 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common import ends_with_refusals, folders, in_one_line, refuse
+from common import exit_on_refusal, folders, one_line, refuse
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -101,7 +101,7 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     try:
         folder = Path(adapter if Path(adapter).is_dir() else snapshot_download(adapter))
     except Exception as error:
-        refuse(f"{adapter} is no folder here, and not on the hub: {in_one_line(error)}")
+        refuse(f"{adapter} is no folder here, and not on the hub: {one_line(error)}")
     if not (folder / "adapter_config.json").is_file():
         refuse(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
     config = peft.PeftConfig.from_pretrained(folder)
@@ -171,7 +171,7 @@ def convert(folder: Path, dtype: str) -> None:
         saving.write_config(folder, dtype)
 
 
-@ends_with_refusals()
+@exit_on_refusal()
 def main(words: list[str] | None = None, command: str | None = None) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=command, description=__doc__, formatter_class=layout)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common import counted, distributed
+from common import distributed, pluralize
 from preference_recipes.data import files, rendering
 from preference_recipes.data.dataset import Converter, Data
 
@@ -61,7 +61,8 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
     lines = [f"  as given   {shown}"]
     for part in sequences_of(values):
         lines += [
-            f"  {part.name}: {counted(len(part.ids), 'token')}, {sum(part.is_trained)} trained on",
+            f"  {part.name}: {pluralize(len(part.ids), 'token')}, "
+            f"{sum(part.is_trained)} trained on",
             f"    text     {json.dumps(rendering.decode(tokenizer, part.ids), ensure_ascii=False)}",
             f"    tokens   {marked(part, tokenizer)}",
             f"    ids      {' '.join(map(str, part.ids))}",
@@ -106,7 +107,7 @@ def images_in(part: Part, files: list[bytes], tokenizer) -> list[str]:
         [spelling] = images.spellings(tokenizer.processor, [file])
         n_tokens = images.count_tokens(tokenizer, spelling)
         width, height = images.opened(file).size
-        size = f"{width} x {height} pixels, {counted(n_tokens, 'token')}"
+        size = f"{width} x {height} pixels, {pluralize(n_tokens, 'token')}"
         lines += [f"    image {number}  {size}, from token {n + 1} on" for n in places[:1]]
         places = places[n_tokens:]
     return lines

@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 import yaml
 
-from common import batches, folders, log, replaced
+from common import batches, folders, log, patched
 from common.values import COUNT, VALUES
 
 WAYS = {"mean": "mean", "last": "last", "spread": "stddev"}  # what pyarrow calls them
@@ -152,7 +152,7 @@ def as_read(run: Path, settings: SimpleNamespace) -> tuple:
     keep = lambda args, data: found.append((args, data))
     path = [str(Path(script).resolve().parent), *sys.path]  # it may import what lies beside it
     try:
-        with replaced((preview, "print_preview", keep), (sys, "argv", words), (sys, "path", path)):
+        with patched((preview, "print_preview", keep), (sys, "argv", words), (sys, "path", path)):
             runpy.run_path(script, run_name="__main__")
     except SystemExit:
         if not found:

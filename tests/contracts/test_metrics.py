@@ -23,7 +23,7 @@ def test_equal_rewards_are_no_success():
     ref_logps = logps.sum(1) - torch.tensor([0.0, 0.5, 0.0, 0.0])
     batch = {"mask": torch.ones(4, 5, dtype=torch.bool), "ref_logps": ref_logps}
     args = module["Args"](beta=0.3)
-    _, values = module["pair_losses"](lambda batch, extras: output, object(), batch, args)
+    _, values = module["pair_losses"](lambda batch, extra_outputs: output, object(), batch, args)
     assert values["rewards/accuracies"].tolist() == [0.0, 1.0]
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
 from common import console, folders, saving
-from common.actor import Actor, Best
+from common.actor import ActorSaver, Best
 from preference_recipes.data import dataset
 from preference_recipes.data.dataset import Converter, Data
 from preference_recipes.data.prompts import prompt_row
@@ -89,11 +89,11 @@ def test_the_direction_of_a_metric(tmp_path, given):
         (3.0, 2.0, given in HIGHER_IS_BETTER),
         (nan, 2.0, False),
     ]:
-        actor = small_run(tmp_path, keep_best=given).actor
-        actor.best = Best(value=before)
-        actor.keep_best({given.removesuffix(":max").removesuffix(":min"): value})
-        assert actor.best.since == (not is_better), (value, before)
-        assert actor.best.value == (value if is_better else before)
+        saver = small_run(tmp_path, keep_best=given).saver
+        saver.best = Best(value=before)
+        saver.save_if_best({given.removesuffix(":max").removesuffix(":min"): value})
+        assert saver.best.since == (not is_better), (value, before)
+        assert saver.best.value == (value if is_better else before)
 
 
 def best_flags(inputs, output, **more):
@@ -177,9 +177,9 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
 
     monkeypatch.setattr(console, "HfApi", Api)
     made = small_run(tmp_path, push_to_hub="mine")
-    made.actor.unwrapped.model.can_generate = lambda: True
+    made.saver.unwrapped.model.can_generate = lambda: True
     made.run.start()
-    console.end(made.actor)
+    console.end(made.saver)
     assert asked == [
         ("mine", {"private": True, "exist_ok": True}),
         {"repo_id": "me/mine", "folder_path": tmp_path / "actor"},
@@ -187,14 +187,14 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
     assert f"uploaded {tmp_path}/actor to" in capsys.readouterr().out
     Api.upload_folder = lambda self, **settings: 1 / 0
     again = f"--push_to_hub mine: division by zero. To repeat it: hf upload --private mine {tmp_path}/actor"
-    runs.refuses(again, call=lambda: console.end(made.actor))
+    runs.refuses(again, call=lambda: console.end(made.saver))
 
 
 def test_a_run_of_no_update_saves_no_actor(tmp_path):
     made = small_run(tmp_path)
     made.run.skipped_steps = 3
     said = "no update was applied, 3 were skipped: no actor is saved"
-    runs.refuses(said, call=lambda: Actor.save(made.actor))
+    runs.refuses(said, call=lambda: ActorSaver.save(made.saver))
     assert not (tmp_path / "actor").exists()
 
 

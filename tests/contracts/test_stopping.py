@@ -34,7 +34,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, st
         device=torch.device("cuda"),
         state=types.SimpleNamespace(deepspeed_plugin=plugin),
     )
-    checkpoint = Checkpoint(made.run, made.actor, None, None, made.means, fixed=[])
+    checkpoint = Checkpoint(made.run, made.saver, None, None, made.means, must_match=[])
     before = {**checkpoint.identity, "launched as": f"DeepSpeed {launched}"}
     call = lambda: checkpoint.check_same_run(tmp_path, before)
     now = f"DeepSpeed ZeRO-{stage} {precision} on cuda, 8 processes"

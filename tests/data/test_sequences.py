@@ -75,7 +75,7 @@ def test_sequences_are_numbered_in_the_order_of_their_rows():
     }
     several = Sequences(datasets.Dataset.from_dict(columns))
     assert len(several) == 7 and several.lengths.tolist() == [4, 2, 1, 3, 1, 2, 2]
-    assert several.of_rows([2, 0, 1]).tolist() == [4, 5, 0, 1, 2, 3]
+    assert several.sequences_of([2, 0, 1]).tolist() == [4, 5, 0, 1, 2, 3]
     cut = several[[5, 0, 3]]
     assert cut["input_ids"] == [[11, 12], [0, 1, 2, 3], [7, 8, 9]]
     assert cut["learned"] == [[number % 3 == 0 for number in part] for part in cut["input_ids"]]
@@ -84,7 +84,7 @@ def test_sequences_are_numbered_in_the_order_of_their_rows():
     columns["sequence_lengths"] = [[length] for length in whole]
     single = Sequences(datasets.Dataset.from_dict(columns))
     assert len(single) == 4 and single.lengths.tolist() == whole
-    assert single.of_rows([3, 1]).tolist() == [3, 1] and single[[2]]["input_ids"] == [ids[2]]
+    assert single.sequences_of([3, 1]).tolist() == [3, 1] and single[[2]]["input_ids"] == [ids[2]]
 
 
 def test_the_first_update_by_hand(inputs, reference):

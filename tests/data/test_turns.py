@@ -110,11 +110,11 @@ def test_a_reward_model_reads_the_whole_answer():
 class Uniform(torch.nn.Module):
     """Its log-prob of a token is minus its id / 1000, and so is what else it returns."""
 
-    def forward(self, batch, extras=()):
+    def forward(self, batch, extra_outputs=()):
         cells = torch.zeros(batch["mask"].numel())
-        cells[batch["cells"]] = -batch["targets"] / 1000
+        cells[batch["target_slots"]] = -batch["targets"] / 1000
         values = cells.view_as(batch["mask"])
-        return {"logps": values, **{name: values for name in extras}}
+        return {"logps": values, **{name: values for name in extra_outputs}}
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import pretended_device
 from common import engine
-from common.actor import Actor
+from common.actor import ActorSaver
 from recipes import RECIPES, load
 from runs import ASSETS, evaluation_lines, first_rows, recipe, short_run, tiny_llama
 
@@ -71,7 +71,7 @@ def waits_of_last_update(monkeypatch, folder, name: str, micro_batch_size: int) 
 
         patch.setattr(engine, "begin_update", begin_update)
         patch.setattr(module, "evaluate", evaluate)
-        patch.setattr(Actor, "save", save)
+        patch.setattr(ActorSaver, "save", save)
         with pytest.raises(Ended):
             module.main()
     assert micro_batches == [ROWS // micro_batch_size] * 2

@@ -79,7 +79,7 @@ def expect_training_to_agree(samples, model, processor):
         logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1) / TEMPERATURE
     # Without what stands for an image, which is never drawn.
     never = torch.tensor(images.tokens_of(processor))
-    logits = logits[batch["predictors"]].index_fill(1, never, -torch.inf)
+    logits = logits[batch["predictor_index"]].index_fill(1, never, -torch.inf)
     expected = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]
     drawn = samples.padded_sampler_logps[batch["mask"]]
     torch.testing.assert_close(drawn, expected, rtol=0, atol=2e-5)

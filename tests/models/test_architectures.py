@@ -16,7 +16,7 @@ from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
 from runs import slow_but, whole_rows
-from test_packing import ALONE, CPU, ON_CPU, can_share
+from test_packing import CPU, ON_CPU, UNBATCHABLE, can_share
 
 BF16 = types.SimpleNamespace(
     mixed_precision="bf16",
@@ -80,7 +80,7 @@ def test_log_probs_and_gradients_are_those_of_its_own_logits(name):
     model.zero_grad()
     wrapper = LogProbModel(model).eval()
     checks.check_logprobs(ON_CPU, wrapper, ids[0].tolist())
-    scores = wrapper(whole_rows(ids, scored), extras=("mean_logits", "correct"))
+    scores = wrapper(whole_rows(ids, scored), extra_outputs=("mean_logits", "correct"))
     (scores["logps"] * weights).sum().backward()
     torch.testing.assert_close(scores["logps"], logps, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(scores["mean_logits"], means, rtol=1e-4, atol=1e-4)
@@ -152,7 +152,7 @@ def test_what_a_frozen_model_holds_in_half_changes_no_bit_under_autocast(name):
 
     def read() -> torch.Tensor:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            return wrapper(rows, extras=("mean_logits",))
+            return wrapper(rows, extra_outputs=("mean_logits",))
 
     before = read()
     prepare.round_frozen(BF16, wrapper)
@@ -270,7 +270,7 @@ def test_scores_are_those_of_plain_transformers(name):
     expected = gradients_of(model)
     model.zero_grad()
     rows = [row[:length].tolist() for row, length in zip(ids, lengths)]
-    alone = ALONE.make_batch([row[:3] for row in rows], [row[3:] for row in rows])
+    alone = UNBATCHABLE.make_batch([row[:3] for row in rows], [row[3:] for row in rows])
     scores = ScoreModel(copy.deepcopy(model)).eval()
     ours = scores(alone)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -115,7 +115,7 @@ def test_no_logits_of_the_whole_sequence_exist(monkeypatch):
     hidden, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (50, 20_000))
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 20_000 * 10)
     with Watch():
-        job = LogProbJob(torch.arange(50), extras=tuple(logprobs.EXTRAS))
+        job = LogProbJob(torch.arange(50), extra_outputs=tuple(logprobs.EXTRA_OUTPUTS))
         logps, *_ = ByChunks.apply(hidden, weight, None, job)
         logps.sum().backward()
     assert max(sizes) == 20_000 * 10

@@ -15,7 +15,7 @@ from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
 CPU = torch.device("cpu")
-ALONE = Packer(CPU)
+UNBATCHABLE = Packer(CPU)
 SHARED = Packer(CPU, share=True)
 # What checks read of an accelerator.
 ON_CPU = types.SimpleNamespace(device=CPU, mixed_precision="no")
@@ -43,10 +43,10 @@ def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
     assert batch.pop("n_tokens") == 5
     assert lists(batch) == {
         "targets": [4, 5, 6],
-        "predictors": [1, 2, 1],
+        "predictor_index": [1, 2, 1],
         "last": [3, 4],
         "mask": [[1, 1], [1, 0]],
-        "cells": [0, 1, 2],
+        "target_slots": [0, 1, 2],
     }
 
 
@@ -63,14 +63,14 @@ def test_rows_of_several_prompts():
     last_tokens = [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
     assert mask[1, 0, 4:].int().tolist() == last_tokens
     assert batch["n_tokens"] == 13 and batch["last"].tolist() == [3, 6, 12, 8, 10]
-    assert batch["predictors"].tolist() == [1, 2, 1, 4, 5, 11, 7, 7, 9]
+    assert batch["predictor_index"].tolist() == [1, 2, 1, 4, 5, 11, 7, 7, 9]
 
 
 def test_padded_rows_begin_with_the_longest():
-    batch = ALONE.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
+    batch = UNBATCHABLE.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
     assert lists(batch["inputs"]) == {"input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]}
-    assert batch["predictors"].tolist() == [6, 7, 0, 1, 2, 3]
-    assert batch["last"].tolist() == [8, 4] and batch["cells"].tolist() == [0, 1, 4, 5, 6, 7]
+    assert batch["predictor_index"].tolist() == [6, 7, 0, 1, 2, 3]
+    assert batch["last"].tolist() == [8, 4] and batch["target_slots"].tolist() == [0, 1, 4, 5, 6, 7]
 
 
 def test_the_first_token_after_an_empty_prompt_is_no_target():
@@ -84,7 +84,7 @@ def test_the_first_token_after_an_empty_prompt_is_no_target():
 def test_without_any_target_there_are_log_probs_of_zero():
     """Each episode may consist of what an environment wrote."""
     batch = SHARED.make_batch([[5], [5]], [[6], [7, 8]], [[False], [False, False]])
-    assert [batch[name].dtype for name in ("targets", "predictors")] == [torch.int64] * 2
+    assert [batch[name].dtype for name in ("targets", "predictor_index")] == [torch.int64] * 2
     logps = LogProbModel(build("llama"))(batch)["logps"]
     assert logps.tolist() == [[0, 0], [0, 0]]
     logps.sum().backward()

@@ -69,9 +69,11 @@ def losses_of_tokens(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     weight = torch.randn(60, 60, requires_grad=True)
     targets = torch.randint(60, (7,))
 
-    def model(batch, extras):
-        found = ByChunks.apply(hidden, weight, None, LogProbJob(targets, extras=extras))
-        return dict(zip(("logps", *extras), found))
+    def model(batch, extra_outputs):
+        found = ByChunks.apply(
+            hidden, weight, None, LogProbJob(targets, extra_outputs=extra_outputs)
+        )
+        return dict(zip(("logps", *extra_outputs), found))
 
     losses, values = SFT.token_losses(model, {"mask": torch.ones(7, dtype=torch.bool)}, kind)
     assert values["loss"][0] is losses
@@ -135,10 +137,10 @@ class Pretended(torch.nn.Module):
 
     def forward(self, batch):
         self.sizes.append(batch["inputs"]["input_ids"].numel())
-        before = batch["inputs"]["input_ids"].flatten()[batch["predictors"]].double()
+        before = batch["inputs"]["input_ids"].flatten()[batch["predictor_index"]].double()
         logps = torch.sin(before * 31 + batch["targets"]) * self.scale
         cells = torch.zeros(batch["mask"].numel(), dtype=torch.float64)
-        cells[batch["cells"]] = logps
+        cells[batch["target_slots"]] = logps
         return {"logps": cells.view_as(batch["mask"])}
 
 
@@ -163,8 +165,8 @@ def estimate(scale: float, split, rows: list[int], given=ROWS, longest=LONGEST):
     model.scale, model.sizes = scale, []
     reference = SimpleNamespace(logps=lambda batch: torch.zeros_like(batch["mask"], dtype=float))
     packer = Packer(torch.device("cpu"))
-    actor = SimpleNamespace(model=model)
-    kl = KTO.estimate_kl(run, actor, reference, packer, data(given), np.array(rows))
+    saver = SimpleNamespace(model=model)
+    kl = KTO.estimate_kl(run, saver, reference, packer, data(given), np.array(rows))
     return kl, model.sizes
 
 
@@ -223,9 +225,9 @@ def test_an_evaluation_shuffles_its_rows_for_the_kl_each_time_alike(monkeypatch)
         split=lambda rows, lengths: [],
         log_evaluation=lambda line, examples: None,
     )
-    actor = SimpleNamespace(model=Pretended(), keep_best=lambda line: None)
+    saver = SimpleNamespace(model=Pretended(), save_if_best=lambda line: None)
     for _ in range(2):
-        KTO.evaluate(run, actor, None, None, {"eval/": data(ROWS)})
+        KTO.evaluate(run, saver, None, None, {"eval/": data(ROWS)})
     assert orders == [np.random.default_rng([3, 0]).permutation(5).tolist()] * 2
 
 

@@ -86,9 +86,9 @@ recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
     lr=args.critic_learning_rate >> lr=args.learning_rate
 recipes/distill.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     teacher_logps - old_logps >> teacher_logps - logps
-    int(state.rollout.stored["mask"][update_rows].sum()) >> update.n_tokens
-    stored["teacher"] == number >> stored["teacher"] >= number
-    args.temperature, lessons=lessons >> 1.0, lessons=lessons
+    int(state.rollout.experience["mask"][update_rows].sum()) >> update.n_tokens
+    experience["teacher"] == number >> experience["teacher"] >= number
+        args.temperature,\n        teacher >> 1.0,\n        teacher
 recipes/distill.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[distill-own1]
     if applied:\n            scheduler.step() >> scheduler.step()
 common/batches.py data/test_data.py::test_windows_are_a_permutation_of_each_epoch
@@ -121,7 +121,7 @@ common/checkpoint.py contracts/test_resume.py::test_killed_and_resumed_is_the_ru
     state["open_sums"][accelerator.process_index] >> state["open_sums"][0]
 common/stopping.py contracts/test_fp16.py::test_skips_are_said_and_without_end_end contracts/test_stopping.py::test_what_counts_nowhere_may_be_anything contracts/test_stopping.py::test_what_a_reward_function_forks_has_signals_of_its_own
     values.isfinite() | (weights == 0) >> values.isfinite()
-    progress.consecutive_skips < MANY >> progress.consecutive_skips <= MANY
+    progress.consecutive_skips < MAX_CONSECUTIVE_SKIPS >> progress.consecutive_skips <= MAX_CONSECUTIVE_SKIPS
     int(accelerator.reduce(number, "max")) >> int(number)
 common/arguments.py contracts/test_stopping.py::test_what_a_resumed_run_of_any_recipe_may_change users/test_bad_input.py::test_yaml_of_defaults contracts/test_counting.py
     {"output_dir", "max_epochs", "max_steps"} >> {"output_dir", "max_epochs", "max_steps", "learning_rate"}
@@ -134,12 +134,13 @@ preference_recipes/models/logprobs.py models/test_logprobs.py models/test_archit
     1 - (block / self.softcap) ** 2 >> 1 - block / self.softcap
     grad_first[part, None] * ctx.job.multiplier >> grad_first[part, None]
     grad_bias += grad.sum(0) >> grad_bias = grad.sum(0)
-    self.softcap / temperature, extras >> self.softcap, extras
-preference_recipes/models/divergence.py rollout/test_divergence.py
+    self.softcap / temperature >> self.softcap
+recipes/distill.py rollout/test_distillation.py
     masked_fill_(gap > 0, beta) >> masked_fill_(gap < 0, beta)
+preference_recipes/models/distillation.py rollout/test_distillation.py
     grad *= steepness >> pass
     (self.rest(part) - own_rest) >> self.rest(part)
-preference_recipes/models/divergence.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
+preference_recipes/models/distillation.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     self.ids[part, 0]).float() >> self.ids[part, -1]).float()
 preference_recipes/models/packing.py models/test_packing.py
     keys == prompt_pieces[:, None, :, None] >> keys <= prompt_pieces[:, None, :, None]
@@ -174,9 +175,9 @@ preference_recipes/data/dataset.py data/test_data.py::test_tokenised_once_and_ag
     [*notes, *filter(None, [not_read])] >> notes
 preference_recipes/data/files.py users/test_bad_input.py::test_files_that_cannot_be_read
     len(found) < len(pairs) >> len(found) < 0
-preference_recipes/rollouts/rollout.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
+preference_recipes/rollouts/rollout_state.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     self.rollouts_seen, SAMPLING_STREAM >> 0, SAMPLING_STREAM
-    self.prompts_seen += len(rows) >> self.prompts_seen += most
+    self.prompts_seen += len(rows) >> self.prompts_seen += max_prompts
     trained = rows[self.is_trained[rows].numpy()] >> trained = rows
 preference_recipes/rollouts/results.py rollout/test_answers.py
     (sorted(names))[answered] >> (sorted(names))[: len(answered)]
@@ -214,7 +215,7 @@ forks/curriculum.diff rollout/test_forks.py
 forks/sdpo.diff rollout/test_forks.py
     (said[name] - computed["logps"]) >> (computed["logps"] - said[name])
 forks/echo.diff rollout/test_forks.py
-    batch["mask"] & ~stored["mask"] >> batch["mask"]
+    batch["mask"] & ~experience["mask"] >> batch["mask"]
 forks/gkd.diff rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     is_sampled=columns["completion_learned"] >> is_sampled=[[True] * len(ids) for ids in completions]
 """

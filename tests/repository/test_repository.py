@@ -18,7 +18,7 @@ tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it first
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
-EXTRAS = {
+EXTRA_OUTPUTS = {
     name: [Requirement(line) for line in lines]
     for name, lines in PROJECT["optional-dependencies"].items()
 }
@@ -69,8 +69,8 @@ def test_every_import_is_a_declared_dependency():
     always = names_of(DEPENDENCIES)
     needed = imported("common", "preference_recipes", "recipes")
     assert needed.keys() - always == {"peft", "pillow", "vllm"}
-    assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
-    everything = always.union(*map(names_of, EXTRAS.values()))
+    assert "peft" in names_of(EXTRA_OUTPUTS["lora"]) & names_of(EXTRA_OUTPUTS["qlora"])
+    everything = always.union(*map(names_of, EXTRA_OUTPUTS.values()))
     around = imported("tests", "benchmarks", "assets", "docs")
     assert around.keys() <= everything, around
     # None is declared for nothing.
@@ -101,7 +101,7 @@ def test_the_lock_is_of_this_project_and_names_public_places_only():
         for extra in re.findall(r"extra == '(\w+)'", entry.get("marker", "")) or [None]
     }
     declared = {(each.name, str(each.specifier), None) for each in DEPENDENCIES}
-    for extra, requirements in EXTRAS.items():
+    for extra, requirements in EXTRA_OUTPUTS.items():
         declared |= {(each.name, str(each.specifier), extra) for each in requirements}
     assert locked == declared, "make lock"
 

@@ -30,17 +30,12 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
         wrapper.model = model
         wrapper.config = model.config
         wrapper.vocabulary = model.config.get_text_config().vocab_size
-    accelerator = accelerator or alone()
-    return Sampler(
-        accelerator,
-        args=types.SimpleNamespace(**{**ARGS, **args}),
-        tokenizer=tokenizer,
-        data=data or data_of(['{"prompt": "p"}']),
-        model=wrapper,
-        progress=Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
-        means=Means(accelerator),
-        packer=SHARING,
-    )
+    run = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0)
+    run.accelerator = accelerator or alone()
+    run.args = types.SimpleNamespace(**{**ARGS, **args})
+    data = data or data_of(['{"prompt": "p"}'])
+    means = Means(run.accelerator)
+    return Sampler(run, wrapper, tokenizer, data, SHARING, means, environment=run.args.environment)
 
 
 def bare_grader(**settings) -> Grader:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bare_runs import bare_sampler
 from preference_recipes.rollouts import generation
-from preference_recipes.rollouts.policy import Response
+from preference_recipes.rollouts.context import Response
 from preference_recipes.rollouts.vllm_worker import Weights
 
 # Two servers in one process: `from_pretrained` changes modules of torch while it loads, and two at

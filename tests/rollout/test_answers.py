@@ -15,7 +15,7 @@ from plain_rollouts import alone
 from preference_recipes.data import chat, dataset
 from preference_recipes.rollouts import answers, results, rewards
 from preference_recipes.rollouts.answers import decode_answers
-from preference_recipes.rollouts.policy import Response
+from preference_recipes.rollouts.context import Response
 
 # What a response says, the column `answer`, and whether the response is right.
 TABLE = [
@@ -274,8 +274,8 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, monkeypatch, limit, 
     monkeypatch.setattr(results, "generate", generate)
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), **sizes)
-    actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
-    shares, examples = results.exact_match(actor, eval_set, "eval/sums/")
+    saver = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
+    shares, examples = results.exact_match(saver, eval_set, "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert [example["right"] for example in examples] == [row != 14 for row in rows]
     assert shares == ({"eval/sums/exact_match": pytest.approx(share)} if rows else {})
@@ -287,11 +287,11 @@ def test_a_prompt_that_fills_all_positions_is_left_out(accelerator, tokenizer, c
     eval_set = datasets.Dataset.from_dict({**ids, "answer": ["1", "1", "1"]})
     model = architectures.build("gpt2")
     sampler = bare_sampler(accelerator, tokenizer, model, max_new_tokens=3, exact_match_rows=None)
-    actor = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
-    _, (example,) = results.exact_match(actor, eval_set, "eval/")
+    saver = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
+    _, (example,) = results.exact_match(saver, eval_set, "eval/")
     expected, _ = alone(model, [6] * 63, None, 0.0, sampler.stop_tokens(), 1)
     assert (example["row"], example["response"]) == (11, tokenizer.decode(expected))
     assert (
         "eval/exact_match: left out (64 positions are too few): 2 rows" in capsys.readouterr().out
     )
-    assert results.exact_match(actor, eval_set.select([0]), "eval/") == ({}, [])
+    assert results.exact_match(saver, eval_set.select([0]), "eval/") == ({}, [])

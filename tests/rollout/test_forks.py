@@ -129,7 +129,7 @@ def test_prompts_are_drawn_the_more_often_the_less_they_were_solved():
     sampler = types.SimpleNamespace(args=args, data=types.SimpleNamespace(train=np.arange(4)))
     first = np.zeros(4)
     for _ in range(5_000):
-        state.position.prompts_seen += 4 - state.position.prompts_seen % 4  # a new epoch
+        state.prompts_seen += 4 - state.prompts_seen % 4  # a new epoch
         _, numbers = state.draw_prompts(sampler, 3)
         assert len(set(numbers)) == 3
         first[numbers[0]] += 1
@@ -172,9 +172,8 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
     )
     sampler.sample_rollout = lambda *_: samples
     grader = types.SimpleNamespace(score=lambda *_: types.SimpleNamespace(total=scores.flatten()))
-    position = types.SimpleNamespace(take_prompts=lambda *_: None)
     fork.make_rollout.__globals__["log_rollout"] = lambda *_: None
-    state = types.SimpleNamespace(position=position)
+    state = types.SimpleNamespace(take_prompts=lambda *_: None)
     made = fork.make_rollout(run, sampler, grader, None, state, average=None)
 
     def logp(prompt, response):
@@ -182,7 +181,7 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
         logits = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         return logits.gather(1, torch.tensor(response)[:, None])[:, 0]
 
-    found = made.stored["advantages"]
+    found = made.experience["advantages"]
     gain = logp(taught.prompts[1], responses[1]) - logp(prompts[0], responses[1])
     expected = (0.75 * -0.5 + 0.25 * gain).tolist()
     assert found[1, : len(responses[1])].tolist() == pytest.approx(expected, abs=1e-5)

@@ -12,7 +12,7 @@ from architectures import ARCHITECTURES, build
 from bare_runs import bare_sampler
 from plain_rollouts import STOPS, alone
 from preference_recipes.rollouts import decoding, generation
-from preference_recipes.rollouts.generation import ALONE
+from preference_recipes.rollouts.generation import UNBATCHABLE
 from preference_recipes.rollouts.samples import Samples
 from runs import slow_but
 
@@ -189,7 +189,7 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(tm
 
 # ---------------------------------------------------------------------------------------------- 70 architectures
 
-FAST = {*ALONE, "llama", "mamba2", "qwen3_next"} - {"gpt_neo"}
+FAST = {*UNBATCHABLE, "llama", "mamba2", "qwen3_next"} - {"gpt_neo"}
 # xlstm cannot be generated from at all: its second step refuses its own cache.
 NAMES = slow_but(FAST, [name for name in ARCHITECTURES if name != "xlstm"])
 LONG_AND_SHORT = [[*range(20, 36)], [40, 41, 42, 43], [*range(50, 66)], [60, 61], [70, 71, 72, 73]]
@@ -205,6 +205,6 @@ def test_responses_are_those_of_each_prompt_alone(accelerator, tokenizer, name):
     respond = lambda: [response.ids for response in generation.generate(sampler, LONG_AND_SHORT, 6)]
     expected = [alone(model, prompt, None, 0.0, {-1}, 6)[0] for prompt in LONG_AND_SHORT]
     assert respond() == expected
-    if name in ALONE and name != "gpt_neo":
+    if name in UNBATCHABLE and name != "gpt_neo":
         model.config.model_type = "llama"
         assert respond() != expected  # so it matters

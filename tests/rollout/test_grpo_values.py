@@ -30,7 +30,7 @@ def losses_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
     """What a recipe makes of `trl_grpo.tensors` after a first update: log-probs, losses, weights, values."""
     logps = given["logps"].requires_grad_()
-    stored = {
+    experience = {
         "mask": given["mask"],
         "advantages": given["advantages"][:, None],
         "logps": given["old_logps"],
@@ -38,7 +38,9 @@ def losses_of(
         "sampler_logps": given["sampler_logps"],
     }
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
-    losses, weights, values = module.sample_losses(model, batch or {}, stored, args, is_first=False)
+    losses, weights, values = module.sample_losses(
+        model, batch or {}, experience, args, is_first=False
+    )
     return logps, losses, weights, values
 
 

@@ -43,7 +43,7 @@ def grader_of(weights: dict | None = None, **functions) -> rewards.Grader:
 
 def score(accelerator, tokenizer, grader, samples=None, step: int = 7) -> rewards.Scores:
     sampler = bare_sampler(accelerator, tokenizer)
-    sampler.progress.global_step = step
+    sampler.run.global_step = step
     return grader.score(sampler, samples or samples_of(tokenizer))
 
 

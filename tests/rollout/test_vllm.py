@@ -17,9 +17,9 @@ import runs
 from bare_runs import bare_sampler
 from fake_vllm import FakeServer
 from plain_rollouts import expect_alike
-from preference_recipes.models.divergence import DistillModel
+from preference_recipes.models.distillation import DistillModel
 from preference_recipes.rollouts import vllm
-from preference_recipes.rollouts.served import AllTeachers
+from preference_recipes.rollouts.teaching import AllTeachers
 from preference_recipes.rollouts.vllm import Server
 from runs import say
 
@@ -197,7 +197,7 @@ def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp
     for later in checkpoint.parent.glob("global_step_*"):
         if later != checkpoint:  # the kill came late
             shutil.rmtree(later)
-    assert torch.load(checkpoint / "ahead.pt") is not None
+    assert torch.load(checkpoint / "sampler.pt") is not None
     server.restart()  # it lost its weights, too
     run(inputs, tmp_path / "half", dict(settings, resume="auto"), server.url)
     assert runs.timeless(tmp_path / "half") == runs.timeless(tmp_path / "whole")

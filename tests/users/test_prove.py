@@ -128,7 +128,7 @@ FAULTS = {
     "evaluation_leaves_dropout_on": Fault(
         "evaluation",
         "recipes/sft.py",
-        {"checks.evaluation_mode(actor.model)": "torch.no_grad()"},
+        {"checks.evaluation_mode(saver.model)": "torch.no_grad()"},
     ),
     "a_checkpoint_is_written_in_place": Fault(
         "resume",
@@ -163,8 +163,8 @@ FAULTS = {
         "actor",
         "recipes/sft.py",
         {
-            "    actor.save()\n": "",
-            "update = run.next_update(train)": "update = run.next_update(train); run.global_step and actor.save()",
+            "    saver.save()\n": "",
+            "update = run.next_update(train)": "update = run.next_update(train); run.global_step and saver.save()",
         },
     ),
     "the_reference_learns": Fault(

@@ -139,7 +139,7 @@ SETTINGS = [
     ("grpo dapo", {"refill_rounds": 1, "drop_equal_groups": False}, "--refill_rounds replaces"),
     ("grpo dapo", {"refill_rounds": 1, "kl_coef": 0.1}, "--refill_rounds replaces groups left out"),
     ("grpo dapo", {"overlong_penalty": 0.5}, "--overlong_penalty 0.5: not used"),
-    ("distill", SAMPLED | {"beta": 0.5}, "--beta 0.5 --loss_type sampled"),
+    ("distill", SAMPLED | {"beta": 0.5}, "--beta 0.5: not used with --loss_type sampled"),
     ("distill gkd", SAMPLED | MIXED, "were not drawn by the student"),
     ("distill gkd", MIXED | {"n_samples_per_prompt": 2}, "give --n_samples_per_prompt 1"),
     ("distill", {"vllm_url": HTTP, "sampler_correction": "none"}, "only --loss_type sampled is"),

@@ -1,6 +1,5 @@
-"""The policy whose responses are sampled, and what else decides them."""
+"""The model whose responses are sampled, and what else decides them."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -8,7 +7,6 @@ from torch import nn
 
 from common import engine
 from common.metrics import Means
-from common.progress import Progress
 from preference_recipes.data import rendering
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
@@ -22,25 +20,38 @@ class Response(NamedTuple):
     logps: list[float]
 
 
-@dataclasses.dataclass
-class Policy:
-    """A model that responds to prompts, and what a run knows about it.
+class SamplingContext:
+    """What sampling needs to know: a model that responds, its tokenizer, and its run.
 
-    `unwrapped` is the module inside the prepared model; its own `model` is the actor.
+    Args:
+        run: a `Run`; its `accelerator` and `args` are enough to generate.
+        model: the trained one, prepared.
+        data: the run's sets. These are None where answers are generated for exact match alone.
+        packer: lays out samples for the models that read them.
+        means: takes what is logged about sampling.
+
+    Attributes:
+        unwrapped: the module inside `model`; its own `model` is that of transformers.
     """
 
-    accelerator: Accelerator
-    args: Any
-    tokenizer: Any
-    model: nn.Module  # the trained one, prepared
-    # These are None where answers are generated for exact match alone.
-    data: Data | None = None  # the run's sets
-    progress: Progress | None = None  # of the run
-    means: Means | None = None  # takes what is logged about sampling
-    packer: Packer | None = None  # lays out samples for the models that read them
-
-    def __post_init__(self):
-        self.unwrapped = engine.unwrapped(self.accelerator, self.model)
+    def __init__(
+        self,
+        run: Any,
+        model: nn.Module,
+        tokenizer: Any,
+        data: Data | None = None,
+        packer: Packer | None = None,
+        means: Means | None = None,
+    ):
+        self.run = run
+        self.accelerator: Accelerator = run.accelerator
+        self.args = run.args
+        self.model = model
+        self.tokenizer = tokenizer
+        self.data = data
+        self.packer = packer
+        self.means = means
+        self.unwrapped = engine.unwrapped(self.accelerator, model)
 
     def stop_tokens(self) -> set[int]:
         """Returns the tokens that end a response."""

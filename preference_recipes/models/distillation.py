@@ -1,17 +1,12 @@
-"""How far a student's distribution of each next token is from that of its teacher, exactly.
+"""A student that learns from what teachers say of each next token, and what they say.
 
-With s and t the student's and the teacher's probabilities of all tokens of the vocabulary, and the
-mixture m = (1 - beta) s + beta t, the divergence at a position is
-
-    beta = 0        KL(t || s), the forward KL
-    beta = 1        KL(s || t), the reverse KL
-    0 < beta < 1    beta KL(t || m) + (1 - beta) KL(s || m), the generalised Jensen-Shannon one
-
-Source: Agarwal et al. 2023, arXiv:2306.13649 eq. 1. Of a teacher elsewhere only its most probable
-tokens are known: see `TopLesson`.
+The formula is a recipe's, see `compare` and `gradient` in recipes/distill.py: functions of both
+models' log-probs of all tokens. They are called for a chunk of positions at a time, inside the
+student's own forward and backward pass, so that no table of all of them is ever held.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,20 +19,9 @@ from preference_recipes.models.logprobs import (
     ByChunks,
     LogProbModel,
     blocks,
-    by_answer,
     product_dtype,
     scaled_products,
-)
-
-# What is computed of every position besides the divergence; see `compare`.
-VALUES = (
-    "reverse_kl",
-    "forward_kl",
-    "entropy",
-    "teacher_entropy",
-    "agreement",
-    "logps",
-    "teacher_logps",
+    scatter_to_answers,
 )
 
 
@@ -45,7 +29,7 @@ VALUES = (
 class Head:
     """An output layer: `softcap * tanh(multiplier * (hidden @ weight.T + bias) / softcap)`.
 
-    The weight is `[v, h]`, the bias `[v]`. A tuple's tensors FSDP2 would round in a forward pass.
+    The weight is `[v, h]`, the bias `[v]`. It is no tuple, whose tensors FSDP2 would round.
     """
 
     weight: torch.Tensor
@@ -69,7 +53,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherOutput:
     """What a teacher says at some targets of a batch."""
 
     hidden: torch.Tensor  # what its output layer reads before each of them, `[n, h]`
@@ -83,12 +67,12 @@ class Lesson:
         return teacher
 
     def known(self, part: slice, student: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns those of `VALUES` that what `read` returns does not tell."""
+        """Returns values of `compare` that what `read` returns does not tell, by name."""
         return {}
 
 
 @dataclass(frozen=True)
-class TopLesson:
+class TopKTeacherOutput:
     """What is known of a teacher elsewhere: the log-probs of its k most probable tokens.
 
     All other tokens count as one. The divergence of such coarser distributions is at least 0, and
@@ -99,7 +83,7 @@ class TopLesson:
     ids: torch.Tensor  # of these tokens, the most probable first, int64 `[n, k]`
     logps: torch.Tensor  # of these tokens, fp32 `[n, k]`
     target_logps: torch.Tensor  # of the targets, fp32 `[n]`
-    places: torch.Tensor  # see `Lesson`
+    places: torch.Tensor  # see `TeacherOutput`
 
     def read(self, part: slice, student: torch.Tensor) -> torch.Tensor:
         ids = self.ids[part]
@@ -126,95 +110,38 @@ class TopLesson:
         }
 
 
-# ============================================================ from log-probs to divergences
-def compare(
-    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, beta: float | None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the divergence at each position, and all `VALUES` by name, `[n]` each.
-
-    Args:
-        student, teacher: log-probs of all tokens, `[n, v]`.
-        beta: None: in place of the divergence, the student's log-prob of the target.
-    """
-    p_student = student.exp()
-    p_teacher = teacher.exp()
-    gap = student - teacher
-    values = {
-        "reverse_kl": (p_student * gap).sum(-1),
-        "forward_kl": -(p_teacher * gap).sum(-1),
-        "entropy": -(p_student * student).sum(-1),
-        "teacher_entropy": -(p_teacher * teacher).sum(-1),
-        "agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
-        "logps": student.gather(1, targets[:, None]).squeeze(1),
-        "teacher_logps": teacher.gather(1, targets[:, None]).squeeze(1),
-    }
-    known: dict[float | None, str] = {None: "logps", 0: "forward_kl", 1: "reverse_kl"}
-    if beta in known:
-        return values[known[beta]], values
-    student_gap, teacher_gap = gaps_to_mixture(gap, beta)
-    divergence = beta * (p_teacher * teacher_gap).sum(-1)
-    divergence += (1 - beta) * (p_student * student_gap).sum(-1)
-    return divergence, values
-
-
-def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns log s - log m and log t - log m, of log s - log t; all zero where s is t.
-
-    Seen from the larger one nothing overflows: log m = log s + log(1 + beta (t/s - 1)).
-    """
-    share_of_smaller = torch.full_like(gap, 1 - beta).masked_fill_(gap > 0, beta)
-    below_larger = torch.log1p(share_of_smaller * torch.expm1(-gap.abs()))
-    return gap.clamp(max=0) - below_larger, -gap.clamp(min=0) - below_larger
-
-
-def gradient(
-    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, beta: float | None
-) -> torch.Tensor:
-    """Returns the gradient of what `compare` returns first, of the student's logits, `[n, v]`."""
-    p_student = student.exp()
-    if beta is None:
-        ones = torch.ones_like(p_student[:, :1])
-        return p_student.neg_().scatter_add_(1, targets[:, None], ones)
-    if beta == 0:
-        return p_student.sub_(teacher.exp())
-    gap = student - teacher
-    if beta < 1:
-        gap, _ = gaps_to_mixture(gap, beta)
-    mean = (p_student * gap).sum(-1, keepdim=True)
-    return gap.sub_(mean).mul_(p_student).mul_(1 if beta == 1 else 1 - beta)
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The job of `ByChunks` whose values are what `compare` returns: one, then the `VALUES`."""
+@dataclass
+class TeachingJob:
+    """The job of `ByChunks` whose values are what a recipe's `compare` returns, by `names`."""
 
     targets: torch.Tensor  # `[n]`
     multiplier: float  # the student's
     softcap: float
-    lesson: Lesson | TopLesson  # about exactly these targets
-    beta: float | None
+    output: TeacherOutput | TopKTeacherOutput  # about exactly these targets
+    compare: Callable  # see `DistillModel.forward`
+    gradient: Callable
+    names: tuple[str, ...] = ()  # known once values were computed
     n_matrices: ClassVar[int] = 2
 
     def read(self, part: slice, hidden, matrix, bias) -> tuple:
         """Returns both models' log-probs of all tokens, and the steepness of the student's cap."""
         student, slope = Head(matrix, bias, self.multiplier, self.softcap).logps(hidden)
-        return student, self.lesson.read(part, student), slope
+        return student, self.output.read(part, student), slope
 
     def values(self, part: slice, state: tuple) -> list[torch.Tensor]:
         student, teacher, _ = state
-        rows = []
-        for s, t, targets in blocks(student, teacher, self.targets[part]):
-            divergence, values = compare(s, t, targets, self.beta)
-            rows.append([divergence, *map(values.get, VALUES)])
-        found = dict(zip(("divergence", *VALUES), map(torch.cat, zip(*rows))))
-        return list((found | self.lesson.known(part, student)).values())
+        rows = [self.compare(*each) for each in blocks(student, teacher, self.targets[part])]
+        found = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        found |= self.output.known(part, student)
+        self.names = tuple(found)
+        return list(found.values())
 
     def slopes(self, part: slice, state: tuple) -> torch.Tensor:
         student, teacher, slope = state
         slopes = [] if slope is None else [slope]
         targets = self.targets[part]
         for s, t, chosen, *slope_of_block in blocks(student, teacher, targets, *slopes):
-            grad = gradient(s, t, chosen, self.beta)
+            grad = self.gradient(s, t, chosen)
             for steepness in slope_of_block:
                 grad *= steepness
             s.copy_(grad)
@@ -238,8 +165,9 @@ class DistillModel(LogProbModel):
         temperature: float = 1.0,
         *args,
         as_teacher: bool = False,
-        lessons: list[Lesson | TopLesson] | None = None,
-        beta: float | None = None,
+        teacher_outputs: list[TeacherOutput | TopKTeacherOutput] | None = None,
+        compare: Callable | None = None,
+        gradient: Callable | None = None,
         **kwargs,
     ):
         """Returns what `LogProbModel.forward` does, or what one of these arguments asks for.
@@ -249,39 +177,38 @@ class DistillModel(LogProbModel):
 
         Args:
             as_teacher: returns what the output layer reads before each target, `[targets, h]`.
-            lessons: one of each teacher; together they are about every target once. Returns
-                `VALUES` and, unless beta is None, `divergence` by name: fp32 `[answers, longest]`,
-                zero where there is no target.
-            beta: with lessons, see `compare`.
+            teacher_outputs: one of each teacher; together they are about every target once. Then
+                this returns what `compare` does, by name: fp32 `[answers, longest]`, zero where
+                there is no target.
+            compare: given the log-probs of all tokens of student and teacher, `[n, v]`, and the
+                targets `[n]`; returns values by name, `[n]` each. The first has a gradient,
+            gradient: which is this function's, by the student's logits, `[n, v]`; given the same.
         """
-        if lessons is None and not as_teacher:
+        if teacher_outputs is None and not as_teacher:
             return super().forward(batch, temperature, *args, **kwargs)
         states = architecture.hidden_states(self.model, batch["inputs"])
-        states = states.index_select(0, batch["predictors"])
+        states = states.index_select(0, batch["predictor_index"])
         if as_teacher:
             return states
-        name = "logps" if beta is None else "divergence"
+        formula = (self.multiplier / temperature, self.softcap / temperature)
 
         def learn(hidden, weight, bias) -> dict[str, torch.Tensor]:
             results: dict[str, torch.Tensor] = {}
-            for lesson in lessons:
-                places = lesson.places
-                formula = (self.multiplier / temperature, self.softcap / temperature)
-                job = Divergence(batch["targets"][places], *formula, lesson, beta)
-                with_gradient, *others = ByChunks.apply(
-                    hidden.index_select(0, places), weight, bias, job
-                )
-                values = {**dict(zip(VALUES, others)), name: with_gradient}
-                for key, value in values.items():
-                    whole = results.get(key, value.new_zeros(len(batch["targets"])))
-                    results[key] = whole.index_copy(0, places, value)
+            for output in teacher_outputs:
+                places = output.places
+                targets = batch["targets"][places]
+                job = TeachingJob(targets, *formula, output, compare, gradient)
+                values = ByChunks.apply(hidden.index_select(0, places), weight, bias, job)
+                for name, value in zip(job.names, values):
+                    whole = results.get(name, value.new_zeros(len(batch["targets"])))
+                    results[name] = whole.index_copy(0, places, value)
             return results
 
         values = self.model.get_output_embeddings()(states, learn, self.vocabulary)
-        return {key: by_answer(value, batch) for key, value in values.items()}
+        return {name: scatter_to_answers(value, batch) for name, value in values.items()}
 
     def whole_head(self, temperature: float) -> Head:
-        """Returns the whole output layer, its logits divided by a temperature, for `Lesson`s.
+        """Returns the whole output layer, its logits divided by a temperature.
 
         All processes must call it.
         """

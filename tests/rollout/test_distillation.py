@@ -1,19 +1,31 @@
 """The divergence of a student from its teacher: values and gradients against plain fp64."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
+import recipes
 from architectures import build
 from plain_rollouts import coarsened
-from preference_recipes.models import divergence, logprobs, packing
-from preference_recipes.models.divergence import VALUES, DistillModel, Divergence, Head, Lesson
+from preference_recipes.models import distillation, logprobs, packing
+from preference_recipes.models.distillation import DistillModel, Head, TeacherOutput, TeachingJob
 from preference_recipes.models.logprobs import ByChunks
 
 BETAS = (0.0, 0.1, 0.5, 1.0)
 # Multiplier and soft cap of the student's logits, and of the teacher's.
 FORMULAS = {"plain": ((1.0, 0.0), (1.0, 0.0)), "capped": ((0.7, 4.0), (1.4, 6.0))}
+
+
+distill = recipes.load("distill")
+
+
+def formula_of(beta: float | None) -> tuple[Callable, Callable]:
+    """The recipe's `compare` and `gradient`; None: of sampled tokens."""
+    args = distill.Args(loss_type="sampled" if beta is None else "divergence", beta=beta)
+    return partial(distill.compare, args=args), partial(distill.gradient, args=args)
 
 
 # ---------------------------------------------------------------------------------------------- a plain reference
@@ -62,29 +74,29 @@ def drawn(n=11, vocabulary=67, teacher_vocabulary=71, cut=61) -> dict:
     }
 
 
-def top_lesson(teacher, targets, k: int) -> divergence.TopLesson:
+def top_output(teacher, targets, k: int) -> distillation.TopKTeacherOutput:
     """What a server tells of a teacher with these log-probs `[n, v]`."""
     logps, ids = teacher.topk(k)
-    return divergence.TopLesson(
+    return distillation.TopKTeacherOutput(
         ids, logps, teacher.gather(1, targets[:, None])[:, 0], torch.arange(0)
     )
 
 
 def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
-    """What a `Divergence` gives of these tensors, and the gradients of hidden states, weight and bias."""
+    """What the recipe gives of these tensors, and the gradients of hidden states, weight and bias."""
     (multiplier, softcap), of_teacher = formulas
     learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
     of_teacher = [number / temperature for number in of_teacher]
     head = Head(given["teacher_weight"][:cut], given["teacher_bias"][:cut], *of_teacher)
-    lesson = Lesson(given["teacher_hidden"], head, torch.arange(0))
+    output = TeacherOutput(given["teacher_hidden"], head, torch.arange(0))
     if k:
-        lesson = top_lesson(head.logps(given["teacher_hidden"])[0], given["targets"], k)
+        output = top_output(head.logps(given["teacher_hidden"])[0], given["targets"], k)
     of_student = (multiplier / temperature, softcap / temperature)
-    job = Divergence(given["targets"], *of_student, lesson, beta)
+    job = TeachingJob(given["targets"], *of_student, output, *formula_of(beta))
     hidden, weight, bias = learned
     first, *others = ByChunks.apply(hidden, weight[:cut], bias[:cut], job)
     gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
-    return first.detach(), dict(zip(VALUES, others)), gradients
+    return first.detach(), dict(zip(job.names[1:], others)), gradients
 
 
 def exact(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
@@ -159,21 +171,22 @@ def test_the_top_tokens_give_a_bound_from_below_and_all_of_them_the_divergence(b
     logits.requires_grad_()
     student, teacher = logits.log_softmax(-1)
     targets = torch.zeros(50, dtype=torch.long)
+    compare, gradient = formula_of(beta)
     bound, error = torch.zeros(50), torch.full((50,), 1e-14)
     for k in range(1, 13):
-        lesson = top_lesson(teacher, targets, k)
-        filled = lesson.read(slice(None), student)
-        last, bound = bound, divergence.compare(student, filled, targets, beta)[0]
+        output = top_output(teacher, targets, k)
+        filled = output.read(slice(None), student)
+        last, bound = bound, compare(student, filled, targets)["learned"]
         assert (bound - last + error).min() >= 0
         # What is left of 1 is rounded, and so is the divergence.
-        ours = student.scatter(1, lesson.ids, -math.inf).logsumexp(1)
-        theirs = lesson.rest(slice(None))[:, 0].exp()
+        ours = student.scatter(1, output.ids, -math.inf).logsumexp(1)
+        theirs = output.rest(slice(None))[:, 0].exp()
         error = ours.exp() * (1e-15 / theirs).log1p() + 1e-15 * (9 - ours.clamp(min=-999))
         if k < 12 and spread < 30:
-            whole = dense(*(coarsened(p, lesson.ids) for p in (student, teacher)), targets, beta)[0]
+            whole = dense(*(coarsened(p, output.ids) for p in (student, teacher)), targets, beta)[0]
             assert torch.allclose(bound, whole, rtol=1e-9, atol=1e-12)
             (expected,) = torch.autograd.grad(whole.sum(), logits, retain_graph=True)
-            found = divergence.gradient(student, filled, targets, beta)
+            found = gradient(student, filled, targets)
             assert torch.allclose(found, expected[0], rtol=1e-6, atol=1e-9)
     assert torch.allclose(bound, dense(student, teacher, targets, beta)[0], rtol=1e-12)
 
@@ -181,11 +194,11 @@ def test_the_top_tokens_give_a_bound_from_below_and_all_of_them_the_divergence(b
 def test_the_rest_is_precise_at_both_ends():
     for p in (1e-20, 0.1, 0.9, 1 - 1e-6):
         logp = torch.tensor([[math.log(p)]], dtype=torch.float64)
-        rest = top_lesson(logp, torch.tensor([0]), 1).rest(slice(1)).item()
+        rest = top_output(logp, torch.tensor([0]), 1).rest(slice(1)).item()
         assert rest == pytest.approx(math.log1p(-p), rel=1e-9)
     for logp in (0.0, 1e-12, -1e-17):  # the sum of rounded numbers may be above 1
-        lesson = top_lesson(torch.tensor([[logp]], dtype=torch.float64), torch.tensor([0]), 1)
-        assert lesson.rest(slice(1)).item() == pytest.approx(math.log(2.0**-52))
+        output = top_output(torch.tensor([[logp]], dtype=torch.float64), torch.tensor([0]), 1)
+        assert output.rest(slice(1)).item() == pytest.approx(math.log(2.0**-52))
 
 
 # ---------------------------------------------------------------------------------------------- whole models
@@ -203,7 +216,9 @@ def batch_of(packed: bool) -> dict:
 
 def own_logps(model, batch: dict, temperature: float, vocabulary: int) -> torch.Tensor:
     """Log-probs of all tokens before each target, from the architecture's own logits."""
-    logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[batch["predictors"]]
+    logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[
+        batch["predictor_index"]
+    ]
     return (logits[:, :vocabulary] / temperature).log_softmax(-1)
 
 
@@ -237,7 +252,7 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     student.zero_grad()
 
     wrapped = DistillModel(student, vocabulary)
-    lessons = []
+    outputs = []
     for model, is_mine in ((teacher, of_first), (other_teacher, ~of_first)):
         wrapped_teacher = DistillModel(model, vocabulary)
         with torch.no_grad():
@@ -245,16 +260,19 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
         places = is_mine.nonzero().flatten()
         head = wrapped_teacher.whole_head(temperature)
         assert len(head.weight) == vocabulary
-        lessons.append(Lesson(hidden[places], head, places))
-    output = wrapped(batch, temperature, lessons=lessons, beta=beta)
-    assert output.keys() == {"divergence", *VALUES}
-    for name, value in {**values, "divergence": first}.items():
+        outputs.append(TeacherOutput(hidden[places], head, places))
+    compare, gradient = formula_of(beta)
+    output = wrapped(
+        batch, temperature, teacher_outputs=outputs, compare=compare, gradient=gradient
+    )
+    assert output.keys() == {"learned", *values}
+    for name, value in {**values, "learned": first}.items():
         found = output[name]
         assert not found[~batch["mask"]].any()
         torch.testing.assert_close(
             found[batch["mask"]], value.detach().to(found.dtype), rtol=1e-4, atol=1e-4, msg=name
         )
-    (output["divergence"] * weights).sum().backward()
+    (output["learned"] * weights).sum().backward()
     found = {name: p.grad for name, p in student.named_parameters()}
     ours, theirs = (
         torch.cat([gradients[name].flatten() for name in expected])
