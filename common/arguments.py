@@ -88,7 +88,7 @@ class Parser(HfArgumentParser):
 
 
 def unfreeze() -> None:
-    """Else triton 3.9, which torch 2.15 imports, says below the last message what leaked."""
+    """Keeps triton 3.9, which torch 2.15 imports, from printing leaks below the last message."""
     if "triton" in sys.modules:
         gc.unfreeze()
 

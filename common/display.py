@@ -9,7 +9,7 @@ import time
 
 from tqdm import tqdm
 
-# How the bar calls a metric; others are shown under their own names.
+# What the bar calls a metric; others have their own names there.
 SHORT = {
     "rewards/accuracies": "acc",
     "mean_token_accuracy": "acc",

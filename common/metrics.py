@@ -83,7 +83,7 @@ class Means:
             self.recorder.add(complete, weights, *numbers)
 
     def add_rollout(self, values: dict[str, torch.Tensor], reduce: Reduce = "mean") -> None:
-        """Adds values of a rollout to the next log line, also if its first update is skipped.
+        """Adds values of a rollout to the next log line, even if its first update is skipped.
 
         Args:
             values: by tag, each of any shape, the same on every process. NaN counts nowhere.

@@ -9,7 +9,7 @@ from common import checkpointable
 @checkpointable
 @dataclasses.dataclass
 class PromptProgress:
-    """Where a run is in its prompts, over all epochs, where its updates do not tell."""
+    """The position in the prompts, over all epochs, where updates do not determine it."""
 
     prompts_seen: int = 0  # taken so far
     prompts_done: int = 0  # those of them whose updates are all made
@@ -36,7 +36,7 @@ class Progress:
     tokens: int = 0  # of them, without padding; in DPO and reward a pair's prompt counts twice
     position: PromptProgress | None = None  # in the prompts; where rollouts may lead to no update
     stopped_early: bool = False  # by `--stop_after`
-    rollout_was_skipped: bool = False  # see `skip_rollout`
+    has_changed: bool = True  # whether the last update was made, and applied
     consecutive_skips: int = 0  # since the last applied update
 
     def __post_init__(self):
@@ -60,10 +60,9 @@ class Progress:
         It also stops after a whole epoch of prompts that led to no update.
         """
         position = self.position
-        epoch_without_update = (
-            position is not None and position.prompts_without_update >= self.n_rows
-        )
-        if self.stopped_early or epoch_without_update:
+        if self.stopped_early:
+            return True
+        if position is not None and position.prompts_without_update >= self.n_rows:
             return True
         if self.max_steps:
             return self.global_step >= self.max_steps
@@ -81,7 +80,7 @@ class Progress:
 
     def update_done(self, applied: bool, samples: int, tokens: int) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
-        self.rollout_was_skipped = False
+        self.has_changed = applied
         if not applied:
             self.skipped_steps += 1
             self.consecutive_skips += 1
@@ -92,18 +91,13 @@ class Progress:
         self.consecutive_skips = 0
 
     def skip_rollout(self) -> None:
-        """Notes that rows were used up without leading to an update: the model is as it was."""
-        self.rollout_was_skipped = True
+        """Notes that a rollout was consumed without an update: the model is as it was."""
+        self.has_changed = False
 
     def due(self, interval: float, first: bool = False) -> bool:
         """Whether something is due now: after every `interval` applied updates, and at the end.
 
-        `finished` means that this was the run's last update, or its last prompts:
-
-            after                                  it is due
-            an applied update                      at a multiple of `interval`, or if `finished`
-            a skipped update, or one that was      if `finished`, unless the last applied update
-            not made (`skip_rollout`)                      was at a multiple, or there was none
+        If the run ends without another applied update, what was due after the last one was done.
 
         Args:
             interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.
@@ -111,7 +105,7 @@ class Progress:
         """
         every = self.every(interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        if self.consecutive_skips == 0 and not self.rollout_was_skipped:
+        if self.has_changed:
             return at_multiple or self.finished or (first and self.global_step == 1)
         return self.finished and not at_multiple and self.global_step > 0
 

@@ -44,7 +44,7 @@ class Run(Progress):
         n_rows: rows of the training data; with the arguments they decide when the run ends.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
-        progress: further fields of `Progress`, where rollouts may lead to no update.
+        progress: further fields of `Progress`, for recipes in which a rollout may yield no update.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Run(Progress):
     def check_finite(
         self,
         update: Update,
-        data_rows: Sequence[int],
+        row_numbers: Sequence[int],
         losses: torch.Tensor,
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
@@ -140,7 +140,7 @@ class Run(Progress):
         All are checked just before the last `backward`: the host waits for a GPU once, and
         DeepSpeed, which steps in `backward`, has not yet stepped.
         """
-        update.losses.append(stopping.Losses(data_rows, losses.detach(), weights))
+        update.losses.append(stopping.Losses(row_numbers, losses.detach(), weights))
         if self.accelerator.sync_gradients:
             stopping.check_finite(self, update.losses, tensors)
 
@@ -213,8 +213,8 @@ class Run(Progress):
 
     # ============================================================ the clock: perf/*
     def restart_clock(self) -> None:
-        """Starts the clock of the next line."""
-        # A name once timed stays in every line, if only as 0.
+        """Starts the clock again, after a line was logged."""
+        # A name that was timed once is in every line, as 0 if nothing took time.
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.operations.zero_()
         self.since = time.perf_counter()

@@ -26,7 +26,7 @@ def arg(
     """Returns a field of a recipe's `Args`.
 
     Args:
-        with_lora: the default at `--lora_r` above 0; None: the same.
+        with_lora: the default when LoRA is on (`--lora_r`); None: the same.
         only_with: the argument without which this one is refused, such as `kl_coef`; also with the
             values that it needs: `loss_type=sigmoid,robust`.
         limits: of the values, such as `at_least=0`, see `LIMITS`. A value of None has none.

@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class Losses(NamedTuple):
     """The losses of one micro-batch."""
 
-    data_rows: Sequence[int]  # the numbers of its rows in the data file
+    row_numbers: Sequence[int]  # the numbers of its rows in the data file
     values: torch.Tensor  # `[rows, ...]`
     weights: torch.Tensor  # of the same shape, 0 for what counts nowhere
 

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 # The folder in which a run records them, in parts that Parquet's readers take for one table.
 VALUES = "values.parquet"
 COUNT = ":count"  # after the name of a metric, in the name of the column that counts it
-# What counts nowhere, by how values are joined.
+# What changes nothing when it is joined, by the reduction.
 NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 SAMPLES_OF_A_PART = 4096  # of a process; fewer before a checkpoint and at the end
 INTEGER, TEXT, NUMBER = pyarrow.int32(), pyarrow.string(), pyarrow.float64()

@@ -300,7 +300,6 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     all_teachers = AllTeachers(accelerator, args, tokenizer, model)
     models = [model, *(teacher.model for teacher in all_teachers.by_name.values())]
@@ -342,13 +341,13 @@ def main():
         for rows, weights in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)
-                data_rows = [samples.data_rows[row] for row in rows]
+                row_numbers = [samples.row_numbers[row] for row in rows]
                 token_weights = experience["mask"] * weights[:, None]
             with run.timed("teacher"):  # what the teachers say about the same tokens
                 outputs = all_teachers.read(state.rollout, rows, batch, packer)
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, outputs, experience, args, is_first)
-                run.check_finite(update, data_rows, losses, token_weights, experience)
+                run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
                 loss = (losses * token_weights).sum() * update.engine_divisor / response_tokens
@@ -358,7 +357,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights, data_rows, samples.numbers(rows))
+            means.add(values, weights, row_numbers, samples.response_numbers(rows))
             run.count_flop(batch, weights)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
@@ -401,8 +400,8 @@ def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, all_teachers: AllTea
                 _, values = token_losses(
                     saver.model, batch, outputs, experience, run.args, True, in_training=False
                 )
-                data_rows = [samples.data_rows[row] for row in rows]
-                means.add(values, weights, data_rows, samples.numbers(rows))
+                row_numbers = [samples.row_numbers[row] for row in rows]
+                means.add(values, weights, row_numbers, samples.response_numbers(rows))
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
             values, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
             line |= values

@@ -153,9 +153,9 @@ def collate(columns: dict, packer: Packer) -> dict:
     """
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
     ids = columns["chosen_ids"] + columns["rejected_ids"]
-    learned = columns["chosen_learned"] + columns["rejected_learned"]
+    loss_mask = columns["chosen_loss_mask"] + columns["rejected_loss_mask"]
     images = columns["images"] * 2 if "images" in columns else None
-    batch = packer.make_batch(prompts, ids, learned=learned, images=images)
+    batch = packer.make_batch(prompts, ids, loss_mask=loss_mask, images=images)
     if "ref_logps" in columns:  # with --precompute_ref_log_probs, `[pairs, 2]`
         batch["ref_logps"] = batches.send(columns["ref_logps"].T.reshape(-1), packer.device)
     return batch
@@ -245,7 +245,6 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])
     reference = None
     if args.loss_type not in REFERENCE_FREE:
         reference = Reference(accelerator, args, tokenizer, model)

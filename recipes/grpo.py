@@ -16,8 +16,9 @@ Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
 Shapes: G groups of n responses, T tokens in the longest. Scores and advantages are [G, n]. What an
 update reads has a row for each response: [rows, T], or [rows, 1] if all its tokens have the same.
 
-Dr. GRPO, GSPO, RLOO, REINFORCE++ and CISPO are settings: docs/grpo.md. DAPO's resampling, SAPO,
-DPPO, GDPO, MaxRL and others are changes of this file: forks/README.md.
+By default with DAPO's clip range and average over tokens, and the standard deviation of the whole
+rollout. The paper's own settings, Dr. GRPO, GSPO, RLOO, REINFORCE++ and CISPO: docs/grpo.md. DAPO's
+resampling, SAPO, DPPO, GDPO, MaxRL and others are changes of this file: forks/README.md.
 
 The demo, offline:
     python recipes/grpo.py
@@ -332,7 +333,6 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
     grader = Grader(accelerator, args, tokenizer, data)
@@ -375,11 +375,11 @@ def main():
             for rows, weights in update.micro_batches:
                 with run.timed("data"):
                     batch, experience = samples.collate(rows, state.rollout.experience, packer)
-                    data_rows = [samples.data_rows[row] for row in rows]
+                    row_numbers = [samples.row_numbers[row] for row in rows]
                 with accelerator.accumulate(model):
                     losses, counts, values = sample_losses(model, batch, experience, args, is_first)
                     sample_weights = counts * weights
-                    run.check_finite(update, data_rows, losses, sample_weights)
+                    run.check_finite(update, row_numbers, losses, sample_weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its
                     # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
                     loss = (losses * sample_weights).sum() * update.engine_divisor / denominator
@@ -389,7 +389,7 @@ def main():
                     # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                     optimizer.step()
                     optimizer.zero_grad()
-                means.add(values, weights, data_rows, samples.numbers(rows))
+                means.add(values, weights, row_numbers, samples.response_numbers(rows))
                 run.count_flop(batch, weights)
 
             applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed

@@ -88,9 +88,11 @@ def collate(columns: dict, packer: Packer) -> dict:
     places = good + bad
     prompts = [columns["prompt_ids"][place] for place in places]
     ids = [ids for ids in columns["chosen_ids"] + columns["rejected_ids"] if ids]
-    learned = [flags for flags in columns["chosen_learned"] + columns["rejected_learned"] if flags]
+    loss_mask = [
+        flags for flags in columns["chosen_loss_mask"] + columns["rejected_loss_mask"] if flags
+    ]
     images = [columns["images"][place] for place in places] if "images" in columns else None
-    batch = packer.make_batch(prompts, ids, learned=learned, images=images)
+    batch = packer.make_batch(prompts, ids, loss_mask=loss_mask, images=images)
     batch["is_good"] = batches.send([True] * len(good) + [False] * len(bad), packer.device)
     batch["places"] = batches.send(places, packer.device)
     batch["rows"] = [columns["row"][place] for place in places]
@@ -102,7 +104,7 @@ def with_prompts(columns: dict, others: dict, max_length: int) -> dict:
     prompts = {name: others[name] for name in ("prompt_ids", "images") if name in others}
     cut = {
         name: [ids[: max_length - len(p)] for p, ids in zip(prompts["prompt_ids"], columns[name])]
-        for name in ("chosen_ids", "rejected_ids", "chosen_learned", "rejected_learned")
+        for name in ("chosen_ids", "rejected_ids", "chosen_loss_mask", "rejected_loss_mask")
     }
     return {**columns, **cut, **prompts}
 
@@ -177,7 +179,6 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    checks.check_logprobs(accelerator, model, train[[0]]["prompt_ids"][0])
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]
     packer = checks.make_packer(

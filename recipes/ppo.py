@@ -377,7 +377,6 @@ def main():
     optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    checks.check_logprobs(accelerator, model, data.train[0]["prompt_ids"])
 
     reference = None
     if args.kl_coef:  # with LoRA it is the model without adapters, whose critic need not run
@@ -423,11 +422,11 @@ def main():
         for rows, weights in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)
-                data_rows = [samples.data_rows[row] for row in rows]
+                row_numbers = [samples.row_numbers[row] for row in rows]
                 token_weights = experience["mask"] * weights[:, None]
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, experience, args, is_first)
-                run.check_finite(update, data_rows, losses, token_weights, experience)
+                run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
                 loss = (losses * token_weights).sum() * update.engine_divisor / response_tokens
@@ -437,7 +436,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights, data_rows, samples.numbers(rows))
+            means.add(values, weights, row_numbers, samples.response_numbers(rows))
             run.count_flop(batch, weights)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed

@@ -80,9 +80,9 @@ def encode_demonstration(
     if not turns:
         raise LeftOut(formats.missing_answer(answer))
     if is_text:
-        prompt_ids, [(ids, learned)], notes = chat.encode_answers(tokenizer, *conversation)
-        learned = [learn_contexts] * len(prompt_ids) + learned
-        return [chat.TokenSequence(prompt_ids + ids, [False, *learned[1:]])], prompt_ids, notes
+        prompt_ids, [(ids, loss_mask)], notes = chat.encode_answers(tokenizer, *conversation)
+        loss_mask = [learn_contexts] * len(prompt_ids) + loss_mask
+        return [chat.TokenSequence(prompt_ids + ids, [False, *loss_mask[1:]])], prompt_ids, notes
     if loss_on == "completion":
         turns = turns[-1:]
     return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
@@ -93,24 +93,24 @@ def sft_row(
 ) -> dict:
     """Returns the columns of a row, see `dataset.Converter`.
 
-    `input_ids` and `learned` hold the sequences of the row one after the other, whose lengths are
+    `input_ids` and `loss_mask` hold the sequences of the row one after the other, whose lengths are
     `sequence_lengths`. The others are `prompt_ids length n_targets truncated notes`.
     """
     conversation = formats.read_chat(row, strings_as_messages)
     whole, prompt_ids, notes = encode_demonstration(tokenizer, conversation, loss_on)
-    cut = [chat.TokenSequence(ids[:max_length], learned[:max_length]) for ids, learned in whole]
-    sequences = [sequence for sequence in cut if any(sequence.learned)]
+    cut = [chat.TokenSequence(ids[:max_length], loss_mask[:max_length]) for ids, loss_mask in whole]
+    sequences = [sequence for sequence in cut if any(sequence.loss_mask)]
     if not sequences:
         raise LeftOut("nothing to learn within max_length")
     ids = [token for sequence in sequences for token in sequence.ids]
-    learned = [flag for sequence in sequences for flag in sequence.learned]
+    loss_mask = [flag for sequence in sequences for flag in sequence.loss_mask]
     return {
         "input_ids": ids,
-        "learned": learned,
+        "loss_mask": loss_mask,
         "sequence_lengths": [len(sequence.ids) for sequence in sequences],
         "prompt_ids": prompt_ids,
         "length": len(ids),
-        "n_targets": sum(learned),
+        "n_targets": sum(loss_mask),
         "truncated": any(len(ids) > max_length for ids, _ in whole),
         "notes": notes,
     }
@@ -120,7 +120,7 @@ def collate(columns: dict, packer: Packer) -> dict:
     """Returns each row as an answer to an empty prompt, only its learned tokens targets."""
     no_prompts = [[]] * len(columns["input_ids"])
     images = columns.get("images")
-    return packer.make_batch(no_prompts, columns["input_ids"], columns["learned"], images)
+    return packer.make_batch(no_prompts, columns["input_ids"], columns["loss_mask"], images)
 
 
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:
@@ -181,7 +181,6 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    checks.check_logprobs(accelerator, model, train[[0]]["input_ids"][0])
     packer = checks.make_packer(accelerator, [model], data.processor)
 
     means = Means(accelerator, run.recorder("train"))

@@ -29,7 +29,7 @@ class TokenSequence(NamedTuple):
     """What the model reads at once: token ids, and which of them it should learn to write."""
 
     ids: list[int]
-    learned: list[bool]
+    loss_mask: list[bool]
 
 
 def encode_answers(
@@ -50,12 +50,12 @@ def encode_answers(
     contexts = [context for context, _, _ in encoded]
     n = rendering.n_common(contexts[0], contexts[-1])  # all answers share these
     sequences = []
-    for context, (ids, learned), _ in encoded:
+    for context, (ids, loss_mask), _ in encoded:
         prefix = context[n:]  # the rest of its prompt becomes a part of the answer
-        learned = [True] * len(prefix) + learned
+        loss_mask = [True] * len(prefix) + loss_mask
         if n == 0:  # nothing predicts a first token
-            learned[0] = False
-        sequences.append(TokenSequence(prefix + ids, learned))
+            loss_mask[0] = False
+        sequences.append(TokenSequence(prefix + ids, loss_mask))
     return contexts[0][:n], sequences, sum((notes for *_, notes in encoded), asked.notes)
 
 
@@ -72,10 +72,10 @@ def encode_answer(
     sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, learn_each=True)
     if len(sequences) > 1:
         raise LeftOut(REWRITES_TURNS)
-    [(ids, learned)] = sequences
+    [(ids, loss_mask)] = sequences
     begins_learned = turns[0] == len(prompt)
-    start = learned.index(True) if begins_learned else rendering.n_common(asked.ids, ids)
-    return ids[:start], TokenSequence(ids[start:], learned[start:]), notes
+    start = loss_mask.index(True) if begins_learned else rendering.n_common(asked.ids, ids)
+    return ids[:start], TokenSequence(ids[start:], loss_mask[start:]), notes
 
 
 def encode_conversation(
@@ -116,16 +116,16 @@ def encode_conversation(
             continue
         notes += turn_notes
         prompt_ids = prompt.ids
-        before, learned = sequences[-1] if sequences else TokenSequence([], [])
+        before, loss_mask = sequences[-1] if sequences else TokenSequence([], [])
         if context[: len(before)] == before:  # the same history: one sequence
             del sequences[-1:]
         elif learn_all:
             raise LeftOut(REWRITES_TURNS)
         else:
-            learned = []
-        learned = learned + [learn_all] * (len(context) - len(learned)) + [True] * len(ids)
+            loss_mask = []
+        loss_mask = loss_mask + [learn_all] * (len(context) - len(loss_mask)) + [True] * len(ids)
         # Nothing predicts a sequence's first token.
-        sequences.append(TokenSequence(context + ids, [False, *learned[1:]]))
+        sequences.append(TokenSequence(context + ids, [False, *loss_mask[1:]]))
     return sequences, prompt_ids, notes
 
 

@@ -46,7 +46,7 @@ PLAIN_STRINGS = (
 )
 NO_IMAGES = "this recipe, or --vllm_url, reads no images: docs/images.md"
 # Stands between the right answers of a row, which are kept as one text: ASCII's record separator.
-BETWEEN = "\x1e"
+ANSWER_SEPARATOR = "\x1e"
 
 
 class Data(NamedTuple):
@@ -206,7 +206,9 @@ def answer_text(answer: Any) -> str:
     values = answer if isinstance(answer, (list, tuple)) else [answer]
     if any(isinstance(value, (dict, list, tuple)) for value in values):
         raise ValueError("column 'answer' holds an object, which no response is compared with")
-    return BETWEEN.join(str(value) for value in values if value is not None and value != "")
+    return ANSWER_SEPARATOR.join(
+        str(value) for value in values if value is not None and value != ""
+    )
 
 
 # ============================================================ all rows
@@ -312,5 +314,5 @@ def type_of(name: str, value) -> pyarrow.DataType:
     if name == "images":
         return pyarrow.list_(pyarrow.large_binary())
     if isinstance(value, list):
-        return pyarrow.list_(pyarrow.bool_() if name.endswith("learned") else pyarrow.int32())
+        return pyarrow.list_(pyarrow.bool_() if name.endswith("loss_mask") else pyarrow.int32())
     return pyarrow.scalar(value).type

@@ -181,7 +181,7 @@ class TypedRows:
 
 
 def keep_files(feature) -> None:
-    """Lets images be read as the files that they are: `datasets` would decode them to pixels."""
+    """Reads images as the files that they are: `datasets` would decode them to pixels."""
     if isinstance(feature, datasets.Image):
         feature.decode = False
     below = feature.values() if isinstance(feature, dict) else [vars(feature).get("feature")]

@@ -74,9 +74,9 @@ def row_of_answers(
     """Returns the token ids of a prompt, and of two answers or one; that is chosen if it `is_good`.
 
     A prompt and one answer longer than `max_length` are cut at the end. The keys are `prompt_ids
-    chosen_ids rejected_ids`, `chosen_learned rejected_learned`, which tokens of the answers count,
-    and `length truncated notes`, see `dataset.Converter`. Raises `LeftOut` if nothing is left to
-    learn, or to compare.
+    chosen_ids rejected_ids`, `chosen_loss_mask rejected_loss_mask`, which tokens of the answers
+    count, and `length truncated notes`, see `dataset.Converter`. Raises `LeftOut` if nothing is
+    left to learn, or to compare.
     """
     is_transcript = conversation.is_text and text_of(conversation.prompt).endswith(HH_MARKER)
     for answer in conversation.answers:
@@ -90,10 +90,10 @@ def row_of_answers(
     room = max_length - len(prompt_ids)
     if room <= 0:
         raise LeftOut("prompt fills max_length")
-    cut = [chat.TokenSequence(ids[:room], learned[:room]) for ids, learned in sequences]
+    cut = [chat.TokenSequence(ids[:room], loss_mask[:room]) for ids, loss_mask in sequences]
     if len(cut) == 2 and cut[0].ids == cut[1].ids:  # what is left tells them apart
         raise LeftOut("chosen equal to rejected")
-    if not all(any(learned) for _, learned in cut):
+    if not all(any(loss_mask) for _, loss_mask in cut):
         raise LeftOut("nothing to learn within max_length")
     chosen, rejected = [*cut, chat.TokenSequence([], [])][:2]
     if not is_good:
@@ -102,8 +102,8 @@ def row_of_answers(
         "prompt_ids": prompt_ids,
         "chosen_ids": chosen.ids,
         "rejected_ids": rejected.ids,
-        "chosen_learned": chosen.learned,
-        "rejected_learned": rejected.learned,
+        "chosen_loss_mask": chosen.loss_mask,
+        "rejected_loss_mask": rejected.loss_mask,
         "length": sum(len(prompt_ids) + len(ids) for ids, _ in cut),
         "truncated": cut != sequences,
         "notes": notes,

@@ -203,13 +203,13 @@ def columns_of(values: dict, files: list[bytes], spelled: list[str], tokenizer) 
     if not set(counts) <= set(ends):
         raise LeftOut("an image does not fit within max_length")
     # What stands for an image is never drawn, so it is no target, not even with --loss_on all.
-    learned = np.array(values["learned"])
-    learned[places_of(tokenizer.processor, values["input_ids"])] = False
+    loss_mask = np.array(values["loss_mask"])
+    loss_mask[places_of(tokenizer.processor, values["input_ids"])] = False
     return {
         "images": files,
         "images_of_sequence": list(map(ends.index, counts)),
-        "learned": learned.tolist(),
-        "n_targets": int(learned.sum()),
+        "loss_mask": loss_mask.tolist(),
+        "n_targets": int(loss_mask.sum()),
     }
 
 

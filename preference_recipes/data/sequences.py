@@ -13,7 +13,7 @@ class Sequences:
     """
 
     def __init__(self, dataset):
-        self.dataset = dataset  # with `input_ids learned sequence_lengths row`
+        self.dataset = dataset  # with `input_ids loss_mask sequence_lengths row`
         lists = dataset.with_format("arrow")["sequence_lengths"][:]  # Python lists would take long
         self.lengths = pyarrow.compute.list_flatten(lists).to_numpy()  # of each sequence
         per_row = pyarrow.compute.list_value_length(lists).to_numpy()
@@ -30,15 +30,15 @@ class Sequences:
         )
 
     def __getitem__(self, numbers: Sequence[int]) -> dict[str, list]:
-        """Returns `input_ids learned row`, and maybe `images`, of some sequences."""
+        """Returns `input_ids loss_mask row`, and maybe `images`, of some sequences."""
         rows = np.searchsorted(self._starts, numbers, side="right") - 1
         columns = self.dataset[rows]
-        cut = {"input_ids": [], "learned": [], "row": columns["row"]}
+        cut = {"input_ids": [], "loss_mask": [], "row": columns["row"]}
         for place, number in enumerate(numbers):
             before = self.lengths[self._starts[rows[place]] : number].sum()
             span = slice(before, before + self.lengths[number])
             cut["input_ids"].append(columns["input_ids"][place][span])
-            cut["learned"].append(columns["learned"][place][span])
+            cut["loss_mask"].append(columns["loss_mask"][place][span])
         if "images" in columns:  # each reads the first ones of its row
             counts = columns["images_of_sequence"]
             numbers_in_row = np.asarray(numbers) - self._starts[rows]

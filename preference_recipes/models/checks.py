@@ -1,4 +1,4 @@
-"""Whether a model is read correctly, tried before training: log-probs, prompts that are shared."""
+"""Trials before training: whether a model's log-probs are right, and whether prompts are shared."""
 
 import contextlib
 from typing import Any
@@ -9,14 +9,14 @@ from torch import nn
 
 from common import engine, refuse
 from preference_recipes.models import architecture
+from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
 
 @torch.no_grad()
-def check_logprobs(accelerator: Accelerator, model: nn.Module, ids: list[int]) -> None:
+def check_logprobs(accelerator: Accelerator, model: nn.Module) -> None:
     """Compares a prepared model's log-probs with its own logits. All processes must call it."""
-    row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
-    batch = Packer(accelerator.device).make_batch([row[:1]], [row[1:]])
+    batch = Packer(accelerator.device).make_batch([[0]], [list(range(1, 16))])
     with evaluation_mode(model):
         output = model(batch, check=True)
     refuse_difference(accelerator, model, output["logps"], output["own_logps"])
@@ -40,14 +40,17 @@ def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: st
 def make_packer(
     accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
 ) -> Packer:
-    """Returns how these models, or None, read answers as rows. All processes must call it.
+    """Tries these models, and returns how they read answers as rows. All processes must call it.
 
     Args:
+        models: the trained one first; None is left out.
         processor: of their images, see `Data.processor`.
         max_length: tokens of the longest row.
         share: whether prompts are shared, if that changes no log-prob of any of the models.
     """
     readers = [model for model in models if model is not None]
+    if isinstance(engine.unwrapped(accelerator, readers[0]), LogProbModel):
+        check_logprobs(accelerator, readers[0])
     of_images: dict[str, Any] = {"processor": processor}
     if processor is not None:
         from preference_recipes.data import images  # only here: text needs none

@@ -1,4 +1,4 @@
-"""Loading a tokenizer and a model, and refusing what would be trained otherwise than was meant."""
+"""Loading a tokenizer and a model, and refusing what would silently train the wrong thing."""
 
 import contextlib
 import hashlib

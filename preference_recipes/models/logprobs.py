@@ -41,7 +41,7 @@ class ModelWrapper(nn.Module):
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the bases below adapters, which a checkpoint does not hold, for its identity."""
+        """Identifies the bases below adapters, which a checkpoint does not hold."""
         found = {}
         for path, model in architecture.whole_models(self).items():
             if hasattr(model, "base_fingerprint"):

@@ -13,11 +13,11 @@ nothing else were there. Two answers, [4, 5] and [6], to the prompt [1, 2] are l
                     x  x  .  .  x     the second answer does not see the first
 
     targets         4  5  6           the tokens whose log-probs are wanted, answer after answer
-    predictor_index      1  2  1           the places of the tokens before them, which predict them
-    last            3  4              the place of the last token of each answer
+    predictor_index 1  2  1           the places of the tokens before them, which predict them
+    last_token_index  3  4            the place of the last token of each answer
     mask            x  x              which tokens of the answers are targets, padded:
                     x  .              `[answers, longest answer]`
-    target_slots           0  1  2           where the targets are in the flattened `mask`
+    target_slots    0  1  2           where the targets are in the flattened `mask`
 
 A place is a token's index in all rows, written one after the other. A row may hold several prompts,
 each with its answers. Without sharing, each answer has a row of its own, after its prompt. Padding,
@@ -57,24 +57,24 @@ class Packer:
         self,
         prompts: Sequence[list[int]],
         answers: Sequence[list[int]],
-        learned: Sequence[list] | None = None,
+        loss_mask: Sequence[list] | None = None,
         images: Sequence[list[bytes] | None] | None = None,
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads; the module shows them.
 
         Args:
             prompts: one for each answer; may be empty.
-            learned: of each token of each answer, whether its log-prob is wanted; by default of
+            loss_mask: of each token of each answer, whether its log-prob is wanted; by default of
                 all. If the prompt is empty the first must be false: nothing predicts it.
-            images: the files of each prompt's, or the answer's, whose pixels then are inputs, too.
+            images: the files of each prompt, or of the answer; their pixels become inputs, too.
 
         Returns:
             inputs: what a `transformers` model takes; `attention_mask` is bool
                 `[rows, 1, row length, row length]`, and there only if prompts are shared.
             n_tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
         """
-        if learned is None:
-            learned = [[True] * len(answer) for answer in answers]
+        if loss_mask is None:
+            loss_mask = [[True] * len(answer) for answer in answers]
         files = [tuple(some or ()) for some in images or [None] * len(answers)]
         rows, length = self.lay_out(prompts, answers, files)
         in_order = [file for row in rows for group in row for file in files[group[0]]]
@@ -98,7 +98,7 @@ class Packer:
         targets: list[int] = []
         predictor_index: list[int] = []
         last = []
-        for number, (answer, flags) in enumerate(zip(answers, learned)):
+        for number, (answer, flags) in enumerate(zip(answers, loss_mask)):
             if not prompts[number] and any(flags[:1]):
                 raise ValueError(f"answer {number} has an empty prompt: nothing predicts its start")
             end = starts[number] + len(answer)
@@ -106,14 +106,14 @@ class Packer:
             targets += itertools.compress(answer, flags)
             predictor_index += itertools.compress(before, flags)
             last.append(end - 1)
-        mask = batches.pad(learned, False, "cpu").bool()
+        mask = batches.pad(loss_mask, False, "cpu").bool()
         # A GPU could find the target_slots, too, but the host would wait for their number.
         target_slots = mask.flatten().nonzero().squeeze(1)
         return {
             "inputs": inputs,
             "targets": batches.send(np.array(targets, dtype=np.int64), self.device),
             "predictor_index": batches.send(np.array(predictor_index, dtype=np.int64), self.device),
-            "last": batches.send(last, self.device),
+            "last_token_index": batches.send(last, self.device),
             "mask": batches.send(mask, self.device),
             "target_slots": batches.send(target_slots, self.device),
             "n_tokens": int(np.count_nonzero(pieces)),

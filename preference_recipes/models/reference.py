@@ -1,4 +1,4 @@
-"""The policy that another one is held near: frozen weights, or the trained model as it began."""
+"""The frozen policy that the KL is measured against: a model of its own, or the first policy."""
 
 import itertools
 from collections.abc import Callable, Iterable

@@ -29,7 +29,7 @@ class ScoreModel(ModelWrapper):
     def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
         """Returns fp32 scores of what ends at some places of a batch, by default of the answers."""
         if places is None:
-            places = batch["last"]
+            places = batch["last_token_index"]
         hidden = architecture.hidden_states(self.model, batch["inputs"])
         return self.model.score(hidden.index_select(0, places)).squeeze(-1)
 

@@ -31,7 +31,7 @@ class TeacherQuery(NamedTuple):
     teacher: str  # its name
     prompt: list[int]  # what it reads before the answer
     answer: list[int]
-    learned: list[bool]  # of each token of the answer, whether the teacher speaks of it
+    loss_mask: list[bool]  # of each token of the answer, whether the teacher speaks of it
 
 
 def sources(args) -> dict[str, str | list[str] | None]:
@@ -135,8 +135,8 @@ class Teachers:
             batch: of the answers in these queries, as the student reads them.
             server_logps: what servers said of each answer; None: its teacher is here.
         """
-        # Of each target the number of its answer.
-        owners = np.repeat(np.arange(len(queries)), [sum(each.learned) for each in queries])
+        # The number of the answer that each target is in.
+        owners = np.repeat(np.arange(len(queries)), [sum(each.loss_mask) for each in queries])
         outputs: list[TeacherOutput | TopKTeacherOutput] = []
         for name, teacher in self.by_name.items():
             mine = [number for number, each in enumerate(queries) if each.teacher == name]
@@ -148,7 +148,7 @@ class Teachers:
                 own_batch = packer.make_batch(
                     [each.prompt for each in read],
                     [each.answer for each in read],
-                    [each.learned for each in read],
+                    [each.loss_mask for each in read],
                 )
             hidden = teacher.model(own_batch, as_teacher=True)
             head = teacher.head or copy.deepcopy(self.student.whole_head(self.temperature))

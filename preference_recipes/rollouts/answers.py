@@ -132,7 +132,7 @@ def is_right(response: str, answer: str | float | list, prompt: str = "") -> boo
     stated = plain(final_answer(usual_characters(opener + response)))
     stated_number = number_in(stated)
     stated_text = as_text(stated)
-    for entry in dataset.answer_text(answer).split(dataset.BETWEEN):
+    for entry in dataset.answer_text(answer).split(dataset.ANSWER_SEPARATOR):
         right = plain(final_answer(usual_characters(entry))).rstrip(".")
         if NUMBER.fullmatch(right):
             if stated_number == number_in(right):

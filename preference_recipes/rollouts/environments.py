@@ -1,6 +1,6 @@
 """Environments that a model talks to: a user's class, one instance for each episode.
 
-The protocol is in docs/environments.md. Nothing here knows tokens; `episodes.py` does.
+The protocol is in docs/environments.md. This module never sees token ids; `episodes.py` does.
 """
 
 import asyncio

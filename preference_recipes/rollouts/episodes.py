@@ -55,7 +55,7 @@ class Episode:
         self.logps += logps
 
 
-class Stage:
+class EpisodeRunner:
     """Plays the episodes of a run with the environment of `--environment`.
 
     Args:
@@ -69,7 +69,7 @@ class Stage:
         # The latest samples' environments by row. Each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
-    def play(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
+    def run(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Plays an episode for each sample, see `Sampler.sample`. All processes must call it.
 
         The k-th number of an episode decides the k-th token that the model draws in it; with a
@@ -93,8 +93,8 @@ class Stage:
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
-            row_texts=repeat_each(prompts["columns"], per_prompt),
-            data_rows=repeat_each(prompts["row"], per_prompt),
+            row_json=repeat_each(prompts["columns"], per_prompt),
+            row_numbers=repeat_each(prompts["row"], per_prompt),
             ended=torch.tensor([episode.ended for episode in episodes]),
             per_prompt=per_prompt,
             sampler_logps=[episode.logps if temperature else [] for episode in episodes],

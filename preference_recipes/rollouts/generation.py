@@ -18,7 +18,7 @@ from preference_recipes.rollouts.context import Response, SamplingContext
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0.
 CACHE_BYTES = 16 * 2**30
-# With transformers 5.23 these generate other tokens in a batch than alone. GPT-Neo's mask ends at
+# With transformers 5.23 these give other tokens in a batch than alone. GPT-Neo's mask ends at
 # its last position, padding counted.
 UNBATCHABLE = ("recurrent_gemma", "minimax", "rwkv", "gpt_neo")
 

@@ -99,7 +99,7 @@ def exact_match(saver, eval_set, prefix: str) -> tuple[dict[str, float], list[di
             "row": rows["row"][number],
             "prompt": prompts[number],
             "response": tokenizer.decode(response_ids[number]),
-            "answer": " or ".join(answer.split(dataset.BETWEEN)),
+            "answer": " or ".join(answer.split(dataset.ANSWER_SEPARATOR)),
             "right": is_right(texts[number], answer, prompts[number]),
         }
         for number, answer in enumerate(rows["answer"])

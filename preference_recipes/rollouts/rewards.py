@@ -135,8 +135,8 @@ class Grader:
             parts[OF_MODEL] = self.scores_of_model(sampler, samples)
         if self.weights.keys() - {OF_MODEL}:
             parts |= self.scores_of_functions(sampler, samples)
-        if sampler.stage is not None:
-            sampler.stage.close()
+        if sampler.episodes is not None:
+            sampler.episodes.close()
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
@@ -145,7 +145,7 @@ class Grader:
         decides = is_there & (weights != 0) if weights.any() else is_there
         sums[~decides.any(0)] = np.nan
         total = torch.tensor(sums, dtype=torch.float32)
-        for data_row, reward in zip(samples.data_rows, total.tolist()):
+        for data_row, reward in zip(samples.row_numbers, total.tolist()):
             if not math.isfinite(reward):
                 refuse(
                     f"the reward of data row {data_row} is {reward}: nothing scored it (nan), or "
@@ -180,7 +180,7 @@ class Grader:
             }
             if OF_ENVIRONMENT in self.weights:
                 name = f"--environment {sampler.args.environment}: `get_reward`"
-                found[name] = sampler.stage.call("get_reward")
+                found[name] = sampler.episodes.call("get_reward")
             return [as_numbers(name, scores, len(mine)) for name, scores in found.items()]
 
         # If it ends the run on one process, the others would wait for its scores forever.
@@ -198,7 +198,7 @@ def given_to_functions(
 
     If there are several training sets, these rows may all lack some of the columns.
     """
-    data = [json.loads(samples.row_texts[row]) for row in rows]
+    data = [json.loads(samples.row_json[row]) for row in rows]
     responses = samples.answers(sampler.tokenizer)
     names = dict.fromkeys([*columns, *itertools.chain.from_iterable(data)])
     given: dict[str, Any] = {name: [values.get(name) for values in data] for name in names}
@@ -216,7 +216,7 @@ def given_to_functions(
         given["images"] = [list(map(images.opened, files[row])) for row in rows]
     if samples.messages:
         given["messages"] = [samples.messages[row] for row in rows]
-        given["environments"] = [sampler.stage.instances[row] for row in rows]
+        given["environments"] = [sampler.episodes.instances[row] for row in rows]
     return given
 
 

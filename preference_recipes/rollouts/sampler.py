@@ -11,7 +11,7 @@ from preference_recipes.data import replies
 from preference_recipes.data.messages import BadRow
 from preference_recipes.rollouts import environments, generation
 from preference_recipes.rollouts.context import Response, SamplingContext
-from preference_recipes.rollouts.episodes import Stage
+from preference_recipes.rollouts.episodes import EpisodeRunner
 from preference_recipes.rollouts.rollout_state import RolloutState
 from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.rollouts.vllm import Servers
@@ -28,20 +28,20 @@ class Sampler(SamplingContext):
 
     Attributes:
         generator: of the tokens: transformers, or the servers of `--vllm_url`.
-        stage: plays episodes; None: a sample is one answer.
+        episodes: plays them; None: a sample is one answer.
     """
 
     def __init__(self, *context, environment: str | None = None):
         super().__init__(*context)
         self.generator = Servers(self) if self.args.vllm_url else Transformers(self)
-        self.stage: Stage | None = None
+        self.episodes: EpisodeRunner | None = None
         if environment is not None:
             user_class = environments.load(environment)
             try:
                 replies.check_turns(self.tokenizer, user_class.tools)
             except BadRow as error:  # the chat template has no place for its turns
                 refuse(f"--environment {environment}: {error}")
-            self.stage = Stage(self, self.generator, user_class)
+            self.episodes = EpisodeRunner(self, self.generator, user_class)
         self.state = self.generator.state
         self.load_state = self.generator.load_state
 
@@ -54,8 +54,8 @@ class Sampler(SamplingContext):
             uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see
                 `SampleByUniform`; a server draws with seeds that are made from them.
         """
-        if self.stage is not None:
-            return self.stage.play(prompts, uniforms, temperature)
+        if self.episodes is not None:
+            return self.episodes.run(prompts, uniforms, temperature)
         per_prompt = uniforms.shape[1]
         images = [files or [] for files in prompts.get("images", [])]
         responses = self.generator.generate(prompts["prompt_ids"], uniforms, temperature, images)
@@ -63,8 +63,8 @@ class Sampler(SamplingContext):
         return Samples(
             prompts=repeat_each(prompts["prompt_ids"], per_prompt),
             responses=[response.ids for response in responses],
-            row_texts=repeat_each(prompts["columns"], per_prompt),
-            data_rows=repeat_each(prompts["row"], per_prompt),
+            row_json=repeat_each(prompts["columns"], per_prompt),
+            row_numbers=repeat_each(prompts["row"], per_prompt),
             ended=torch.tensor([response.ids[-1] in stops for response in responses]),
             per_prompt=per_prompt,
             sampler_logps=[response.logps for response in responses],

@@ -33,8 +33,8 @@ class Samples:
 
     prompts: list[list[int]]  # token ids
     responses: list[list[int]]
-    row_texts: list[str]  # the prompt's row in the data, as a JSON text
-    data_rows: list[int]  # its number, from 1
+    row_json: list[str]  # the prompt's row in the data, as a JSON text
+    row_numbers: list[int]  # its number, from 1
     ended: torch.Tensor  # bool `[samples]`, whether the response ends with a stop token
     per_prompt: int = 1  # how many samples, side by side, answer the same prompt
     sampler_logps: list[list[float]] = field(default_factory=list)  # see `context.Response`
@@ -80,7 +80,7 @@ class Samples:
         rows = [torch.tensor(logps, dtype=torch.float32) for logps in self.sampler_logps]
         return pad_sequence(rows, batch_first=True)
 
-    def numbers(self, rows: list[int]) -> list[int]:
+    def response_numbers(self, rows: list[int]) -> list[int]:
         """Returns the numbers of some samples among those of the same prompt, from 1."""
         return [row % self.per_prompt + 1 for row in rows]
 
@@ -153,7 +153,7 @@ class Samples:
         """
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
         sums = sum(tensors.values())  # [samples, longest response], finite only if all parts are
-        losses = stopping.Losses(self.data_rows, sums, self.mask)
+        losses = stopping.Losses(self.row_numbers, sums, self.mask)
         stopping.check_finite(context.run, [losses], tensors)
 
     def select_groups(self, is_kept: torch.Tensor) -> "Samples":
@@ -192,10 +192,10 @@ class Samples:
         examples = []
         texts = zip(tokenizer.batch_decode(self.prompts), tokenizer.batch_decode(self.responses))
         for row, (prompt, response) in enumerate(texts):
-            example = {"source": source, "row": self.data_rows[row]}
+            example = {"source": source, "row": self.row_numbers[row]}
             example |= {"prompt": prompt, "response": response}
             if self.images and self.images[row]:
-                columns = json.loads(self.row_texts[row])
+                columns = json.loads(self.row_json[row])
                 example["images"] = next(filter(None, map(columns.get, IMAGE_COLUMNS)))
             if self.messages:
                 example["messages"] = self.messages[row]

@@ -165,7 +165,7 @@ class AllTeachers(Teachers):
         is_whole = choice.get("prompt_token_ids") == ids and len(told) == len(ids)
         rows_of_ids = []
         rows_of_logps = []
-        for place in itertools.compress(itertools.count(len(query.prompt)), query.learned):
+        for place in itertools.compress(itertools.count(len(query.prompt)), query.loss_mask):
             # One entry more than `top_k` if the token itself is not among these.
             entries = told[place] if is_whole else {}
             own = entries.get(str(ids[place]))

@@ -77,9 +77,9 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
 
 def sequences_of(values: dict) -> list[Part]:
     """Returns the parts of a row, as any recipe's row function returned it, that a model reads."""
-    if "learned" in values:  # of SFT, whose rows may hold several sequences
+    if "loss_mask" in values:  # of SFT, whose rows may hold several sequences
         ends = np.cumsum(values["sequence_lengths"][:-1], dtype=int)
-        columns = (np.split(np.asarray(values[name]), ends) for name in ("input_ids", "learned"))
+        columns = (np.split(np.asarray(values[name]), ends) for name in ("input_ids", "loss_mask"))
         return [
             Part("sequence", ids.tolist(), is_trained.tolist()) for ids, is_trained in zip(*columns)
         ]
@@ -87,7 +87,7 @@ def sequences_of(values: dict) -> list[Part]:
     parts = []
     for name in ("prompt", "teacher_prompt", "chosen", "rejected", "completion"):
         ids = list(values.get(f"{name}_ids", []))
-        is_trained = list(values.get(f"{name}_learned", [False] * len(ids)))
+        is_trained = list(values.get(f"{name}_loss_mask", [False] * len(ids)))
         if is_reward_row and name != "prompt":  # the loss takes the score, read at the last token
             is_trained = [False] * (len(ids) - 1) + [True]
         if ids:

@@ -126,7 +126,7 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     # EOS, where the template writes no end.
     turn = lambda text: plain(tokenizer, text) + ids(ends or eos)
     row = sft(tokenizer, {"messages": [user(U1), assistant(A1), user(U2), assistant(A2)]})
-    learned = [token for token, target in zip(row["input_ids"], row["learned"]) if target]
+    learned = [token for token, target in zip(row["input_ids"], row["loss_mask"]) if target]
     assert learned == turn(A1) + turn(A2)
     assert (chat.APPENDS_EOS in row["notes"]) == (ends is None)
     within = f"{A2} <|im_start|> {A1}"  # a special token that ends nothing
@@ -235,11 +235,11 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
     row = sft(tokenizer, {"messages": CHAT}, loss_on=loss_on)
     ids, targets = reference_targets(tokenizer, CHAT, learned)
     assert row["input_ids"] == ids
-    assert row["learned"] == ([False] + [True] * (len(ids) - 1) if loss_on == "all" else targets)
+    assert row["loss_mask"] == ([False] + [True] * (len(ids) - 1) if loss_on == "all" else targets)
     whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
     assert ids[-1] == tokenizer.eos_token_id
-    assert (row["n_targets"], row["length"]) == (sum(row["learned"]), len(ids))
+    assert (row["n_targets"], row["length"]) == (sum(row["loss_mask"]), len(ids))
     settings = dict(return_dict=False, add_generation_prompt=True)
     assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], **settings)
 
@@ -247,7 +247,7 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
 def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
     for loss_on in ("assistant", "completion"):
         row = sft(tokenizer, {"prompt": CHAT[:3], "completion": CHAT[3:]}, loss_on=loss_on)
-        assert (row["input_ids"], row["learned"]) == reference_targets(tokenizer, CHAT, [4])
+        assert (row["input_ids"], row["loss_mask"]) == reference_targets(tokenizer, CHAT, [4])
     trailing = sft(tokenizer, {"messages": [*CHAT, user("thanks")]})
     assert trailing["input_ids"] == sft(tokenizer, {"messages": CHAT})["input_ids"]
 
@@ -302,7 +302,7 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     prompt, chosen, rejected = (plain(tokenizer, text) for text in (PROMPT, CHOSEN, REJECTED))
     row = sft(tokenizer, {"prompt": PROMPT, "completion": CHOSEN})
     assert row["input_ids"] == front + prompt + chosen + eos
-    assert row["learned"] == [False] * len(front + prompt) + [True] * len(chosen + eos)
+    assert row["loss_mask"] == [False] * len(front + prompt) + [True] * len(chosen + eos)
     assert row["prompt_ids"] == front + prompt
     both = pair(tokenizer, {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED})
     assert (both["chosen_ids"], both["rejected_ids"]) == (chosen + eos, rejected + eos)
@@ -312,7 +312,7 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     for text in ("<s>" * writes_bos + A1, A1 + "<|im_end|>", A1):
         row = sft(tokenizer, {"text": text}, loss_on="all")
         assert row["input_ids"] == front + plain(tokenizer, A1) + eos
-        assert row["learned"] == [False] + [True] * (len(row["input_ids"]) - 1)
+        assert row["loss_mask"] == [False] + [True] * (len(row["input_ids"]) - 1)
 
 
 def test_an_eos_that_the_tokenizer_appends_is_no_bos():
@@ -443,7 +443,7 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
         before = len(CALLS)
         tokenizer = tokenizer or make_tokenizer()
         data = load_rows(accelerator, str(path), counted, tokenizer, columns, **settings)
-        return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["learned"])
+        return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["loss_mask"])
 
     write_rows("aa")
     first = load()

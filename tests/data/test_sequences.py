@@ -69,7 +69,7 @@ def test_sequences_are_numbered_in_the_order_of_their_rows():
     ids = [[next(numbers) for _ in range(length)] for length in whole]
     columns = {
         "input_ids": ids,
-        "learned": [[number % 3 == 0 for number in row] for row in ids],
+        "loss_mask": [[number % 3 == 0 for number in row] for row in ids],
         "row": [11, 12, 13, 14],
         "sequence_lengths": lengths,
     }
@@ -78,7 +78,7 @@ def test_sequences_are_numbered_in_the_order_of_their_rows():
     assert several.sequences_of([2, 0, 1]).tolist() == [4, 5, 0, 1, 2, 3]
     cut = several[[5, 0, 3]]
     assert cut["input_ids"] == [[11, 12], [0, 1, 2, 3], [7, 8, 9]]
-    assert cut["learned"] == [[number % 3 == 0 for number in part] for part in cut["input_ids"]]
+    assert cut["loss_mask"] == [[number % 3 == 0 for number in part] for part in cut["input_ids"]]
     assert cut["row"] == [13, 11, 12]
 
     columns["sequence_lengths"] = [[length] for length in whole]

@@ -118,11 +118,11 @@ def learned(row: dict) -> list[tuple[list[int], list[int]]]:
     start = 0
     for length in row["sequence_lengths"]:
         ids = row["input_ids"][start : start + length]
-        targets = [False, *row["learned"][start : start + length], False]
+        targets = [False, *row["loss_mask"][start : start + length], False]
         edges = [place for place in range(length + 1) if targets[place] != targets[place + 1]]
         found += [(ids[:begin], ids[begin:end]) for begin, end in zip(edges[::2], edges[1::2])]
         start += length
-    assert start == len(row["input_ids"]) == len(row["learned"]) == row["length"]
+    assert start == len(row["input_ids"]) == len(row["loss_mask"]) == row["length"]
     return found
 
 
@@ -674,7 +674,7 @@ def test_max_length_holds_for_each_sequence():
     ):
         row = sft("qwen3", *turns, length=length)
         assert row["sequence_lengths"] == kept and row["length"] == sum(kept) and row["truncated"]
-        assert row["n_targets"] == sum(row["learned"]) == sum(len(ids) for _, ids in learned(row))
+        assert row["n_targets"] == sum(row["loss_mask"]) == sum(len(ids) for _, ids in learned(row))
     assert left_out(sft, "qwen3", *turns, length=5) == "nothing to learn within max_length"
 
 

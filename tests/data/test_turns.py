@@ -46,7 +46,7 @@ def targets_of(ids, targets):
 def in_sft(tokenizer, answer):
     row = {"prompt": [ASK], "completion": answer, "tools": [CLOCK]}
     row = sft_row(row, tokenizer, LONG, "assistant")
-    return targets_of(row["input_ids"], row["learned"])
+    return targets_of(row["input_ids"], row["loss_mask"])
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
@@ -63,14 +63,14 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
         formats.labelled_row({**given, "completion": answer, "label": "true"}, tokenizer, LONG),
     ]
     for row in read:
-        assert len(row["chosen_ids"]) == len(row["chosen_learned"])
-        assert targets_of(row["chosen_ids"], row["chosen_learned"]) == learned
+        assert len(row["chosen_ids"]) == len(row["chosen_loss_mask"])
+        assert targets_of(row["chosen_ids"], row["chosen_loss_mask"]) == learned
         whole = tokenizer.decode(row["prompt_ids"] + row["chosen_ids"])
         assert all(part["content"] in whole for part in answer)
-        assert row["rejected_learned"] == [True] * len(row["rejected_ids"])
+        assert row["rejected_loss_mask"] == [True] * len(row["rejected_ids"])
     row = {**given, "completion": answer}
     taught = taught_row(row, tokenizer, LONG, 1000, [], None, with_completion=True)
-    assert targets_of(taught["completion_ids"], taught["completion_learned"]) == learned
+    assert targets_of(taught["completion_ids"], taught["completion_loss_mask"]) == learned
     assert 0 < len(learned) < len(taught["completion_ids"])
 
 
@@ -89,10 +89,10 @@ def test_answers_with_nothing_to_learn_are_left_out():
     assert why == "no answer that is to be learned"
     row["chosen"] = bad
     whole = formats.preference_row(row, tokenizer, LONG)
-    first = len(whole["prompt_ids"]) + whole["chosen_learned"].index(True)
+    first = len(whole["prompt_ids"]) + whole["chosen_loss_mask"].index(True)
     why = left_out(formats.preference_row, row, tokenizer, first)
     assert why == "nothing to learn within max_length"
-    assert any(formats.preference_row(row, tokenizer, first + 1)["chosen_learned"])
+    assert any(formats.preference_row(row, tokenizer, first + 1)["chosen_loss_mask"])
     for column in ("chosen", "rejected"):  # more than yes or no
         unclear = {**row, column: [message("assistant", "a", weight=0.5)]}
         with pytest.raises(BadRow, match=r"message 1, weight 0\.5"):
@@ -125,8 +125,8 @@ def test_numbers_of_pairs_are_those_of_the_learned_tokens(share):
         "prompt_ids": [[1, 2], [3]],
         "chosen_ids": [[10, 20, 30, 40], [50]],
         "rejected_ids": [[60, 70], [80, 90, 100]],
-        "chosen_learned": [[True, False, False, True], [True]],
-        "rejected_learned": [[False, True], [True, True, False]],
+        "chosen_loss_mask": [[True, False, False, True], [True]],
+        "rejected_loss_mask": [[False, True], [True, True, False]],
     }
     batch = dpo.collate(columns, Packer(torch.device("cpu"), share=share))
     kept = [[10, 40], [50]], [[70], [80, 90]]
@@ -155,8 +155,8 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
         "prompt_ids": [[1, 2], [3]],
         "chosen_ids": [[10, 20, 30], []],
         "rejected_ids": [[40, 50], [60, 70]],
-        "chosen_learned": [[True, False, True], []],
-        "rejected_learned": [[True, True], [False, True]],
+        "chosen_loss_mask": [[True, False, True], []],
+        "rejected_loss_mask": [[True, True], [False, True]],
     }
     batch = kto.collate(columns, Packer(torch.device("cpu"), share=True))
     logps = Uniform()(batch)["logps"].sum(1) * -1000
@@ -167,7 +167,7 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
         rewards, is_of_tag = values[f"rewards/{tag}"]
         assert rewards[is_of_tag].tolist() == pytest.approx(expected)
     other = kto.with_prompts(columns, {"prompt_ids": [[1, 2, 3], [4]]}, max_length=5)
-    assert other["chosen_learned"] == [[True, False], []]
+    assert other["chosen_loss_mask"] == [[True, False], []]
 
 
 # ============================================================ a prompt that ends with the assistant
@@ -202,7 +202,7 @@ def test_transcripts_that_differ_before_the_last_turn_become_turns():
     row = {"rejected": "\n\nHuman: Why?\n\nAssistant: No."}
     row["chosen"] = "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: Noon."
     found = formats.preference_row(row, tokenizer, LONG, strings_as_messages=True)
-    learned = targets_of(found["chosen_ids"], found["chosen_learned"])
+    learned = targets_of(found["chosen_ids"], found["chosen_loss_mask"])
     assert tokenizer.decode(learned) == "So.<|im_end|>Noon.<|im_end|>"
     assert "<|im_start|>user\nAnd?<|im_end|>" in tokenizer.decode(found["chosen_ids"])
     assert tokenizer.decode(found["rejected_ids"]) == "No.<|im_end|>"
@@ -235,6 +235,6 @@ def test_after_a_prompt_that_the_template_writes_as_nothing():
     for kind, text in (("chosen", "Noon."), ("rejected", "It is.")):
         ids = read[f"{kind}_ids"]
         assert tokenizer.decode(ids) == f"{text}<|im_end|>"
-        assert read[f"{kind}_learned"] == [False] + [True] * (len(ids) - 1)
-    batch = Packer(torch.device("cpu")).make_batch([[]], [ids], [read["rejected_learned"]])
+        assert read[f"{kind}_loss_mask"] == [False] + [True] * (len(ids) - 1)
+    batch = Packer(torch.device("cpu")).make_batch([[]], [ids], [read["rejected_loss_mask"]])
     assert batch["targets"].tolist() == ids[1:]

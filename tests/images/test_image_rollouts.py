@@ -110,10 +110,10 @@ def test_an_episode_keeps_the_images_of_its_prompt(prompts_of, accelerator, fami
         accelerator, tokenizer, model, strings_as_messages=False, micro_train_tokens=0, **settings
     )
     user_class = environments.UserClass("Asks", Asks, False, [])
-    sampler.stage = episodes.Stage(sampler, sampler.generator, user_class)
+    sampler.episodes = episodes.EpisodeRunner(sampler, sampler.generator, user_class)
     uniforms = np.random.default_rng(0).random((5, 2, 3 * NEW))
     samples = sampler.sample(columns, uniforms, TEMPERATURE)
-    assert sampler.stage.instances[0].asked["content"] == "\ufffcHow many red dots?"
+    assert sampler.episodes.instances[0].asked["content"] == "\ufffcHow many red dots?"
     assert samples.images[0] == samples.images[1] == some_rows()[0]["images"]
     assert samples.messages[0][0]["content"] == "\ufffcHow many red dots? Look."
     assert samples.statistics["environment/turns"].max() == 2
@@ -128,8 +128,8 @@ def test_reward_functions_see_images_and_samples_name_their_files(prompts_of, ac
     samples = Samples(
         prompts=columns["prompt_ids"],
         responses=[[5]] * 5,
-        row_texts=columns["columns"],
-        data_rows=columns["row"],
+        row_json=columns["columns"],
+        row_numbers=columns["row"],
         ended=torch.ones(5, dtype=torch.bool),
         images=files,
     )

@@ -206,7 +206,7 @@ def test_what_stands_for_an_image_is_never_learned(vlm):
     row = {"messages": some_rows()[3]["messages"], "images": [ONE, TWO]}
     settings = dict(max_length=500, loss_on="all")
     values = Converter(sft_row, vlm, {}, settings, "").convert_row(row, 0)
-    ids, learned = np.array(values["input_ids"]), np.array(values["learned"])
+    ids, learned = np.array(values["input_ids"]), np.array(values["loss_mask"])
     is_image = ids == vlm.processor.image_token_id
     assert is_image.sum() == 32 and not learned[is_image].any()
     assert learned[~is_image][1:].all() and values["n_targets"] == learned.sum()

@@ -79,7 +79,7 @@ def test_log_probs_and_gradients_are_those_of_its_own_logits(name):
     expected = gradients_of(model)
     model.zero_grad()
     wrapper = LogProbModel(model).eval()
-    checks.check_logprobs(ON_CPU, wrapper, ids[0].tolist())
+    checks.check_logprobs(ON_CPU, wrapper)
     scores = wrapper(whole_rows(ids, scored), extra_outputs=("mean_logits", "correct"))
     (scores["logps"] * weights).sum().backward()
     torch.testing.assert_close(scores["logps"], logps, rtol=1e-4, atol=1e-4)

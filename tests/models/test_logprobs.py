@@ -66,7 +66,7 @@ def test_scale_and_soft_cap_are_read_from_the_forward(multiplier, softcap):
 
     wrapper = LogProbModel(model_with(change))
     assert (wrapper.multiplier, wrapper.softcap) == pytest.approx((multiplier, softcap), rel=1e-7)
-    checks.check_logprobs(ON_CPU, wrapper, IDS)
+    checks.check_logprobs(ON_CPU, wrapper)
 
 
 # ============================================================ the output layer, by chunks
@@ -130,9 +130,9 @@ def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
     wrapper = LogProbModel(build("llama"))
     wrapper.multiplier, wrapper.softcap = multiplier, softcap
     with pytest.raises(ValueError, match=r"differ from its own logits.*not supported yet"):
-        checks.check_logprobs(ON_CPU, wrapper, IDS)
+        checks.check_logprobs(ON_CPU, wrapper)
     with torch.autocast("cpu", torch.bfloat16):
-        checks.check_logprobs(IN_BF16, wrapper, IDS)
+        checks.check_logprobs(IN_BF16, wrapper)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -44,7 +44,7 @@ def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
     assert lists(batch) == {
         "targets": [4, 5, 6],
         "predictor_index": [1, 2, 1],
-        "last": [3, 4],
+        "last_token_index": [3, 4],
         "mask": [[1, 1], [1, 0]],
         "target_slots": [0, 1, 2],
     }
@@ -62,7 +62,7 @@ def test_rows_of_several_prompts():
     assert mask.shape == (2, 1, 7, 7)
     last_tokens = [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
     assert mask[1, 0, 4:].int().tolist() == last_tokens
-    assert batch["n_tokens"] == 13 and batch["last"].tolist() == [3, 6, 12, 8, 10]
+    assert batch["n_tokens"] == 13 and batch["last_token_index"].tolist() == [3, 6, 12, 8, 10]
     assert batch["predictor_index"].tolist() == [1, 2, 1, 4, 5, 11, 7, 7, 9]
 
 
@@ -70,7 +70,14 @@ def test_padded_rows_begin_with_the_longest():
     batch = UNBATCHABLE.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
     assert lists(batch["inputs"]) == {"input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]}
     assert batch["predictor_index"].tolist() == [6, 7, 0, 1, 2, 3]
-    assert batch["last"].tolist() == [8, 4] and batch["target_slots"].tolist() == [0, 1, 4, 5, 6, 7]
+    assert batch["last_token_index"].tolist() == [8, 4] and batch["target_slots"].tolist() == [
+        0,
+        1,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_the_first_token_after_an_empty_prompt_is_no_target():

@@ -149,7 +149,7 @@ def data(given: list[dict]) -> Rows:
     rows = []
     for number, row in enumerate(given, 1):
         learned = {
-            f"{kind}_learned": [True] * len(row[f"{kind}_ids"]) for kind in ("chosen", "rejected")
+            f"{kind}_loss_mask": [True] * len(row[f"{kind}_ids"]) for kind in ("chosen", "rejected")
         }
         length = sum(map(len, row.values()))
         rows.append({**row, **learned, "length": length, "row": number})

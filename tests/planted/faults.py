@@ -149,7 +149,7 @@ preference_recipes/models/packing.py models/test_packing.py
 preference_recipes/models/reference.py models/test_frozen_models.py::test_precomputed_log_probs_change_no_bit
     is_real = weights > 0 >> is_real = weights > -1
 preference_recipes/models/scores.py models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run
-    places = batch["last"] >> places = batch["last"] - 1
+    places = batch["last_token_index"] >> places = batch["last_token_index"] - 1
 preference_recipes/models/checks.py models/test_logprobs.py::test_modes_come_back_as_they_were models/test_packing.py
     model.modules() if module.training] >> model.modules()]
     if min(windows) < max_length or not takes_masks >> if not takes_masks
@@ -166,7 +166,7 @@ preference_recipes/data/formats.py data/test_formats.py::test_a_column_system_be
     if first != "system" else [] >> if True else []
     shared.rfind(HH_MARKER) >> shared.find(HH_MARKER)
 preference_recipes/data/chat.py data/test_data.py::test_targets_of_a_conversation data/test_data.py::test_a_turn_ends_where_its_template_ends_it
-    [learn_all] * (len(context) - len(learned)) >> [True] * (len(context) - len(learned))
+    [learn_all] * (len(context) - len(loss_mask)) >> [True] * (len(context) - len(loss_mask))
     notes = [*notes, APPENDS_EOS] >> pass
 preference_recipes/data/rendering.py data/test_data.py::test_tokenised_once_and_again_when_anything_changes
     \0{tokenizer.chat_template} >>
@@ -217,5 +217,5 @@ forks/sdpo.diff rollout/test_forks.py
 forks/echo.diff rollout/test_forks.py
     batch["mask"] & ~experience["mask"] >> batch["mask"]
 forks/gkd.diff rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
-    is_sampled=columns["completion_learned"] >> is_sampled=[[True] * len(ids) for ids in completions]
+    is_sampled=columns["completion_loss_mask"] >> is_sampled=[[True] * len(ids) for ids in completions]
 """

@@ -89,7 +89,7 @@ def play(accelerator, tokenizer):
         has_step = hasattr(instance, "step")
         tools = [] if has_step else [environments.get_json_schema(instance.add)]
         user_class = environments.UserClass("E", make, False, tools)
-        sampler.stage = episodes.Stage(sampler, sampler.generator, user_class)
+        sampler.episodes = episodes.EpisodeRunner(sampler, sampler.generator, user_class)
         rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
         prompts = {
             "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"]).ids for row in rows],
@@ -130,7 +130,7 @@ def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
 
 def test_an_environment_of_one_turn_changes_nothing(play):
     sampler, prompts, uniforms, found = play(MINE.Once)
-    sampler.stage = None
+    sampler.episodes = None
     plain = sampler.sample(prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
@@ -247,7 +247,7 @@ def test_what_reset_returns_is_appended_to_the_prompt():
     tokenizer = chat_templates.tokenizer("llama3_1")
     settings = {**SETTINGS, "max_length": 1000, "strings_as_messages": True}
     sampler = bare_sampler(tokenizer=tokenizer, **settings)
-    stage = episodes.Stage(sampler, None, environments.UserClass("E", MINE.Once, False, []))
+    stage = episodes.EpisodeRunner(sampler, None, environments.UserClass("E", MINE.Once, False, []))
     add = environments.get_json_schema(MINE.Adds().add)
     turns = say("user", "Hi.") + say("assistant", "Yes?")
     transcript = "\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: 1+2=\n\nAssistant:"
@@ -349,7 +349,7 @@ def test_reward_functions_get_conversations_and_environments(play):
         return [10 * len(environment.said) for environment in environments]
 
     sampler, _, _, found = play(MINE.Echo)
-    said = [len(instance.said) for instance in sampler.stage.instances.values()]
+    said = [len(instance.said) for instance in sampler.episodes.instances.values()]
     grader = bare_grader()
     grader.functions = {"told": told}
     grader.weights = {"told": 1.0, "environment": 2.0}

@@ -65,7 +65,7 @@ def test_responses_of_a_prompt_share_its_prefill(
         samples = sampler.sample(columns, uniforms.reshape(len(PROMPTS), n, ROOM), temperature)
         monkeypatch.undo()
         assert samples.responses == [response for response, _ in expected]
-        assert samples.data_rows == [row for row in range(1, 8) for _ in range(n)]
+        assert samples.row_numbers == [row for row in range(1, 8) for _ in range(n)]
         assert samples.ended.tolist() == [response[-1] in STOPS for response, _ in expected]
         if temperature:
             for found, (response, logits) in zip(samples.sampler_logps, expected, strict=True):

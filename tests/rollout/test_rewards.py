@@ -30,8 +30,8 @@ def samples_of(tokenizer, **columns) -> Samples:
     responses[2].pop()
     ended = torch.tensor([response[-1] == 1 for response in responses])
     twice = [0, 0, 1, 1, 2, 2]
-    row_texts, data_rows = [rows[i] for i in twice], [i + 11 for i in twice]
-    return Samples([[5, 6]] * 6, responses, row_texts, data_rows, ended, per_prompt=2)
+    row_json, row_numbers = [rows[i] for i in twice], [i + 11 for i in twice]
+    return Samples([[5, 6]] * 6, responses, row_json, row_numbers, ended, per_prompt=2)
 
 
 def grader_of(weights: dict | None = None, **functions) -> rewards.Grader:

@@ -60,7 +60,7 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
         sequences = Sequences(data)
         cut = sequences[range(len(sequences))]
         ids = cut["input_ids"]
-        batch = Packer(torch.device("cpu")).make_batch([[] for _ in ids], ids, cut["learned"])
+        batch = Packer(torch.device("cpu")).make_batch([[] for _ in ids], ids, cut["loss_mask"])
         trained = [mask[: len(row)].tolist() for mask, row in zip(batch["mask"], ids)]
     assert shown(lines) == trained
     ids = [list(map(int, line.split()[1:])) for line in lines if line.startswith("    ids ")]

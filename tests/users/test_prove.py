@@ -88,8 +88,8 @@ FAULTS = {
         "packed",
         "recipes/dpo.py",
         {
-            'columns["rejected_learned"]': "[[*row[:-1], row[-1] and not packer.share] "
-            'for row in columns["rejected_learned"]]'
+            'columns["rejected_loss_mask"]': "[[*row[:-1], row[-1] and not packer.share] "
+            'for row in columns["rejected_loss_mask"]]'
         },
     ),
     "a_short_update_is_divided_by_the_size_of_a_full_one": Fault(
