@@ -92,6 +92,14 @@ def test_the_launch_table_is_the_folder():
     assert sorted(listed) == sorted(path.name for path in files if path.suffix != ".json")
 
 
+def test_the_loop_in_the_readme_is_that_of_the_recipe():
+    shown = (REPOSITORY / "README.md").read_text().split("```python\n")[1].partition("```")[0]
+    code = [line.partition("# ")[0].strip() for line in recipe("dpo").read_text().splitlines()]
+    place = code.index("with accelerator.accumulate(model):")
+    following = [line for line in code[place:] if line and "check_finite" not in line]
+    assert [line.strip() for line in shown.splitlines()] == following[: shown.count("\n")]
+
+
 @pytest.mark.parametrize("page", [*PAGES, *map(recipe, NAMES)], ids=name_of)
 def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
     phony = re.search(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
