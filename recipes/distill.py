@@ -22,7 +22,6 @@ and m = (1 - beta) s + beta t:
 Shapes: N samples of a rollout, T tokens in the longest response. What belongs to tokens is [N, T],
 and zero past the end of a response; or [N, 1] if all tokens have the same. An update reads some of
 the N rows. `compare` and `gradient` see n of their tokens at a time, and the V of the vocabulary.
-Completions of the data in place of some responses: forks/README.md.
 
 The demo, offline:
     python recipes/distill.py
@@ -247,7 +246,6 @@ def make_rollout(
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         with run.timed("score"):
             rollout.experience |= samples.compute_logps(sampler, ("logps",), reference=None)
-            samples.check_finite(sampler, logps=rollout.experience["logps"])
     return rollout
 
 
@@ -261,26 +259,15 @@ CHARTS = {
 }
 
 
-def load_prompts(accelerator, args: Args, tokenizer) -> dataset.Data:
-    """Returns the prompts, and those of the teachers where the arguments name them."""
-    return dataset.load_data(
-        accelerator,
-        args,
-        tokenizer,
-        function=prompts.taught_row,
-        max_new_tokens=args.max_new_tokens,
-        teacher_names=teachers.names(args),
-        teacher_prompt=args.teacher_prompt,
-    )
-
-
 def main():
     # ============================================================ set-up
     args = arguments.parse(Args, demo="distill.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "distill")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = load_prompts(accelerator, args, tokenizer)
+    data = dataset.load_data(
+        accelerator, args, tokenizer, function=prompts.taught_row, **teachers.row_settings(args)
+    )
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     student = load.causal_lm(args.model_name_or_path, tokenizer, args)

@@ -223,8 +223,8 @@ def sample_losses(
         ratios = torch.exp((log_ratios * mask).sum(1, keepdim=True) / lengths)
 
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
-    # Where a server sampled, its log-probs differ from those of training. The KL needs no weight:
-    # its own ratios take the old policy for the sampler.
+    # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
+    # needs no weight: its own ratios take the old policy for the sampler.
     losses, values = correction.reweight(losses, old_logps, experience, args, is_first)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
@@ -274,9 +274,7 @@ def make_rollout(
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         names = ("logps",) if rollout.n_updates(args) > 1 else ()
-        computed = samples.compute_logps(sampler, names, reference)
-        samples.check_finite(sampler, **computed)
-    rollout.experience |= computed
+        rollout.experience |= samples.compute_logps(sampler, names, reference)
     return rollout
 
 
@@ -316,8 +314,7 @@ def main():
     data = rewards.load_prompts(accelerator, args, tokenizer, reads_images=True)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
-    # Without dropout, because responses are sampled without it.
-    policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
+    policy = prepare.policy(accelerator, args, tokenizer, dropout=False)  # sampling has none
     rewards.limit_vocabulary(policy, args, data)
     state = RolloutState()  # where the run is in its prompts, and its rollout
     run = Run(

@@ -223,8 +223,8 @@ def token_losses(
     critic_losses, value_clipped = value_losses(
         output["values"], experience["values"], experience["returns"], args.value_clip_range
     )
-    # Where a server sampled, its log-probs differ from those of training. The critic needs no
-    # weight: it fits the returns of these samples, whoever drew them.
+    # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
+    # critic needs no weight: it fits the returns of these samples, whoever drew them.
     losses, values = correction.reweight(actor_losses, old_logps, experience, args, is_first)
     if args.kl_in == "loss":
         kl = kl_estimate(logps, experience["ref_logps"], args.kl_estimator)
@@ -259,7 +259,7 @@ def make_rollout(
         scores = score(sampler, grader, samples)
         computed = samples.compute_logps(sampler, ("logps", "values"), reference)
     # Checked now, because whitening would spread a single NaN to all samples.
-    samples.check_finite(sampler, scores=scores.total[:, None], **computed)
+    samples.check_finite(sampler, scores=scores.total[:, None])
 
     mask = samples.mask
     kl = torch.zeros_like(computed["logps"])

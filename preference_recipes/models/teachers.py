@@ -70,6 +70,15 @@ def names(args) -> list[str]:
     return [name for name in sources(args) if name != UNNAMED]
 
 
+def row_settings(args) -> dict[str, Any]:
+    """Returns what `prompts.taught_row` has to know of the arguments."""
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "teacher_names": names(args),
+        "teacher_prompt": args.teacher_prompt,
+    }
+
+
 def shared_vocabulary(args, data, student: nn.Module) -> int:
     """Returns how many tokens the student and its teachers here have in common, from the first.
 

@@ -123,7 +123,7 @@ class Samples:
         """Returns the model's outputs of these names, and with a reference `ref_logps`.
 
         Each is `[samples, longest response]`, zero where the model drew nothing, the same on every
-        process. All processes must call it.
+        process. Values that are not finite stop the run. All processes must call it.
         """
         all_names = [*names, "ref_logps"] if reference else list(names)
         if not all_names:
@@ -144,7 +144,9 @@ class Samples:
                     end = int(is_token.nonzero()[-1]) + 1
                     outputs[row] = torch.where(is_token[:end, None], values[:end], 0.0)
         padded = pad_sequence(distributed.gather_rows(outputs), batch_first=True)
-        return dict(zip(all_names, padded.unbind(2)))
+        computed = dict(zip(all_names, padded.unbind(2)))
+        self.check_finite(context, **computed)
+        return computed
 
     def check_finite(self, context: SamplingContext, **values: torch.Tensor) -> None:
         """Stops the run if a value `[samples, length or 1]` is not finite, and names its data row.
