@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
     """What one process runs forward and backward at once."""
 
     rows: list[int]  # numbers in the data set, or in the rollout
-    weights: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row
+    is_real: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row
 
 
 def rows_of_update(

@@ -55,8 +55,6 @@ class Checkpoint:
         self.scheduler = scheduler
         self.means = means
         self.others = others
-        if means.recorder is not None and run.args.values_tokens:
-            saver.unwrapped.register_forward_hook(means.recorder.keep_logps)
         self.is_deepspeed = engine.zero_stage(run.accelerator) > 0
         self.folder = run.output_dir / "checkpoints"
         # `global_step` of the run's own last checkpoint in its folder; None: none yet.

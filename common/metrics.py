@@ -94,16 +94,16 @@ class Means:
             counts = ~value.isnan() & self.accelerator.is_main_process
             merge(self.open, {name: (reduce, weighted(value, counts, reduce))})
 
-    def close_update(self, applied: bool, **of_update: float | torch.Tensor | None) -> None:
+    def close_update(self, applied: bool, update: Any, **values: float | torch.Tensor) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one.
 
-        `of_update` are values of this update alone, such as `grad_norm`; None: there is none.
+        `values` are those of this update alone, such as `grad_norm`; its loss scale is one, too.
         """
         if applied:
             merge(self.open, self.pending)
-            self.last_update = {
-                name: float(value) for name, value in of_update.items() if value is not None
-            }
+            self.last_update = {name: float(value) for name, value in values.items()}
+            if update.loss_scale is not None:
+                self.last_update["loss_scale"] = update.loss_scale
         self.pending = {}
         if self.recorder is not None:
             self.recorder.close_update(applied)

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from accelerate import Accelerator
 
 from common import batches, display, engine, folders, log, stopping
 from common.metrics import Flop
-from common.progress import Progress
+from common.progress import Progress, PromptProgress
 from common.values import Recorder
 
 
@@ -44,7 +43,10 @@ class Run(Progress):
         n_rows: rows of the training data; with the arguments they decide when the run ends.
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
-        progress: further fields of `Progress`, for recipes in which a rollout may yield no update.
+        updates_per_epoch: by default those of `n_rows` samples.
+        position: in recipes in which a rollout may yield no update, so that prompts end the run.
+
+    From `Progress`: `global_step`, `updates_seen`, `total_steps`, `epoch`, `due`, `finished` ...
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Run(Progress):
         flop: Flop,
         bar_metric: str,
         charts: dict[str, list[str]],
-        **progress: Any,
+        updates_per_epoch: int = 0,
+        position: PromptProgress | None = None,
     ):
-        super().__init__(n_rows, args.train_batch_size, args.max_epochs, args.max_steps, **progress)
+        limits = (args.train_batch_size, args.max_epochs, args.max_steps)
+        super().__init__(n_rows, *limits, updates_per_epoch=updates_per_epoch, position=position)
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)
@@ -80,9 +84,17 @@ class Run(Progress):
         self.bar = display.Bar(self)
         self.restart_clock()
 
-    def recorder(self, source: str) -> Recorder | None:
-        """Returns what records the values of a source, such as `eval/`; None: nothing does."""
-        return Recorder(self, source.rstrip("/")) if self.args.values_steps else None
+    def recorder(self, source: str, model: torch.nn.Module | None = None) -> Recorder | None:
+        """Returns what records the values of a source, such as `eval/`; None: nothing does.
+
+        With `--values_tokens` also the log-probs of the trained `model`.
+        """
+        if not self.args.values_steps:
+            return None
+        recorder = Recorder(self, source.rstrip("/"))
+        if model is not None and self.args.values_tokens:
+            engine.unwrapped(self.accelerator, model).register_forward_hook(recorder.keep_logps)
+        return recorder
 
     # ============================================================ the next update
 
@@ -121,8 +133,8 @@ class Run(Progress):
         """Cuts rows into micro-batches of like length, and returns those of this process."""
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
-            batches.MicroBatch(rows, batches.send(weights, self.accelerator.device))
-            for rows, weights in batches.split(self.accelerator, numbers, lengths, *sizes)
+            batches.MicroBatch(rows, batches.send(is_real, self.accelerator.device))
+            for rows, is_real in batches.split(self.accelerator, numbers, lengths, *sizes)
         ]
 
     # ============================================================ an update

@@ -180,7 +180,7 @@ def token_losses(
     teacher_outputs: list,
     experience: dict,
     args: Args,
-    is_first: bool,
+    is_on_policy: bool,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
@@ -188,8 +188,8 @@ def token_losses(
     Args:
         teacher_outputs: what the teachers say of the batch, from `AllTeachers.read`.
         experience: `Rollout.experience` of the same samples.
-        is_first: whether no update was applied since the rollout was made. Then the log-probs of
-            this very pass are the old ones, so all ratios are exactly 1.
+        is_on_policy: whether no update was applied since the rollout was made. Then the log-probs
+            of this very pass are the old ones, so all ratios are exactly 1.
         in_training: False in an evaluation, which does not ask who drew the tokens.
     """
     output = model(
@@ -204,11 +204,11 @@ def token_losses(
     values = {}
     if args.loss_type == "sampled":
         logps = output["learned"]
-        old_logps = logps.detach() if is_first else experience["logps"]
+        old_logps = logps.detach() if is_on_policy else experience["logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
-            losses, values = correction.reweight(losses, old_logps, experience, args, is_first)
-    elif in_training and is_first:
+            losses, values = correction.reweight(losses, old_logps, experience, args, is_on_policy)
+    elif in_training and is_on_policy:
         # It needs no weight: its gradient does not depend on how a token was drawn.
         sampler_logps = experience["sampler_logps"]
         values = correction.sampler_differences(output["logps"], sampler_logps, mask)
@@ -293,7 +293,7 @@ def main():
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
-    means = Means(accelerator, run.recorder("rollout"))
+    means = Means(accelerator, run.recorder("rollout", model))
     sampler = Sampler(run, model, tokenizer, data, packer, means)
     saver = ActorSaver(run, model, tokenizer)
     must_match = [data, policy, all_teachers]  # a resumed run must have the same
@@ -310,7 +310,7 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, saver, sampler, all_teachers)
+        saver.save_if_best(evaluate(run, sampler, all_teachers))
     while not run.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, sampler, all_teachers, state)
@@ -318,22 +318,22 @@ def main():
             all_teachers.ask(state.rollout, on_failure=checkpoint.save)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = state.rollout.rows_of_update(state, args)
+        update_rows = state.rollout.rows_of_next_update(state, args)
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.lengths_as_read(samples.lengths_for_split(packer))
         update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
-        is_first = run.global_step == state.rollout.started_at
-        for rows, weights in update.micro_batches:
+        is_on_policy = run.global_step == state.rollout.started_at
+        for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[row] for row in rows]
-                token_weights = experience["mask"] * weights[:, None]
+                token_weights = experience["mask"] * is_real[:, None]
             with run.timed("teacher"):  # what the teachers say about the same tokens
                 outputs = all_teachers.read(state.rollout, rows, batch, packer)
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, outputs, experience, args, is_first)
+                losses, values = token_losses(model, batch, outputs, experience, args, is_on_policy)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -344,12 +344,12 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights, row_numbers, samples.response_numbers(rows))
-            run.count_flop(batch, weights)
+            means.add(values, is_real, row_numbers, samples.response_numbers(rows))
+            run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
-        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **latest)
+        rate = scheduler.get_last_lr()[0]
+        means.close_update(applied, update, grad_norm=grad_norm, learning_rate=rate)
         if applied:
             scheduler.step()
         state.advance(args)  # a skipped update has used up its samples, too
@@ -357,7 +357,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, saver, sampler, all_teachers)
+            saver.save_if_best(evaluate(run, sampler, all_teachers))
         saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -368,33 +368,33 @@ def main():
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, all_teachers: AllTeachers) -> None:
+def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str, float]:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
     packer = sampler.packer
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(saver.model):
+    with run.timed("paused"), checks.evaluation_mode(sampler.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             rollout = all_teachers.assign(samples, eval_set[:], run.global_step)
             all_teachers.ask(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
-            for rows, weights in run.split(
+            for rows, is_real in run.split(
                 range(len(samples)), rollout.lengths_as_read(samples.lengths)
             ):
                 batch, experience = samples.collate(rows, rollout.experience, packer)
                 outputs = all_teachers.read(rollout, rows, batch, packer)
                 _, values = token_losses(
-                    saver.model, batch, outputs, experience, run.args, True, in_training=False
+                    sampler.model, batch, outputs, experience, run.args, True, in_training=False
                 )
                 row_numbers = [samples.row_numbers[row] for row in rows]
-                means.add(values, weights, row_numbers, samples.response_numbers(rows))
+                means.add(values, is_real, row_numbers, samples.response_numbers(rows))
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
             values, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
             line |= values
             examples += shown
     run.log_evaluation(line, examples)
-    saver.save_if_best(line)  # may end the run, see --stop_after
+    return line
 
 
 # ============================================================ refusals

@@ -255,7 +255,7 @@ def main():
     if args.precompute_ref_log_probs:
         precompute(accelerator, args, reference, train, held_out.values(), collate, packer)
 
-    means = Means(accelerator, run.recorder("train"))
+    means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)
     must_match = [data, policy, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
@@ -268,38 +268,38 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, saver, reference, packer, held_out)
+        saver.save_if_best(evaluate(run, model, tokenizer, reference, packer, held_out))
     while not run.finished:
         update = run.next_update(train)  # all processes agree on its samples; each takes its share
-        for rows, weights in update.micro_batches:
+        for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 columns = train[rows]
                 batch = collate(columns, packer)
             with accelerator.accumulate(model):
                 losses, values = pair_losses(model, reference, batch, args)
-                run.check_finite(update, columns["row"], losses, weights)
+                run.check_finite(update, columns["row"], losses, is_real)
                 # This micro-batch's part of the mean over pairs. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
-                loss = (losses * weights).sum() * update.engine_divisor / update.n_samples
+                loss = (losses * is_real).sum() * update.engine_divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights, columns["row"])
-            run.count_flop(batch, weights)
+            means.add(values, is_real, columns["row"])
+            run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
-        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **latest)
+        rate = scheduler.get_last_lr()[0]
+        means.close_update(applied, update, grad_norm=grad_norm, learning_rate=rate)
         if applied:
             scheduler.step()
 
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, saver, reference, packer, held_out)
+            saver.save_if_best(evaluate(run, model, tokenizer, reference, packer, held_out))
         saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -312,32 +312,35 @@ def main():
 @torch.no_grad()
 def evaluate(
     run: Run,
-    saver: ActorSaver,
+    model: torch.nn.Module,
+    tokenizer,
     reference: Reference | None,
     packer: Packer,
     held_out: dict[str, Rows],
-) -> None:
+) -> dict[str, float]:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(saver.model):
+    with run.timed("paused"), checks.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
-            for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
+            for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
                 columns = eval_rows[rows]
                 batch = collate(columns, packer)
-                _, values = pair_losses(saver.model, reference, batch, run.args)
-                means.add(values, weights, columns["row"])
+                _, values = pair_losses(model, reference, batch, run.args)
+                means.add(values, is_real, columns["row"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = results.exact_match(saver, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(
+                    run, model, tokenizer, eval_rows.dataset, prefix
+                )
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)
-    saver.save_if_best(line)  # may end the run, see --stop_after
+    return line
 
 
 if __name__ == "__main__":

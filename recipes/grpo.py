@@ -135,7 +135,7 @@ def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) ->
     elif args.advantage_std == "batch" and is_trained.sum() > 1:
         if args.baseline == "none":
             advantages = advantages - advantages[is_trained].mean()
-        # Around zero, not around their mean: all that are trained on may be equal.
+        # Measured from zero: from their mean it would be 0 where those trained on are equal.
         deviation = advantages[is_trained].norm() / math.sqrt(is_trained.sum() - 1)
         advantages = advantages / (deviation + EPSILON)
     return advantages.to(scores.dtype)
@@ -202,19 +202,19 @@ def sample_counts(mask: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 def sample_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_on_policy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """Returns the losses of samples, the weight of each in their mean, and values to log.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        is_first: whether no update was applied since the rollout was made. Then the log-probs of
-            this very pass are the old ones, so all ratios are exactly 1.
+        is_on_policy: whether no update was applied since the rollout was made. Then the log-probs
+            of this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"].to(logps.dtype)
-    old_logps = logps.detach() if is_first else experience["logps"]
+    old_logps = logps.detach() if is_on_policy else experience["logps"]
     log_ratios = logps - old_logps
     token_ratios = torch.exp(log_ratios)
     ratios = token_ratios
@@ -224,8 +224,8 @@ def sample_losses(
 
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
-    # needs no weight: its own ratios take the old policy for the sampler.
-    losses, values = correction.reweight(losses, old_logps, experience, args, is_first)
+    # is not: its ratios correct from the old policy, and leave out what a server's differ from it.
+    losses, values = correction.reweight(losses, old_logps, experience, args, is_on_policy)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
@@ -337,7 +337,7 @@ def main():
     packer = checks.make_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
-    means = Means(accelerator, run.recorder("rollout"))
+    means = Means(accelerator, run.recorder("rollout", model))
     sampler = Sampler(run, model, tokenizer, data, packer, means, environment=args.environment)
     saver = ActorSaver(run, model, tokenizer)
     must_match = [data, policy, grader, reference]  # a resumed run must have the same
@@ -354,28 +354,31 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if state.prompts_seen == 0:
-        evaluate(run, saver, sampler, grader)
+        saver.save_if_best(evaluate(run, sampler, grader))
     while not run.finished:
-        state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
+        if state.rollout is None:
+            state.rollout = make_rollout(run, sampler, grader, reference, state)
         if state.rollout is None:
             rollout_state.skip_rollout(run, state, means)  # an epoch of these ends the run
         else:
             samples = state.rollout.samples
             # All processes agree on the samples of this update. Each takes its share of them.
-            update_rows = state.rollout.rows_of_update(state, args)
+            update_rows = state.rollout.rows_of_next_update(state, args)
             lengths = samples.lengths_for_split(packer)
             update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
             # The loss is a mean over these samples, each as often as it counts.
             mask = state.rollout.experience["mask"][update_rows]
             denominator = int(sample_counts(mask, args).sum())
-            is_first = run.global_step == state.rollout.started_at
-            for rows, weights in update.micro_batches:
+            is_on_policy = run.global_step == state.rollout.started_at
+            for rows, is_real in update.micro_batches:
                 with run.timed("data"):
                     batch, experience = samples.collate(rows, state.rollout.experience, packer)
                     row_numbers = [samples.row_numbers[row] for row in rows]
                 with accelerator.accumulate(model):
-                    losses, counts, values = sample_losses(model, batch, experience, args, is_first)
-                    sample_weights = counts * weights
+                    losses, counts, values = sample_losses(
+                        model, batch, experience, args, is_on_policy
+                    )
+                    sample_weights = counts * is_real
                     run.check_finite(update, row_numbers, losses, sample_weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its
                     # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -386,12 +389,12 @@ def main():
                     # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                     optimizer.step()
                     optimizer.zero_grad()
-                means.add(values, weights, row_numbers, samples.response_numbers(rows))
-                run.count_flop(batch, weights)
+                means.add(values, is_real, row_numbers, samples.response_numbers(rows))
+                run.count_flop(batch, is_real)
 
             applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
-            latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-            means.close_update(applied, grad_norm=grad_norm, **latest)
+            rate = scheduler.get_last_lr()[0]
+            means.close_update(applied, update, grad_norm=grad_norm, learning_rate=rate)
             if applied:
                 scheduler.step()
             state.advance(args)  # a skipped update has used up its samples, too
@@ -399,7 +402,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, saver, sampler, grader)
+            saver.save_if_best(evaluate(run, sampler, grader))
         saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -409,7 +412,7 @@ def main():
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, grader: Grader) -> None:
+def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
@@ -421,7 +424,7 @@ def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, grader: Grader) -> N
             line |= values
             examples += shown
     run.log_evaluation(line, examples)
-    saver.save_if_best(line)  # may end the run, see --stop_after
+    return line
 
 
 # ============================================================ refusals

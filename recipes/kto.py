@@ -111,7 +111,12 @@ def with_prompts(columns: dict, others: dict, max_length: int) -> dict:
 
 @torch.no_grad()
 def estimate_kl(
-    run: Run, saver: ActorSaver, reference: Reference, packer: Packer, data: Rows, rows: np.ndarray
+    run: Run,
+    model: torch.nn.Module,
+    reference: Reference,
+    packer: Packer,
+    data: Rows,
+    rows: np.ndarray,
 ) -> float:
     """Returns the KL of the policy from the reference, estimated on all these rows; section 4.1.
 
@@ -120,12 +125,12 @@ def estimate_kl(
     means = Means(run.accelerator)
     next_rows = np.roll(rows, -1)  # after the last row comes the first
     lengths = data.lengths[rows] + data.lengths[next_rows]  # prompt and answers are of two rows
-    with checks.evaluation_mode(saver.model):
-        for places, weights in run.split(range(len(rows)), lengths):
+    with checks.evaluation_mode(model):
+        for places, is_real in run.split(range(len(rows)), lengths):
             columns = with_prompts(data[next_rows[places]], data[rows[places]], run.args.max_length)
             batch = collate(columns, packer)
-            log_ratios = saver.model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
-            means.add({"kl": log_ratios}, weights[batch["places"]])
+            log_ratios = model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
+            means.add({"kl": log_ratios}, is_real[batch["places"]])
     return max(means.reduce_and_reset()["kl"], 0.0)
 
 
@@ -185,7 +190,7 @@ def main():
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
 
-    means = Means(accelerator, run.recorder("train"))
+    means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)
     must_match = [data, policy, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
@@ -198,15 +203,15 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, saver, reference, packer, held_out)
+        saver.save_if_best(evaluate(run, model, tokenizer, reference, packer, held_out))
     while not run.finished:
         update = run.next_update(train)  # all processes agree on its samples; each takes its share
         n_answers = int(answer_counts[update.rows].sum())
-        kl = estimate_kl(run, saver, reference, packer, train, update.rows)
-        for rows, weights in update.micro_batches:
+        kl = estimate_kl(run, model, reference, packer, train, update.rows)
+        for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch = collate(train[rows], packer)
-                answer_weights = weights[batch["places"]]
+                answer_weights = is_real[batch["places"]]
             with accelerator.accumulate(model):
                 losses, values = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["rows"], losses, answer_weights)
@@ -220,18 +225,18 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(values, answer_weights, batch["rows"])
-            run.count_flop(batch, weights)
+            run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
-        latest = dict(learning_rate=scheduler.get_last_lr()[0], loss_scale=update.loss_scale)
-        means.close_update(applied, grad_norm=grad_norm, **latest)
+        rate = scheduler.get_last_lr()[0]
+        means.close_update(applied, update, grad_norm=grad_norm, learning_rate=rate)
         if applied:
             scheduler.step()
 
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, saver, reference, packer, held_out)
+            saver.save_if_best(evaluate(run, model, tokenizer, reference, packer, held_out))
         saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -244,34 +249,37 @@ def main():
 @torch.no_grad()
 def evaluate(
     run: Run,
-    saver: ActorSaver,
+    model: torch.nn.Module,
+    tokenizer,
     reference: Reference,
     packer: Packer,
     held_out: dict[str, Rows],
-) -> None:
+) -> dict[str, float]:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(saver.model):
+    with run.timed("paused"), checks.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             # Shuffled, because in a file the next row may answer the same prompt.
             order = batches.epoch_order(len(eval_rows), run.args.seed, epoch=0)
-            kl = estimate_kl(run, saver, reference, packer, eval_rows, order)
-            for rows, weights in run.split(range(len(eval_rows)), eval_rows.lengths):
+            kl = estimate_kl(run, model, reference, packer, eval_rows, order)
+            for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[rows], packer)
-                _, values = answer_losses(saver.model, reference, batch, kl, run.args)
-                means.add(values, weights[batch["places"]], batch["rows"])
+                _, values = answer_losses(model, reference, batch, kl, run.args)
+                means.add(values, is_real[batch["places"]], batch["rows"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
 
-                exact_match, answered = results.exact_match(saver, eval_rows.dataset, prefix)
+                exact_match, answered = results.exact_match(
+                    run, model, tokenizer, eval_rows.dataset, prefix
+                )
                 line |= exact_match
                 examples += answered
     run.log_evaluation(line, examples)
-    saver.save_if_best(line)  # may end the run, see --stop_after
+    return line
 
 
 if __name__ == "__main__":

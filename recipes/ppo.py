@@ -202,19 +202,19 @@ def explained_variance(
 
 
 def token_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_on_policy: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        is_first: whether no update was applied since the rollout was made. Then the log-probs of
-            this very pass are the old ones, so all ratios are exactly 1.
+        is_on_policy: whether no update was applied since the rollout was made. Then the log-probs
+            of this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"]
-    old_logps = logps.detach() if is_first else experience["logps"]
+    old_logps = logps.detach() if is_on_policy else experience["logps"]
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
@@ -225,12 +225,12 @@ def token_losses(
     )
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
     # critic needs no weight: it fits the returns of these samples, whoever drew them.
-    losses, values = correction.reweight(actor_losses, old_logps, experience, args, is_first)
+    losses, values = correction.reweight(actor_losses, old_logps, experience, args, is_on_policy)
     if args.kl_in == "loss":
         kl = kl_estimate(logps, experience["ref_logps"], args.kl_estimator)
         losses = losses + args.kl_coef * kl
     losses = losses + args.vf_coef * critic_losses
-    if is_first:
+    if is_on_policy:
         # How far ratios to the rollout's log-probs are from 1: micro-batches round differently.
         rounding = (old_logps - experience["logps"]).expm1().abs()
         values["val/max_rounding"] = (rounding, mask, "max")
@@ -386,7 +386,7 @@ def main():
     packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
-    means = Means(accelerator, run.recorder("rollout"))
+    means = Means(accelerator, run.recorder("rollout", model))
     sampler = Sampler(run, model, tokenizer, data, packer, means, environment=args.environment)
     saver = ActorSaver(run, model, tokenizer, also={"critic": policy.critic.model})
     must_match = [data, policy, grader, reference]  # a resumed run must have the same
@@ -403,7 +403,7 @@ def main():
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if run.updates_seen == 0:
-        evaluate(run, saver, sampler, grader)
+        saver.save_if_best(evaluate(run, sampler, grader))
     while not run.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, sampler, grader, reference, state)
@@ -418,14 +418,14 @@ def main():
         update = run.update_of(update_rows, samples.lengths, n_tokens)
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
-        is_first = run.global_step == state.rollout.started_at
-        for rows, weights in update.micro_batches:
+        is_on_policy = run.global_step == state.rollout.started_at
+        for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[row] for row in rows]
-                token_weights = experience["mask"] * weights[:, None]
+                token_weights = experience["mask"] * is_real[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, experience, args, is_first)
+                losses, values = token_losses(model, batch, experience, args, is_on_policy)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -436,13 +436,13 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, weights, row_numbers, samples.response_numbers(rows))
-            run.count_flop(batch, weights)
+            means.add(values, is_real, row_numbers, samples.response_numbers(rows))
+            run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         actor_rate, *_, critic_rate = scheduler.get_last_lr()  # of the parameter groups
         rates = dict(learning_rate=actor_rate, critic_learning_rate=critic_rate)
-        means.close_update(applied, grad_norm=grad_norm, **rates, loss_scale=update.loss_scale)
+        means.close_update(applied, update, grad_norm=grad_norm, **rates)
         if applied:
             scheduler.step()
         state.advance(args)  # a skipped update has used up its samples, too
@@ -450,7 +450,7 @@ def main():
         if run.due(args.logging_steps, first=True):
             run.log(means.reduce_and_reset())
         if run.due(args.eval_steps):
-            evaluate(run, saver, sampler, grader)
+            saver.save_if_best(evaluate(run, sampler, grader))
         saver.save_if_due()
         checkpoint.save_if_due()  # ends the run if a signal asked for it
 
@@ -461,7 +461,7 @@ def main():
 
 # ============================================================ evaluation
 @torch.no_grad()
-def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, grader: Grader) -> None:
+def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}
     examples = []
@@ -473,7 +473,7 @@ def evaluate(run: Run, saver: ActorSaver, sampler: Sampler, grader: Grader) -> N
             line |= values
             examples += shown
     run.log_evaluation(line, examples)
-    saver.save_if_best(line)  # may end the run, see --stop_after
+    return line
 
 
 # ============================================================ refusals

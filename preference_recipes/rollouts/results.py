@@ -63,15 +63,16 @@ def held_out_results(
     return line, samples.examples(context.tokenizer, scores, prefix.rstrip("/"))
 
 
-def exact_match(saver, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
+def exact_match(
+    run, model, tokenizer, eval_set, prefix: str
+) -> tuple[dict[str, float], list[dict]]:
     """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
 
     Also what was answered, for `samples.jsonl`. Asked are the first `--exact_match_rows` rows with
     an `answer`, unless a prompt leaves no position for one. All processes must call it.
     """
-    args = saver.run.args
-    tokenizer = saver.tokenizer
-    context = SamplingContext(saver.run, saver.model, tokenizer)
+    args = run.args
+    context = SamplingContext(run, model, tokenizer)
     most = architecture.longest_row(context.unwrapped.model)
     with_answer = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
     asked = with_answer[: args.exact_match_rows]

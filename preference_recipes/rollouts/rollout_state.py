@@ -33,7 +33,7 @@ class Rollout:
     def n_updates(self, args) -> int:
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
 
-    def rows_of_update(self, state: "RolloutState", args) -> np.ndarray:
+    def rows_of_next_update(self, state: "RolloutState", args) -> np.ndarray:
         """Returns which samples form the next update: groups in a seeded order, anew in each pass.
 
         Updates differ in size by at most one sample: a small leftover would get a whole optimizer

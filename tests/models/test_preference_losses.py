@@ -165,8 +165,7 @@ def estimate(scale: float, split, rows: list[int], given=ROWS, longest=LONGEST):
     model.scale, model.sizes = scale, []
     reference = SimpleNamespace(logps=lambda batch: torch.zeros_like(batch["mask"], dtype=float))
     packer = Packer(torch.device("cpu"))
-    saver = SimpleNamespace(model=model)
-    kl = KTO.estimate_kl(run, saver, reference, packer, data(given), np.array(rows))
+    kl = KTO.estimate_kl(run, model, reference, packer, data(given), np.array(rows))
     return kl, model.sizes
 
 
@@ -225,9 +224,8 @@ def test_an_evaluation_shuffles_its_rows_for_the_kl_each_time_alike(monkeypatch)
         split=lambda rows, lengths: [],
         log_evaluation=lambda line, examples: None,
     )
-    saver = SimpleNamespace(model=Pretended(), save_if_best=lambda line: None)
     for _ in range(2):
-        KTO.evaluate(run, saver, None, None, {"eval/": data(ROWS)})
+        KTO.evaluate(run, Pretended(), None, None, None, {"eval/": data(ROWS)})
     assert orders == [np.random.default_rng([3, 0]).permutation(5).tolist()] * 2
 
 

@@ -3,7 +3,6 @@
 import collections
 import copy
 import sys
-import types
 
 import datasets
 import pytest
@@ -274,8 +273,8 @@ def test_exact_match_over_some_rows(accelerator, tokenizer, monkeypatch, limit, 
     monkeypatch.setattr(results, "generate", generate)
     sizes = dict(max_new_tokens=3, exact_match_rows=limit)
     sampler = bare_sampler(accelerator, tokenizer, architectures.build("llama"), **sizes)
-    saver = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
-    shares, examples = results.exact_match(saver, eval_set, "eval/sums/")
+    asked = (sampler.run, sampler.model, tokenizer)
+    shares, examples = results.exact_match(*asked, eval_set, "eval/sums/")
     assert [example["row"] for example in examples] == rows
     assert [example["right"] for example in examples] == [row != 14 for row in rows]
     assert shares == ({"eval/sums/exact_match": pytest.approx(share)} if rows else {})
@@ -287,11 +286,11 @@ def test_a_prompt_that_fills_all_positions_is_left_out(accelerator, tokenizer, c
     eval_set = datasets.Dataset.from_dict({**ids, "answer": ["1", "1", "1"]})
     model = architectures.build("gpt2")
     sampler = bare_sampler(accelerator, tokenizer, model, max_new_tokens=3, exact_match_rows=None)
-    saver = types.SimpleNamespace(run=sampler, tokenizer=tokenizer, model=sampler.model)
-    _, (example,) = results.exact_match(saver, eval_set, "eval/")
+    asked = (sampler.run, sampler.model, tokenizer)
+    _, (example,) = results.exact_match(*asked, eval_set, "eval/")
     expected, _ = alone(model, [6] * 63, None, 0.0, sampler.stop_tokens(), 1)
     assert (example["row"], example["response"]) == (11, tokenizer.decode(expected))
     assert (
         "eval/exact_match: left out (64 positions are too few): 2 rows" in capsys.readouterr().out
     )
-    assert results.exact_match(saver, eval_set.select([0]), "eval/") == ({}, [])
+    assert results.exact_match(*asked, eval_set.select([0]), "eval/") == ({}, [])

@@ -39,7 +39,7 @@ def losses_of(
     }
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
     losses, weights, values = module.sample_losses(
-        model, batch or {}, experience, args, is_first=False
+        model, batch or {}, experience, args, is_on_policy=False
     )
     return logps, losses, weights, values
 
