@@ -25,7 +25,7 @@ from common.shared_args import LIMITS, SavingArgs, range_in_words
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
 MAY_CHANGE = {field.name for field in dataclasses.fields(SavingArgs)} - {"keep_best"}
-MAY_CHANGE |= {"output_dir", "max_epochs", "max_steps"}
+MAY_CHANGE |= {"output_dir", "run_name", "max_epochs", "max_steps"}
 # These change the speed and the memory, not the update.
 MAY_CHANGE |= {"micro_train_batch_size", "micro_train_tokens"}
 MAY_CHANGE |= {"gradient_checkpointing", "attn_implementation"}

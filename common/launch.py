@@ -121,10 +121,14 @@ def quiet() -> None:
 
 # ============================================================ the run's folder
 def decide_folder(args, recipe: str) -> str:
-    """Returns `--output_dir`, the folder of a resumed run, or `runs/<recipe>/<date-time>`.
+    """Returns `--output_dir`, `runs/<recipe>/<run_name or date-time>`, or a resumed run's folder.
 
     It is made if it is not there. From then on it is this run's alone, until this process ends.
     """
+    if args.run_name is not None and not args.output_dir:
+        if "/" in args.run_name or args.run_name[:1] in ("", "."):
+            refuse(f"--run_name {args.run_name!r}: expected the name of a folder in runs/{recipe}")
+        args.output_dir = str(Path("runs", recipe, args.run_name))
     own = None  # the folder of the run that goes on
     checkpoint = Path(args.resume).resolve()
     if args.resume == "auto":

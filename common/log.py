@@ -16,6 +16,9 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 # TensorBoard's page of key charts. Its smoothing would bend the few points of evaluations.
 PAGE = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+# What trackers call the name of a run, where they take one.
+NAMES = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "clearml": "task_name"}
+NAMES |= {"swanlab": "experiment_name"}
 # Straight lines, which TensorBoard shows as `progress/...`, so that no tab begins with them.
 STRAIGHT = ("epoch", "samples", "tokens", "skipped_steps")
 
@@ -47,8 +50,9 @@ def open_trackers(run) -> "Board | None":
         accelerator.project_configuration.set_directories(args.output_dir)
         config = dict(vars(args))  # a copy: that of MLflow deletes long values
         gpus = [] if accelerator.device.type == "cpu" else [accelerator.device]
+        names = {tracker: {key: args.run_name} for tracker, key in NAMES.items() if args.run_name}
         with torch.random.fork_rng(gpus):  # that of ClearML sets a seed of its own
-            accelerator.init_trackers(Path(sys.argv[0]).stem, config=config)
+            accelerator.init_trackers(Path(sys.argv[0]).stem, config, names)
     if "tensorboard" not in args.report_to:
         return None
     board = Board(run)

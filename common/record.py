@@ -29,7 +29,7 @@ def write(accelerator, args) -> None:
     `environment.json` holds one entry for each start of the run, the newest last.
     """
     output_dir = Path(args.output_dir)
-    own = ("output_dir", "resume")
+    own = ("output_dir", "run_name", "resume")
     repeated = {name: value for name, value in vars(args).items() if name not in own}
     folders.replace_file(output_dir / "run.yaml", yaml.safe_dump(repeated, sort_keys=False))
 

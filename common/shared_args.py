@@ -51,6 +51,7 @@ class DataArgs:
     chat_template_kwargs: str | None = arg(None, "variables of the template, a JSON object")
     strings_as_messages: bool = arg(False, "turn strings into messages of user and assistant")
     output_dir: str | None = arg(None, "where the run writes; default: runs/<recipe>/<date-time>")
+    run_name: str | None = arg(None, "replaces <date-time>, and names the run in trackers")
     max_length: int = arg(1024, "tokens of prompt and answer; the rest is cut off", at_least=2)
     preview: int = arg(0, "show how the first N rows of each set are read, and exit", at_least=0)
 

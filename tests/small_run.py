@@ -40,7 +40,7 @@ def small_run(folder: Path, **settings) -> Checkpoint:
     """A run before its first update: 100 rows, 4 in an update. Its parts are the checkpoint's."""
     length = dict(train_batch_size=4, max_epochs=1, max_steps=0, stop_after=0)
     saves = dict(save_steps=0, save_total_limit=2, save_dtype=None, keep_best=None)
-    saves |= dict(resume="auto", push_to_hub=None, learning_rate=0.1, values_steps=0)
+    saves |= dict(resume="auto", run_name=None, push_to_hub=None, learning_rate=0.1, values_steps=0)
     given = dict(output_dir=str(folder), seed=0, report_to=["none"], **length, **saves)
     args = Settings(**given | settings)
     accelerator = Accelerator(cpu=True)

@@ -24,15 +24,16 @@ def header_of(card: str) -> dict:
 
 
 def test_run_yaml_repeats_the_run(inputs, tmp_path):
-    first, again = tmp_path / "first", tmp_path / "again"
-    launch([], recipe("dpo"), *flags(inputs, first, loss_type="ipo", lora_r=2))
+    first, again = tmp_path / "runs/dpo/first", tmp_path / "again"
+    given = flags(inputs, None, run_name="first", loss_type="ipo", lora_r=2)
+    launch([], recipe("dpo"), *given, cwd=tmp_path)
     launch([], recipe("dpo"), first / "run.yaml", "--output_dir", again)
     assert timeless(first) == timeless(again)
     assert torch.equal(weights(first), weights(again))
     recorded = yaml.safe_load((first / "run.yaml").read_text())
     assert recorded == yaml.safe_load((again / "run.yaml").read_text())
     assert recorded["loss_type"] == "ipo" and recorded["seed"] == 7 and recorded["lora_alpha"] == 4
-    assert not {"output_dir", "resume"} & recorded.keys()
+    assert not {"output_dir", "run_name", "resume"} & recorded.keys()
 
 
 def test_each_start_is_recorded(inputs, tmp_path):

@@ -45,7 +45,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, launched, st
 # No rate, size of an update, seed or adapter: they decide the weights.
 MAY_CHANGE = """attn_implementation dataset_name eval_dataset_name eval_dataset_split eval_steps
 gradient_checkpointing logging_steps max_epochs max_steps micro_train_batch_size micro_train_tokens
-output_dir push_to_hub report_to resume save_actor_limit save_actor_steps save_dtype save_steps
+output_dir push_to_hub report_to resume run_name save_actor_limit save_actor_steps save_dtype save_steps
 save_total_limit stop_after values_steps values_tokens"""
 
 
@@ -148,7 +148,7 @@ def test_where_a_resumed_run_goes(tmp_path):
 
     def decide(resume, output_dir=None):
         folder = output_dir and str(output_dir)
-        args = types.SimpleNamespace(resume=str(resume), output_dir=folder)
+        args = types.SimpleNamespace(resume=str(resume), output_dir=folder, run_name=None)
         return decide_folder(args, "sft")
 
     assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old")

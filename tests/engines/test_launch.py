@@ -63,7 +63,7 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = types.SimpleNamespace(now=lambda: datetime.datetime(2030, 1, 2, 3, 4, 5))
     monkeypatch.setattr(common.launch, "datetime", types.SimpleNamespace(datetime=now))
-    args = argparse.Namespace(output_dir=None, resume="never")
+    args = argparse.Namespace(output_dir=None, run_name=None, resume="never")
     folder = tmp_path / "runs/dpo"
     for name in ("20300102-030405", "20300102-030405-2", "20300102-030405-3"):
         assert common.launch.decide_folder(args, "dpo") == str(folder / name)
@@ -86,10 +86,23 @@ time.sleep(1000)
 """
 
 
-def decide(folder, resume="never"):
-    return common.launch.decide_folder(
-        argparse.Namespace(output_dir=str(folder), resume=resume), "dpo"
-    )
+def decide(folder, resume="never", run_name=None):
+    args = argparse.Namespace(output_dir=folder and str(folder), run_name=run_name, resume=resume)
+    return common.launch.decide_folder(args, "dpo")
+
+
+def test_a_run_has_the_name_that_it_is_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "runs/dpo/beta 0.3"
+    for resume in ("never", "auto"):
+        assert decide(None, resume, run_name=own.name) == str(own)
+    (own / "actor").mkdir()
+    assert decide(None, "auto", run_name=own.name) == str(own)
+    runs.refuses(f"{own} already holds another run", call=lambda: decide(None, run_name=own.name))
+    assert decide("mine", run_name="a/b") == str(tmp_path / "mine")  # then it is the trackers'
+    for name in ("a/b", "..", ""):
+        said = f"--run_name {name!r}: expected the name of a folder in runs/dpo"
+        runs.refuses(said, call=lambda name=name: decide(None, run_name=name))
 
 
 def test_a_folder_is_one_runs_until_its_process_ends(tmp_path):

@@ -1,12 +1,15 @@
 """What people see of a run: samples, and another tracker than TensorBoard."""
 
+import inspect
 import json
+import re
 import sqlite3
 import statistics
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 import runs
 from recipes import RECIPES
@@ -58,6 +61,19 @@ def test_another_tracker_gets_every_line(inputs, tmp_path):
     losses = [line["loss"] for line in runs.training_lines(output)]
     assert [json.loads(values)["loss"] for _, values in found] == pytest.approx(losses)
     assert not (output / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "clearml", "swanlab"])
+def test_a_tracker_gets_the_runs_name(tmp_path, monkeypatch, name):
+    """accelerate calls the tracker with it as wandb.init(project="...", name="mine") and the like."""
+    given = []
+    init = lambda _, project, config, kinds: given.append(kinds[name])
+    monkeypatch.setattr(Accelerator, "init_trackers", init)
+    small_run(tmp_path, report_to=[name], run_name="mine").run.start()
+    ((argument, value),) = given[0].items()
+    assert value == "mine"
+    source = inspect.getsource(LOGGER_TYPE_TO_CLASS[name])
+    assert re.search(rf"\b{argument}: |\*\*self.init_kwargs", source)
 
 
 def test_a_tracker_that_sets_a_seed_does_not_change_the_run(tmp_path, monkeypatch):
