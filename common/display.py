@@ -111,14 +111,14 @@ def progress_of(metric: str, evaluations: list[dict[str, float]]) -> str:
     text = f"{seen[-1][0]:<8.4g}"
     if len(seen) == 1:
         return text.rstrip()
-    first, step = seen[0]
-    earlier = f"{first:.4g} at {step or 'the start'}"
+    first, began = seen[0]
+    earlier = f"{first:.4g} at {began or 'the start'}"
     if sign := direction(metric):
         finite = [(value, step) for value, step in seen if math.isfinite(value)]
         best, step = max(finite or seen, key=lambda each: (sign * each[0], -each[1]))
         if step == evaluations[-1]["global_step"]:
             return f"{text} the best ({earlier})"
-        earlier += f", best {best:.4g} at {step or 'the start'}"
+        earlier += ", the best" if step == began else f", best {best:.4g} at {step}"
     return f"{text} ({earlier})"
 
 

@@ -72,8 +72,8 @@ def test_in_a_file_there_are_plain_lines_and_the_last_block_has_the_result(tmp_p
     block = said[said.index("\ndone: ") :]
     for metric in ("eval/loss", "eval/exact_match"):
         assert display.progress_of(metric, runs.evaluation_lines(out)) in block
-    page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0 (untick Ignore outliers)"
-    assert f"tensorboard --logdir out  and open {page}\n" in block
+    page = "http://localhost:6006/?smoothing=0#custom_scalars&_smoothingWeight=0"
+    assert f"tensorboard --logdir out  and open {page} (untick Ignore outliers)\n" in block
     assert block.endswith('  model   AutoModelForCausalLM.from_pretrained("out/actor")\n')
     for sample in runs.samples(out)[:3]:
         worth = "right" if sample["right"] else f"wrong: {sample['answer']}"
@@ -107,9 +107,12 @@ def test_an_evaluation_says_what_it_means():
     ]
     lines.append({**lines[0], "global_step": 220, "eval/exact_match": 0.95, "eval/loss": 0.3})
     lines.append({**lines[0], "global_step": 240, "eval/exact_match": 0.942, "eval/loss": 0.25})
+    for line, accuracy in zip(lines, (0.75, 0.5, 0.25)):
+        line["eval/accuracy"] = accuracy
     said = {name: display.progress_of(name, lines) for name in lines[0] if name != "global_step"}
     assert said == {
         "eval/exact_match": "0.942    (0.504 at the start, best 0.95 at 220)",
         "eval/loss": "0.25     the best (0.7 at the start)",
         "eval/logps/chosen": "-2       (-2 at the start)",
+        "eval/accuracy": "0.25     (0.75 at the start, the best)",
     }
