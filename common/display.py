@@ -56,6 +56,7 @@ class Bar(tqdm):
         self.is_plain = is_main and not sys.stderr.isatty()
         # tqdm only decides when the line is drawn.
         super().__init__(mininterval=0.5, disable=not is_main or self.is_plain)
+        self._instances.add(self)  # also if disabled: `errors.run` closes it before its message
 
     def show(self, values: dict[str, float]) -> None:
         """Shows values of a log line; those that a line lacks stay as they were."""

@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import Refused, one_line, refuse
+from safetensors import SafetensorError
+
+from common import one_line, refuse
 
 LOCK = ".run.lock"
 LEAST_PART = 2**16  # of a log, in bytes
@@ -40,16 +42,20 @@ def remove_if_unused(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path):
-    """Names what cannot be written because of the disk, and removes the part that was."""
+    """Names what the disk does not take. If it is temporary (`.name`), removes what is there."""
     try:
         yield
     except Exception as error:
-        is_full = shutil.disk_usage(path.parent).free < 2**20  # torch and safetensors do not tell
-        if path.is_dir() and (is_full or isinstance(error, (OSError, Refused))):
+        if path.name.startswith("."):
             shutil.rmtree(path, ignore_errors=True)
-        if isinstance(error, Refused) or not (is_full or isinstance(error, OSError)):
+            with contextlib.suppress(OSError):  # it was a folder
+                path.unlink()
+        reason = one_line(error)
+        if re.search("inline_container|iostream error", reason):  # torch's, which names none
+            reason = "the disk or its quota is full"
+        elif not isinstance(error, (OSError, SafetensorError)):
             raise
-        refuse(f"{path} cannot be written: {one_line(error)}")
+        refuse(f"{path} cannot be written: {reason}")
 
 
 def rotate(parent: Path, keep: int) -> None:
@@ -63,9 +69,10 @@ def rotate(parent: Path, keep: int) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Writes a file whole, or leaves the one that was there."""
     temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
-    temporary.rename(path)
+    with writing(temporary):
+        temporary.write_text(text, encoding="utf-8")
+        flush(temporary)
+        temporary.rename(path)
 
 
 def flush(*paths: Path) -> None:

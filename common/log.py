@@ -1,5 +1,6 @@
 """Names of the files that a run appends to; TensorBoard and other trackers (`--report_to`)."""
 
+import contextlib
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import folders
 from common.values import COUNT
 
 METRICS = "metrics.jsonl"
@@ -74,26 +76,28 @@ class Board:
         self.purge_step = run.global_step + 1  # it hides what a killed run wrote from there on
         self.has_several_sets = len(args.eval_dataset_name or []) > 1
         self.writers = {}  # by their folders
-        writer = self.writer("")
         multiline = {}
         for title, tags in run.charts.items():  # in training, and in each held-out set's evaluation
             names = "|".join(re.escape(tag.removeprefix("eval/")) for tag in tags)
             multiline[title] = ["Multiline", [f"^({names})$"]]
-        writer.add_custom_scalars({"key metrics": multiline})
         self.add_text("arguments", vars(args), run.global_step)
         changed = changed_arguments(args).items()
         plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in changed}
-        for summary in hparams(plain, {"loss": 0.0}):
-            writer.file_writer.add_summary(summary)
+        with self.writer() as writer:
+            writer.add_custom_scalars({"key metrics": multiline})
+            for summary in hparams(plain, {"loss": 0.0}):
+                writer.file_writer.add_summary(summary)
 
-    def writer(self, folder: str):
-        """Returns the writer of the run itself, or of its evaluations on a held-out set."""
+    @contextlib.contextmanager
+    def writer(self, folder: str = ""):
+        """Yields the writer of the run itself, or of its evaluations on a held-out set."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        if folder not in self.writers:
-            path = str(self.folder / folder)
-            self.writers[folder] = SummaryWriter(path, purge_step=self.purge_step)
-        return self.writers[folder]
+        with folders.writing(self.folder):
+            if folder not in self.writers:
+                path = str(self.folder / folder)
+                self.writers[folder] = SummaryWriter(path, purge_step=self.purge_step)
+            yield self.writers[folder]
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Writes a log line."""
@@ -101,24 +105,29 @@ class Board:
             depth = 2 if self.has_several_sets else 1  # of `eval/` or `eval/<name>/`
             *folder, tag = name.split("/", depth) if name.startswith("eval/") else [name]
             tag = f"progress/{tag}" if name in STRAIGHT else tag
-            self.writer("/".join(folder)).add_scalar(tag, value, step)
-        for writer in self.writers.values():
-            writer.flush()
+            with self.writer("/".join(folder)) as writer:
+                writer.add_scalar(tag, value, step)
+        for folder in self.writers:
+            with self.writer(folder) as writer:
+                writer.flush()
 
     def add_text(self, tag: str, values: dict | list, step: int) -> None:
         """Shows values as JSON."""
         text = json.dumps(values, indent=1, ensure_ascii=False)
-        self.writer("").add_text(tag, "    " + text.replace("\n", "\n    "), step)
+        with self.writer() as writer:
+            writer.add_text(tag, "    " + text.replace("\n", "\n    "), step)
 
     def add_histograms(self, source: str, samples, step: int) -> None:
         """Shows a table of `values.Recorder` under tags such as `samples/loss`."""
-        writer = self.writer(source if source.startswith("eval") else "")
-        for name in [name for name in samples.column_names if name + COUNT in samples.column_names]:
-            numbers = samples[name].drop_null().to_numpy()
-            if (finite := numbers[np.isfinite(numbers)]).size:
-                writer.add_histogram(f"samples/{name}", finite, step)
+        with self.writer(source if source.startswith("eval") else "") as writer:
+            for name in samples.column_names:
+                if name + COUNT in samples.column_names:
+                    numbers = samples[name].drop_null().to_numpy()
+                    if (finite := numbers[np.isfinite(numbers)]).size:
+                        writer.add_histogram(f"samples/{name}", finite, step)
 
     def finish(self) -> None:
         """Closes the writers."""
-        for writer in self.writers.values():
-            writer.close()
+        for folder in self.writers:
+            with self.writer(folder) as writer:
+                writer.close()

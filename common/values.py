@@ -12,6 +12,8 @@ import pyarrow.parquet
 import torch
 from accelerate.utils import gather_object
 
+from common import folders
+
 # The folder in which a run records them, in parts that Parquet's readers take for one table.
 VALUES = "values.parquet"
 COUNT = ":count"  # after the name of a metric, in the name of the column that counts it
@@ -105,5 +107,6 @@ class Recorder:
             process = self.run.accelerator.process_index  # each writes parts of its own
             name = f"{self.run.global_step:06d}-{source}-{process}.parquet"
             table = pyarrow.concat_tables(tables, promote_options="default")
-            pyarrow.parquet.write_table(table, folder / f".{name}")
-            (folder / f".{name}").rename(folder / name)
+            with folders.writing(folder / f".{name}"):
+                pyarrow.parquet.write_table(table, folder / f".{name}")
+                (folder / f".{name}").rename(folder / name)

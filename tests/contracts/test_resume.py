@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -9,14 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from transformers import AutoModelForCausalLM
 
 import runs
-from common import folders
+from common import folders, log
 from common.checkpoint import LOGS
+from common.values import Recorder
 from contracts.proof.bench import Bench, Finished
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD, TIES
@@ -184,10 +188,48 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(bench):
 
     has_one = lambda output: folders.by_step(output / "checkpoints")
     output = stopped(bench("sft"), "full", has_one, changes=LONGER, act=fill)
-    assert ended == [1] and "Traceback" in output.with_name("full.console").read_text()
+    said = output.with_name("full.console").read_text()
+    assert ended == [1] and "Traceback" not in said
+    part = rf"{output}/checkpoints/\.global_step_\d+\.writing"
+    assert re.fullmatch(f"{part} cannot be written: .+", said.strip().splitlines()[-1])
     assert has_one(output) and not any(map(folders.fault_of, has_one(output)))
+    assert not [*output.glob("checkpoints/.*")]
     resume(bench("sft"), output, **LONGER)
     expect_same(output, unbroken(bench("sft"), **LONGER))
+
+
+TABLES = [pyarrow.table({"loss": [1.0]})]
+WRITERS = {
+    "metrics.jsonl": lambda made: made.run.write({"loss": 1.0}),
+    ".run.yaml.writing": lambda made: folders.replace_file(made.run.output_dir / "run.yaml", "a"),
+    "values.parquet/.000000-x-0.parquet": lambda made: Recorder(made.run, "x", [], TABLES).write(),
+    "tensorboard": lambda made: log.Board(made.run),
+    ".few.pt": lambda made: save(made.run.output_dir / ".few.pt", torch.zeros(2)),
+    ".many.pt": lambda made: save(made.run.output_dir / ".many.pt", torch.zeros(10**6)),
+}
+
+
+def save(file: Path, tensor: torch.Tensor) -> None:
+    with folders.writing(file):
+        torch.save(tensor, file)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name, write", WRITERS.items())
+def test_what_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, name, write):
+    """And the part that was written is removed, but never a log."""
+    made = small_run(tmp_path, eval_dataset_name=None)
+    made.run.start()
+    file = tmp_path / name
+    if name == "tensorboard":  # whose files are named after the time
+        full = lambda *_: Path("/dev/full").write_text("x")
+        monkeypatch.setattr(LocalFileSystem, "_write", full)
+    else:
+        file.parent.mkdir(exist_ok=True)
+        file.symlink_to("/dev/full")
+    why = "the disk or its quota is full" if file.suffix == ".pt" else "[Errno 28] "
+    runs.refuses(f"{file} cannot be written: {why}", call=lambda: write(made))
+    assert os.path.lexists(file) != file.name.startswith(".")
 
 
 def test_a_recipe_that_holds_something_more_does_not_go_on_without_it(tmp_path):
