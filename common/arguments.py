@@ -83,8 +83,9 @@ class Parser(HfArgumentParser):
         for names, ours in (tables["current"] | tables["older"]).items():
             if name in names.split(", "):
                 return f". Instead of {name} give {ours}"
-        close = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
-        return f". Did you mean {close[0]}?" if close else ""
+        ours = [flag.lstrip("-") for flag in self._option_string_actions]
+        close = difflib.get_close_matches(name, ours, n=1, cutoff=0.7)
+        return f". Did you mean --{close[0]}?" if close else ""
 
 
 def unfreeze() -> None:
