@@ -19,7 +19,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType
 from transformers import HfArgumentParser
 
-from common import ASSETS, GC_THRESHOLD, one_line, pluralize, print_once, refuse
+from common import ASSETS, GC_THRESHOLD, one_line, patched, pluralize, print_once, refuse
 from common.shared_args import LIMITS, SavingArgs, range_in_words
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
@@ -188,6 +188,8 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
         if value is not None:
             words = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *(str(word).replace("{assets}", str(ASSETS)) for word in words)]
+    with patched((parser, "prog", f"{parser.prog} {path}")):  # for what is wrong with a value
+        parser.parse_args(flags)
     return flags
 
 

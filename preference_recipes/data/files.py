@@ -52,9 +52,9 @@ def find_local(path: Path, split: str) -> TypedRows | TextFiles:
     if not files:
         is_arrow = any(file.suffix == ".arrow" for file in splits.get(split, []))
         advice = ". `save_to_disk` wrote it: write it with `to_parquet`" if is_arrow else ""
-        wanted = f"no {' '.join(SUFFIXES)}, or one of these and .gz"
-        found = f"its splits: {', '.join(splits)}{advice}"
-        refuse(f"data set {str(path)!r}, split {split!r}: {wanted}; {found}")
+        none = f"holds no {' '.join(SUFFIXES)}, or one of these and .gz"
+        state = none if split in splits else "is not there"
+        refuse(f"split {split!r} {state}; its splits: {', '.join(splits)}{advice}")
     if any(file.suffix != ".parquet" for file in files):
         return TextFiles(files)
     names = [glob.escape(str(file)) for file in files]

@@ -281,7 +281,10 @@ def ending_of(tokenizer) -> Ending:
 # ============================================================ variables of a template
 def set_defaults(tokenizer, text: str) -> None:
     """Gives variables of a tokenizer's chat template default values, which are saved with it."""
-    values = json.loads(text)
+    try:
+        values = dict(json.loads(text))
+    except (ValueError, TypeError):
+        refuse(f'--chat_template_kwargs {text}: expected a JSON object, such as {{"name": false}}')
     known = variables(tokenizer)
     unknown = values.keys() - known
     if unknown:

@@ -52,6 +52,8 @@ def tokenizer_of(
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if chat_template is not None:
+        if not Path(chat_template).is_file():
+            refuse(f"--chat_template {chat_template}: no such file (looked in {Path.cwd()})")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if chat_template_kwargs is not None:
         rendering.set_defaults(tokenizer, chat_template_kwargs)
@@ -177,7 +179,9 @@ def from_pretrained(auto_class, name: str, **settings):
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
-        refuse(f"{name!r} cannot be loaded by {auto_class.__name__}: {one_line(error)}")
+        is_empty = Path(name).is_dir() and not Path(name, "config.json").exists()
+        reason = "it is a folder without config.json" if is_empty else one_line(error)
+        refuse(f"{name!r} cannot be loaded by {auto_class.__name__}: {reason}")
 
 
 # ============================================================ models that something is wrong with

@@ -64,7 +64,7 @@ def load_function(name: str) -> Callable:
     try:
         with errors.exits_with_a_message():  # a script may do its work when it is imported
             function = pkgutil.resolve_name(name)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+    except (ModuleNotFoundError, AttributeError, ValueError, SyntaxError) as error:
         refuse(f"{name!r} cannot be loaded, from {here} or as installed: {one_line(error)}")
     finally:
         os.chdir(here)  # wherever the module went

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import distributed, refuse
+from common import pluralize, distributed, refuse
 from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
@@ -283,8 +283,8 @@ def weights_by_part(args) -> dict[str, float]:
     weights = [1.0] * len(names) if args.reward_weights is None else args.reward_weights
     if len(weights) != len(names) or not np.isfinite(weights).all():
         refuse(
-            f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
-            f"numbers, one for each of {', '.join(names)}"
+            f"--reward_weights {' '.join(map(str, weights))}: expected "
+            f"{pluralize(len(names), 'finite number')}, one for each of {', '.join(names)}"
         )
     return dict(zip(names, weights))
 

@@ -28,6 +28,7 @@ TABLE = [
     ("dpo", ["unknown.yaml"], ["unknown.yaml: there is no argument betta. Did you mean --beta?"]),
     ("dpo", ["none.yaml"], ["none.yaml cannot be read: [Errno 2] No such file"]),
     ("dpo", ["torn.yaml"], ["torn.yaml cannot be read: ", "line 1"]),
+    ("dpo", ["value.yaml"], ["value.yaml: error: argument --beta: invalid float value: 'abc'"]),
     ("dpo", ["--lr=1e-4"], ["arguments: --lr=1e-4. Instead of lr give --learning_rate"]),
     (
         "grpo",
@@ -51,6 +52,7 @@ TABLE = [
         [*ASKED, "none:brief"],
         ["'none:brief' cannot be loaded, from /", "No module named 'none'"],
     ),
+    ("grpo", [*ASKED, "torn:f"], ["'torn:f' cannot be loaded", "(torn.py, line 1)"]),
     ("grpo", [*ASKED, "mine:none"], ["'mine:none' cannot be loaded", "no attribute 'none'"]),
     ("grpo", [*ASKED, "mine"], ["'mine' is no function or class: expected MODULE:NAME"]),
     (
@@ -73,6 +75,10 @@ TABLE = [
     ("dpo", SMOOTHED, ["--label_smoothing 0.1: not used with --loss_type ipo, only sigmoid"]),
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha 4.0: not used", "give --lora_r"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], ["'owner/never'", "connect"]),
+    ("dpo", ["--model_name_or_path", ".", *OWN[2:]], ["'.' cannot", "without config.json"]),
+    ("dpo", [*OWN, "--chat_template", "none.j"], ["--chat_template none.j: no such file"]),
+    ("dpo", [*OWN, "--chat_template_kwargs", "{a"], ["{a: expected a JSON object, such as {"]),
+    ("dpo", [*OWN, "--dataset_split", "x"], [": split 'x' is not there; its splits: train"]),
     ("ppo", OWN, ["nothing scores the responses", "--reward_function"]),
     # A file, where a folder is to be made.
     ("dpo", [*OWN, "--output_dir", "mine.py/run"], ["mine.py/run cannot be written: "]),
@@ -88,6 +94,8 @@ def folder(tmp_path_factory):
     write_jsonl(folder / "asked.jsonl", [{"prompt": "a", "answer": "b"}] * 4)
     (folder / "unknown.yaml").write_text("betta: 0.2\n")
     (folder / "torn.yaml").write_text("beta: [0.2\n")
+    (folder / "value.yaml").write_text("beta: abc\n")
+    (folder / "torn.py").write_text("def f(:\n")
     (folder / "mine.py").write_text(MINE)
     return folder
 
@@ -100,6 +108,12 @@ def test_a_mistake_is_one_message(folder, name, flags, parts):
     assert all(part in said[-1] for part in parts), result.stdout
     assert "Traceback" not in result.stdout and len(said) < 8, result.stdout
     assert not [*folder.glob("runs/*/*")]  # a failed start leaves no folder of a run
+
+
+def test_a_guess_at_an_argument_is_close():
+    hint = arguments.Parser(load("dpo").Args).hint
+    assert hint("--top_p") == hint("--use_dora") == hint("--seeed_of_all") == ""
+    assert hint("--learning-rat=1") == ". Did you mean --learning_rate?"
 
 
 # Sizes by which the settings of a case are the only fault in those of a demo.
