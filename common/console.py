@@ -67,7 +67,7 @@ def end(saver: ActorSaver) -> None:
     if best.value is not None:
         folder = run.output_dir / BEST_FOLDER
         kept = f"{run.args.keep_best} {best.value:.4g} at update {best.global_step}"
-        print(f"best: {kept}, saved in {folder}")
+        print(f"best: {kept}, saved in {relative(folder)}")
     if run.args.push_to_hub:
         name = run.args.push_to_hub
         try:

@@ -1,6 +1,5 @@
 """Names of the files that a run appends to; TensorBoard and other trackers (`--report_to`)."""
 
-import contextlib
 import json
 import re
 import sys
@@ -83,51 +82,46 @@ class Board:
         self.add_text("arguments", vars(args), run.global_step)
         changed = changed_arguments(args).items()
         plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in changed}
-        with self.writer() as writer:
-            writer.add_custom_scalars({"key metrics": multiline})
-            for summary in hparams(plain, {"loss": 0.0}):
-                writer.file_writer.add_summary(summary)
+        self.writer("").add_custom_scalars({"key metrics": multiline})
+        for summary in hparams(plain, {"loss": 0.0}):
+            self.writer("").file_writer.add_summary(summary)
 
-    @contextlib.contextmanager
-    def writer(self, folder: str = ""):
-        """Yields the writer of the run itself, or of its evaluations on a held-out set."""
+    def writer(self, folder: str):
+        """Returns the writer of the run itself, or of its evaluations on a held-out set."""
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        with folders.writing(self.folder):
-            if folder not in self.writers:
-                path = str(self.folder / folder)
-                self.writers[folder] = SummaryWriter(path, purge_step=self.purge_step)
-            yield self.writers[folder]
+        if folder not in self.writers:
+            path = str(self.folder / folder)
+            self.writers[folder] = SummaryWriter(path, purge_step=self.purge_step)
+        return self.writers[folder]
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Writes a log line."""
-        for name, value in values.items():
-            depth = 2 if self.has_several_sets else 1  # of `eval/` or `eval/<name>/`
-            *folder, tag = name.split("/", depth) if name.startswith("eval/") else [name]
-            tag = f"progress/{tag}" if name in STRAIGHT else tag
-            with self.writer("/".join(folder)) as writer:
-                writer.add_scalar(tag, value, step)
-        for folder in self.writers:
-            with self.writer(folder) as writer:
+        with folders.writing(self.folder):
+            for name, value in values.items():
+                depth = 2 if self.has_several_sets else 1  # of `eval/` or `eval/<name>/`
+                *folder, tag = name.split("/", depth) if name.startswith("eval/") else [name]
+                tag = f"progress/{tag}" if name in STRAIGHT else tag
+                self.writer("/".join(folder)).add_scalar(tag, value, step)
+            for writer in self.writers.values():
                 writer.flush()
 
     def add_text(self, tag: str, values: dict | list, step: int) -> None:
         """Shows values as JSON."""
         text = json.dumps(values, indent=1, ensure_ascii=False)
-        with self.writer() as writer:
-            writer.add_text(tag, "    " + text.replace("\n", "\n    "), step)
+        with folders.writing(self.folder):
+            self.writer("").add_text(tag, "    " + text.replace("\n", "\n    "), step)
 
     def add_histograms(self, source: str, samples, step: int) -> None:
         """Shows a table of `values.Recorder` under tags such as `samples/loss`."""
-        with self.writer(source if source.startswith("eval") else "") as writer:
-            for name in samples.column_names:
-                if name + COUNT in samples.column_names:
-                    numbers = samples[name].drop_null().to_numpy()
-                    if (finite := numbers[np.isfinite(numbers)]).size:
-                        writer.add_histogram(f"samples/{name}", finite, step)
+        folder = source if source.startswith("eval") else ""
+        for name in [name for name in samples.column_names if name + COUNT in samples.column_names]:
+            numbers = samples[name].drop_null().to_numpy()
+            if (finite := numbers[np.isfinite(numbers)]).size:
+                with folders.writing(self.folder):
+                    self.writer(folder).add_histogram(f"samples/{name}", finite, step)
 
     def finish(self) -> None:
         """Closes the writers."""
-        for folder in self.writers:
-            with self.writer(folder) as writer:
-                writer.close()
+        for writer in self.writers.values():
+            writer.close()
