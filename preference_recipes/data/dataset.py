@@ -235,11 +235,12 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
         refuse(f"data set {name!r}, split {split!r}, holds no rows")
     # In containers the numbers of processes come back: a killed run's folder may still be there.
     temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
-    temporary.mkdir(parents=True)
     try:
-        about = convert(name, rows, converter, temporary)
-        (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
-        folders.flush(*temporary.iterdir(), temporary)
+        with folders.writing(temporary):
+            temporary.mkdir(parents=True)
+            about = convert(name, rows, converter, temporary)
+            (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            folders.flush(*temporary.iterdir(), temporary)
         with contextlib.suppress(OSError):  # another run was faster
             temporary.rename(folder)
     finally:
