@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import sys
+import time
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -58,7 +59,7 @@ def end(saver: ActorSaver) -> None:
         return
     folder = run.output_dir / "actor"
     best = saver.best
-    took = tqdm.format_interval(run.bar.elapsed)
+    took = tqdm.format_interval(time.monotonic() - run.bar.began)
     updates = pluralize(run.global_step, "update")
     display.write(
         f"done: {updates}, {run.skipped_steps} skipped, took {took}; actor in {relative(folder)}",

@@ -76,18 +76,15 @@ class Bar(tqdm):
         self.print()
         super().close()
 
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.began
-
     def line(self, width: float = math.inf) -> str:
         """Returns the whole items that fit into so many columns."""
         run = self.run
         total = run.total_steps
         items = [f"update {run.global_step}/{total}"]
         if run.global_step > self.before:
-            left = self.elapsed / (run.global_step - self.before) * (total - run.global_step)
-            items.append(f"{tqdm.format_interval(self.elapsed)}<{tqdm.format_interval(left)}")
+            elapsed = time.monotonic() - self.began
+            left = elapsed / (run.global_step - self.before) * (total - run.global_step)
+            items.append(f"{tqdm.format_interval(elapsed)}<{tqdm.format_interval(left)}")
         for name, value in self.values.items():
             label = SHORT.get(name, name)
             words = [number(value), label] if label == "tok/s" else [label, number(value)]

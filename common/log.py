@@ -15,8 +15,7 @@ from common.values import COUNT
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
-# TensorBoard's page of key charts. Smoothing, in its other tabs, too, would bend the few
-# points of evaluations.
+# TensorBoard's page of key charts. No tab smooths: that would bend the few points of evaluations.
 PAGE = "http://localhost:6006/?smoothing=0#custom_scalars&_smoothingWeight=0"
 # What trackers call the name of a run, where they take one.
 NAMES = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "clearml": "task_name"}

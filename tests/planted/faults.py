@@ -124,7 +124,7 @@ common/stopping.py contracts/test_fp16.py::test_skips_are_said_and_without_end_e
     progress.consecutive_skips < MAX_CONSECUTIVE_SKIPS >> progress.consecutive_skips <= MAX_CONSECUTIVE_SKIPS
     int(accelerator.reduce(number, "max")) >> int(number)
 common/arguments.py contracts/test_stopping.py::test_what_a_resumed_run_of_any_recipe_may_change users/test_bad_input.py::test_yaml_of_defaults contracts/test_counting.py
-    {"output_dir", "max_epochs", "max_steps"} >> {"output_dir", "max_epochs", "max_steps", "learning_rate"}
+    {"output_dir", "run_name", "max_epochs", "max_steps"} >> {"output_dir", "max_epochs", "max_steps", "learning_rate"}
     yaml_to_flags(words[0], parser) + words[1:] >> words[1:] + yaml_to_flags(words[0], parser)
     abs(size - 4) >> abs(size - 8)
 common/actor.py contracts/test_saved_actors.py::test_the_direction_of_a_metric contracts/test_saved_actors.py::test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends
