@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import pluralize, distributed, refuse
+from common import distributed, pluralize, refuse
 from preference_recipes.data import dataset, prompts
 from preference_recipes.data.dataset import Data
 from preference_recipes.models import load, prepare, scores
