@@ -180,7 +180,7 @@ def token_losses(
     teacher_outputs: list,
     experience: dict,
     args: Args,
-    is_on_policy: bool,
+    on_policy: bool,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
@@ -188,7 +188,7 @@ def token_losses(
     Args:
         teacher_outputs: what the teachers say of the batch, from `AllTeachers.read`.
         experience: `Rollout.experience` of the same samples.
-        is_on_policy: whether no update was applied since the rollout was made. Then the log-probs
+        on_policy: whether no update was applied since the rollout was made. Then the log-probs
             of this very pass are the old ones, so all ratios are exactly 1.
         in_training: False in an evaluation, which does not ask who drew the tokens.
     """
@@ -204,11 +204,11 @@ def token_losses(
     values = {}
     if args.loss_type == "sampled":
         logps = output["learned"]
-        old_logps = logps.detach() if is_on_policy else experience["logps"]
+        old_logps = logps.detach() if on_policy else experience["logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
-            losses, values = correction.reweight(losses, old_logps, experience, args, is_on_policy)
-    elif in_training and is_on_policy:
+            losses, values = correction.reweight(losses, old_logps, experience, args, on_policy)
+    elif in_training and on_policy:
         # It needs no weight: its gradient does not depend on how a token was drawn.
         sampler_logps = experience["sampler_logps"]
         values = correction.sampler_differences(output["logps"], sampler_logps, mask)
@@ -324,7 +324,7 @@ def main():
         update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
-        is_on_policy = run.global_step == state.rollout.started_at
+        on_policy = run.global_step == state.rollout.started_at
         for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)
@@ -333,7 +333,7 @@ def main():
             with run.timed("teacher"):  # what the teachers say about the same tokens
                 outputs = all_teachers.read(state.rollout, rows, batch, packer)
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, outputs, experience, args, is_on_policy)
+                losses, values = token_losses(model, batch, outputs, experience, args, on_policy)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.

@@ -55,7 +55,7 @@ class Args(SharedArgs):
         None, "reference; default: the policy before training", only_with=WITH_REFERENCE
     )
     beta: float = arg(
-        0.1, "how strongly the reference holds the policy; simpo, orpo: docs/dpo.md", above=0
+        0.1, "larger stays closer to the reference; simpo, orpo: docs/dpo.md", above=0
     )
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
         "sigmoid", "sigmoid is DPO's own; for the others see docs/dpo.md"
@@ -74,7 +74,7 @@ class Args(SharedArgs):
     learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
     warmup_steps: float = arg(0.1, "updates of warm-up; below 1: a share of all", at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
-    exact_match_rows: int | None = arg(None, "rows asked for exact match; 0: none", at_least=0)
+    exact_match_rows: int | None = arg(None, "held-out rows to answer; 0: none", at_least=0)
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"share_prompts", "precompute_ref_log_probs"}

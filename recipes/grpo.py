@@ -64,7 +64,7 @@ class Args(RewardArgs):
     ref_model_name_or_path: str | None = arg(
         None, "reference; default: the policy before training", only_with="kl_coef"
     )
-    n_samples_per_prompt: int = arg(8, "responses to a prompt, its group", at_least=1)
+    n_samples_per_prompt: int = arg(8, "responses per prompt, the size of a group", at_least=1)
     max_new_tokens: int = arg(1024, "longest response", at_least=1)
     loss_type: Literal["clip", "cispo"] = arg("clip", "clip is PPO's; cispo: see docs/grpo.md")
     ratio: Literal["token", "sequence"] = arg("token", "of each token, or of a whole response")
@@ -83,7 +83,7 @@ class Args(RewardArgs):
     )
     train_vision: bool = arg(False, "also train what reads the images: docs/images.md")
     drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
-    mask_truncated: bool = arg(False, "do not train on responses truncated at --max_new_tokens")
+    mask_truncated: bool = arg(False, "do not train on responses that were cut before their end")
     train_batch_size: int = arg(256, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
     learning_rate: float = arg(1e-6, "peak learning rate", with_lora=1e-5, at_least=0)
@@ -202,19 +202,19 @@ def sample_counts(mask: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 def sample_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_on_policy: bool
-) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Returns the losses of samples, the weight of each in their mean, and values to log.
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
+) -> tuple[torch.Tensor, dict]:
+    """Returns the losses of samples, `[rows]`, and values to log about them.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        is_on_policy: whether no update was applied since the rollout was made. Then the log-probs
+        on_policy: whether no update was applied since the rollout was made. Then the log-probs
             of this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"].to(logps.dtype)
-    old_logps = logps.detach() if is_on_policy else experience["logps"]
+    old_logps = logps.detach() if on_policy else experience["logps"]
     log_ratios = logps - old_logps
     token_ratios = torch.exp(log_ratios)
     ratios = token_ratios
@@ -225,22 +225,21 @@ def sample_losses(
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
     # is not: its ratios correct from the old policy, and leave out what a server's differ from it.
-    losses, values = correction.reweight(losses, old_logps, experience, args, is_on_policy)
+    losses, values = correction.reweight(losses, old_logps, experience, args, on_policy)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
         values["kl"] = (kl, mask)
     averaged = average_tokens(losses, mask, args)
-    counts = sample_counts(mask, args)
     values |= {
-        "loss": (averaged, counts),
+        "loss": (averaged, sample_counts(mask, args)),
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
         "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
         "entropy": (output["entropy"], mask),
         "policy/approxkl_avg": (log_ratios**2 / 2, mask),
         "val/ratio": (ratios.expand_as(mask), mask),
     }
-    return averaged, counts, values
+    return averaged, values
 
 
 # ============================================================ the rollout
@@ -356,8 +355,7 @@ def main():
     if state.prompts_seen == 0:
         saver.save_if_best(evaluate(run, sampler, grader))
     while not run.finished:
-        if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, grader, reference, state)
+        state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
         if state.rollout is None:
             rollout_state.skip_rollout(run, state, means)  # an epoch of these ends the run
         else:
@@ -369,16 +367,14 @@ def main():
             # The loss is a mean over these samples, each as often as it counts.
             mask = state.rollout.experience["mask"][update_rows]
             denominator = int(sample_counts(mask, args).sum())
-            is_on_policy = run.global_step == state.rollout.started_at
+            on_policy = run.global_step == state.rollout.started_at
             for rows, is_real in update.micro_batches:
                 with run.timed("data"):
                     batch, experience = samples.collate(rows, state.rollout.experience, packer)
                     row_numbers = [samples.row_numbers[row] for row in rows]
                 with accelerator.accumulate(model):
-                    losses, counts, values = sample_losses(
-                        model, batch, experience, args, is_on_policy
-                    )
-                    sample_weights = counts * is_real
+                    losses, values = sample_losses(model, batch, experience, args, on_policy)
+                    sample_weights = sample_counts(experience["mask"], args) * is_real
                     run.check_finite(update, row_numbers, losses, sample_weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its
                     # `engine_divisor`, micro-batches times processes, so that is undone beforehand.

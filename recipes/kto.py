@@ -59,7 +59,7 @@ class Args(SharedArgs):
     learning_rate: float = arg(5e-7, "peak learning rate", with_lora=5e-6, at_least=0)
     warmup_steps: float = arg(0.1, "updates of warm-up; below 1: a share of all", at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
-    exact_match_rows: int | None = arg(None, "rows asked for exact match; 0: none", at_least=0)
+    exact_match_rows: int | None = arg(None, "held-out rows to answer; 0: none", at_least=0)
 
     # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"share_prompts"}

@@ -72,8 +72,8 @@ class Args(RewardArgs):
     kl_in: Literal["reward", "loss"] = arg(
         "reward", "what the KL is subtracted from or added to", only_with="kl_coef"
     )
-    reward_clip: float = arg(0.0, "scores are clipped to plus and minus this; 0: not", at_least=0)
-    missing_eos_penalty: float = arg(0.0, "off the score of a response without an end", at_least=0)
+    reward_clip: float = arg(0.0, "scores are clipped to +- this; 0: off", at_least=0)
+    missing_eos_penalty: float = arg(0.0, "subtracted if a response has no end", at_least=0)
     gamma: float = arg(1.0, "discount", at_least=0, at_most=1)
     gae_lambda: float = arg(1.0, "lambda of GAE", at_least=0, at_most=1)
     clip_range: float = arg(0.2, "clipping of the ratio, below and above 1", at_least=0)
@@ -91,7 +91,7 @@ class Args(RewardArgs):
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimates KL(policy || reference) of each token from the sampled token alone.
 
-    "Unbiased" assumes that the policy itself sampled the tokens. With `--kl_in loss` this holds
+    k1 and k3 are unbiased if the policy itself sampled the tokens. With `--kl_in loss` it did so
     until the rollout's first update.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
@@ -202,19 +202,19 @@ def explained_variance(
 
 
 def token_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_on_policy: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        is_on_policy: whether no update was applied since the rollout was made. Then the log-probs
+        on_policy: whether no update was applied since the rollout was made. Then the log-probs
             of this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"]
-    old_logps = logps.detach() if is_on_policy else experience["logps"]
+    old_logps = logps.detach() if on_policy else experience["logps"]
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
@@ -225,12 +225,12 @@ def token_losses(
     )
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
     # critic needs no weight: it fits the returns of these samples, whoever drew them.
-    losses, values = correction.reweight(actor_losses, old_logps, experience, args, is_on_policy)
+    losses, values = correction.reweight(actor_losses, old_logps, experience, args, on_policy)
     if args.kl_in == "loss":
         kl = kl_estimate(logps, experience["ref_logps"], args.kl_estimator)
         losses = losses + args.kl_coef * kl
     losses = losses + args.vf_coef * critic_losses
-    if is_on_policy:
+    if on_policy:
         # How far ratios to the rollout's log-probs are from 1: micro-batches round differently.
         rounding = (old_logps - experience["logps"]).expm1().abs()
         values["val/max_rounding"] = (rounding, mask, "max")
@@ -418,14 +418,14 @@ def main():
         update = run.update_of(update_rows, samples.lengths, n_tokens)
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
-        is_on_policy = run.global_step == state.rollout.started_at
+        on_policy = run.global_step == state.rollout.started_at
         for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[row] for row in rows]
                 token_weights = experience["mask"] * is_real[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, experience, args, is_on_policy)
+                losses, values = token_losses(model, batch, experience, args, on_policy)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.

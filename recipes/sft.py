@@ -60,7 +60,7 @@ class Args(SharedArgs):
     max_length: int = arg(1024, "tokens of a row; the rest is cut off", at_least=2)
     learning_rate: float = arg(2e-5, "peak learning rate", with_lora=2e-4, at_least=0)
     max_new_tokens: int = arg(256, "longest answer, for exact match", at_least=1)
-    exact_match_rows: int | None = arg(None, "rows asked for exact match; 0: none", at_least=0)
+    exact_match_rows: int | None = arg(None, "held-out rows to answer; 0: none", at_least=0)
 
 
 # ============================================================ the algorithm

@@ -15,7 +15,7 @@ from common import engine, launch  # noqa: E402
 
 SIZES = dict(train_batch_size=2, micro_train_batch_size=1, micro_train_tokens=0)
 args = types.SimpleNamespace(
-    **SIZES, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0
+    **SIZES, max_grad_norm=0.0, output_dir=sys.argv[1], run_name=None, resume="never", seed=0
 )
 accelerator = launch.make_accelerator(args, "growth")
 

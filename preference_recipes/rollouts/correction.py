@@ -14,7 +14,7 @@ def reweight(
     logps: torch.Tensor,
     experience: dict[str, torch.Tensor],
     args,
-    is_on_policy: bool,
+    on_policy: bool,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses, weighted where a server sampled, and values to log about the sampler.
 
@@ -22,11 +22,11 @@ def reweight(
         losses: of the policy, `[samples, length]` or `[samples, 1]`.
         logps: of the policy before the update, which took itself for the sampler.
         experience: `Rollout.experience` of the same samples.
-        is_on_policy: whether the policy is still the one that sampled, up to rounding.
+        on_policy: whether the policy is still the one that sampled, up to rounding.
     """
     mask = experience["mask"].to(logps.dtype)
     values = {}
-    if is_on_policy:
+    if on_policy:
         values = sampler_differences(logps, experience["sampler_logps"], mask)
     if args.vllm_url:
         weights, measured = importance_weights(logps, experience["sampler_logps"], mask, args)

@@ -78,7 +78,8 @@ def update(checkpoint, loss: float = 1.0) -> None:
     """An update of 8 samples and 120 tokens."""
     checkpoint.means.add({"loss": torch.full((8,), loss)}, torch.ones(8))
     checkpoint.run.update_done(True, samples=8, tokens=120)
-    checkpoint.means.close_update(True, grad_norm=1.0)
+    update = types.SimpleNamespace(loss_scale=None)
+    checkpoint.means.close_update(True, update, grad_norm=1.0)
 
 
 def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):

@@ -38,10 +38,8 @@ def losses_of(
         "sampler_logps": given["sampler_logps"],
     }
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
-    losses, weights, values = module.sample_losses(
-        model, batch or {}, experience, args, is_on_policy=False
-    )
-    return logps, losses, weights, values
+    losses, values = module.sample_losses(model, batch or {}, experience, args, on_policy=False)
+    return logps, losses, values["loss"][1], values
 
 
 def ours(

@@ -104,8 +104,8 @@ FAULTS = {
             "last-update", f"recipes/{name}.py", {f"loss = {loss}": "loss = losses.mean()"}
         )
         for name, loss in {
-            "dpo": "(losses * weights).sum() * update.engine_divisor / update.n_samples",
-            "reward": "(losses * weights).sum() * update.engine_divisor / update.n_samples",
+            "dpo": "(losses * is_real).sum() * update.engine_divisor / update.n_samples",
+            "reward": "(losses * is_real).sum() * update.engine_divisor / update.n_samples",
             "kto": "(losses * answer_weights).sum() * update.engine_divisor / n_answers",
             "sft": LOSS_OF_SFT,
             "grpo": "(losses * sample_weights).sum() * update.engine_divisor / denominator",
@@ -122,13 +122,13 @@ FAULTS = {
         "recipes/sft.py",
         {
             STEP_OF_SCHEDULE: "",
-            "        latest = dict(": f"{STEP_OF_SCHEDULE}        latest = dict(",
+            "        rate = scheduler": f"{STEP_OF_SCHEDULE}        rate = scheduler",
         },
     ),
     "evaluation_leaves_dropout_on": Fault(
         "evaluation",
         "recipes/sft.py",
-        {"checks.evaluation_mode(saver.model)": "torch.no_grad()"},
+        {"checks.evaluation_mode(model)": "torch.no_grad()"},
     ),
     "a_checkpoint_is_written_in_place": Fault(
         "resume",

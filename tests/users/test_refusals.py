@@ -204,6 +204,9 @@ def test_of_all_processes_one_says_why(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(time, "sleep", sleep)
     repeated = []
     monkeypatch.setattr(errors, "repeat", repeated.append)
+    monkeypatch.setattr(
+        errors, "tqdm", types.SimpleNamespace(_instances=[])
+    )  # not those of other tests
     become(1)
     with pytest.raises(SystemExit) as stopped:  # a signal that stops a run is no error
         errors.run(lambda: sys.exit(128 + signal.SIGTERM))
