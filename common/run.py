@@ -121,7 +121,7 @@ class Run(Progress):
         """Cuts rows into micro-batches of like length, and returns those of this process."""
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
-            batches.MicroBatch(rows, batches.send(weights, self.accelerator.device))
+            batches.MicroBatch(rows, batches.to_device(weights, self.accelerator.device))
             for rows, weights in batches.split(self.accelerator, numbers, lengths, *sizes)
         ]
 
