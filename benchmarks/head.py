@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from preference_recipes.models.logprobs import ByChunks, LogProbJob
+from preference_recipes.models.logprobs import ChunkedHead, LogProbJob
 
 
 class Plain(torch.autograd.Function):
@@ -60,7 +60,7 @@ def measure(way: str, vocabulary: int, width: int, positions: int) -> dict:
     if way == "plain":
         logps = Plain.apply(hidden, weight, targets)
     else:
-        (logps,) = ByChunks.apply(hidden, weight, None, LogProbJob(targets))
+        (logps,) = ChunkedHead.apply(hidden, weight, None, LogProbJob(targets))
     logps.mean().backward()
     return {
         "seconds": time.process_time() - start,

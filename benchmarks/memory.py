@@ -194,7 +194,7 @@ def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None
     others = [
         AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(frozen_models)
     ]
-    others = [prepare.frozen(accelerator, LogProbModel(other)) for other in others]
+    others = [prepare.frozen_model(accelerator, LogProbModel(other)) for other in others]
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     if hasattr(prepared, "register_comm_hook"):
 

@@ -26,10 +26,10 @@ class Best:
 
 
 class ActorSaver:
-    """The trained model as an ordinary folder: at intervals, the best one, and at the end.
+    """Saves the trained model as an ordinary folder: at intervals, the best one, and at the end.
 
-    It is the `model` of the module in `model`, which `accelerator.prepare` returned. `also` are
-    others in it, such as PPO's critic, by the name of the folder in which a checkpoint holds each.
+    `model` is the prepared module. What is saved is the transformers model inside it,
+    `unwrapped.model`. `also` holds further models inside, such as PPO's critic, by folder name.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ActorSaver:
         self.model = model
         self.tokenizer = tokenizer
         self.also = dict(also or {})
-        self.unwrapped = engine.unwrapped(run.accelerator, model)  # the module inside `model`
+        self.unwrapped = engine.unwrapped(run.accelerator, model)
         self.best = Best()
 
     def save(
@@ -49,7 +49,7 @@ class ActorSaver:
 
         Args:
             directory: by default the run's `actor`.
-            weights: to save instead of the model's, by their names in `unwrapped`, such as means.
+            weights: saved instead of the model's own, such as averages; by name in `unwrapped`.
         """
         run = self.run
         if directory is None and not run.global_step:
@@ -68,7 +68,7 @@ class ActorSaver:
         display.write(f"saved the actor: {record.relative(directory)}")
 
     def save_if_due(self) -> None:
-        """Saves the actor of this update in `actors`, as often as `--save_actor_steps` says."""
+        """Saves the actor in `actors` if `--save_actor_steps` asks for it after this update."""
         args = self.run.args
         if args.save_actor_steps > 0 and self.run.due(args.save_actor_steps):
             actors = self.run.output_dir / "actors"
@@ -77,7 +77,7 @@ class ActorSaver:
                 folders.rotate(actors, args.save_actor_limit)
 
     def write_into(self, parent: Path) -> None:
-        """Writes the actor as it is trained to `parent/actor`, and those of `also` beside it."""
+        """Writes the actor in its training precision to `parent/actor`, and `also` beside it."""
         run = self.run
         by_name = {"actor": self.unwrapped.model, **self.also}
         models = {parent / name: model for name, model in by_name.items()}
@@ -86,7 +86,7 @@ class ActorSaver:
     def save_if_best(self, line: dict[str, float]) -> None:
         """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
 
-        All processes must call it, after each evaluation. The one before training counts, too.
+        All processes must call it after each evaluation, including the one before training.
         """
         run = self.run
         if not run.args.keep_best:
@@ -96,11 +96,11 @@ class ActorSaver:
         if metric not in line:
             refuse(f"--keep_best {run.args.keep_best}: evaluations have only {', '.join(line)}")
         value = line[metric]
-        before = -math.inf if self.best.value is None else sign * self.best.value
+        previous_best = -math.inf if self.best.value is None else sign * self.best.value
         self.best.since += 1
-        if sign * value > before:  # NaN never is
+        if sign * value > previous_best:  # NaN never is
             self.best = Best(run.global_step, value)
-            # The file first: a run that is killed in between sees that they do not agree.
+            # The file comes first, so that a run killed in between sees that the two disagree.
             if run.accelerator.is_main_process:
                 values = {"metric": metric, "global_step": run.global_step, "value": value}
                 folders.replace_file(run.output_dir / BEST_FILE, json.dumps(values) + "\n")
@@ -108,7 +108,7 @@ class ActorSaver:
         self.count_patience()
 
     def has_best(self) -> bool:
-        """Whether the run's folder holds the actor of the best evaluation, if there is one yet."""
+        """Whether the run's folder holds the best evaluation's actor; true if there is none yet."""
         file = self.run.output_dir / BEST_FILE
         if self.best.global_step is None or not file.is_file():
             return self.best.global_step is None

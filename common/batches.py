@@ -1,4 +1,4 @@
-"""The rows of an update, cut into micro-batches of like length; the batches of an evaluation."""
+"""Splits the rows of an update into micro-batches of similar length."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import torch
 
 
 class Rows:
-    """A `datasets.Dataset` whose rows are read as they are. `Sequences` is one that cuts them."""
+    """A `datasets.Dataset` whose rows are read whole. `Sequences` reads parts of rows."""
 
     def __init__(self, dataset):
         self.dataset = dataset
-        # Further columns by name, with one entry for each row.
+        # Additional columns by name, one entry per row.
         self.added: dict[str, np.ndarray] = {}
-        self.lengths = column(dataset, "length")  # tokens of each row
+        self.lengths = int_column(dataset, "length")  # tokens of each row
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, numbers: Sequence[int]) -> dict:
+    def __getitem__(self, rows: Sequence[int]) -> dict:
         """Returns the columns of some rows: lists, and arrays where they were added."""
-        added = {name: column[numbers] for name, column in self.added.items()}
-        return {**self.dataset[numbers], **added}
+        added = {name: column[rows] for name, column in self.added.items()}
+        return {**self.dataset[rows], **added}
 
     def sequences_of(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the numbers of what is read of some rows: the rows themselves."""
+        """Returns the indices of what is read for these rows: the rows themselves."""
         return rows
 
 
-def column(dataset, name: str) -> np.ndarray:
-    """Returns a column of numbers as one array; Python's numbers would take long."""
+def int_column(dataset, name: str) -> np.ndarray:
+    """Returns a column of integers as one array, much faster than as a list of Python's."""
     return dataset.with_format("arrow")[name][:].to_numpy()
 
 
 class MicroBatch(NamedTuple):
-    """What one process runs forward and backward at once."""
+    """The samples that one process runs forward and backward at once."""
 
-    rows: list[int]  # numbers in the data set, or in the rollout
+    rows: list[int]  # indices into the data set, or into the rollout
     is_real: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row
 
 
@@ -59,9 +59,9 @@ def rows_of_update(
     return epoch_order(n_rows, seed, epoch)[start : start + train_batch_size]
 
 
-@functools.lru_cache(maxsize=2)  # recipes that sample have two in turn: prompts, and their samples
+@functools.lru_cache(maxsize=2)  # sampling recipes alternate between two: of prompts, of samples
 def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
-    """Returns the permutation of the rows of one epoch. Only seed and epoch decide it."""
+    """Returns the permutation of the rows in one epoch, which only seed and epoch decide."""
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
@@ -72,16 +72,16 @@ def split(
     micro_batch_size: int,
     max_tokens: int = 0,
 ) -> list[MicroBatch]:
-    """Splits rows into micro-batches of like length and returns those of this process.
+    """Splits rows into micro-batches of similar length and returns those of this process.
 
     There are as few as possible, equally many on every process. The order of the samples cannot
-    change their update, so the longest come first: what does not fit into the memory fails at once.
+    change their update, so the longest come first: if memory is too small, the run fails at once.
 
     Args:
-        rows: their numbers, the same on every process.
+        rows: indices, the same on every process.
         lengths: tokens of every row of the data set.
-        max_tokens: if above 0, it limits a micro-batch in place of `micro_batch_size`, padding
-            counted. A longer row is alone.
+        max_tokens: if above 0, the limit of a micro-batch instead of `micro_batch_size`, padding
+            counted. A longer row gets a micro-batch of its own.
     """
     processes = accelerator.num_processes
     rows = np.asarray(rows)
@@ -94,37 +94,37 @@ def split(
 
     # A process without rows must run something: the others wait for it in each collective.
     padding = MicroBatch(longest_first[-1:].tolist(), torch.zeros(1))
-    # Neighbouring parts are about equally long: no process waits long for the others.
-    mine = parts[accelerator.process_index :: processes]
-    return [MicroBatch(p.tolist(), torch.ones(len(p))) if len(p) else padding for p in mine]
+    # Neighbouring parts have similar lengths, so no process waits long for the others.
+    own_parts = parts[accelerator.process_index :: processes]
+    return [MicroBatch(p.tolist(), torch.ones(len(p))) if len(p) else padding for p in own_parts]
 
 
 def split_by_tokens(
     rows: np.ndarray, lengths: np.ndarray, max_tokens: int, processes: int
 ) -> list[np.ndarray]:
-    """Splits rows, the longest first, into parts of about as many tokens, `max_tokens` at most.
+    """Splits rows, longest first, into parts with about equally many tokens, at most `max_tokens`.
 
-    They are a multiple of `processes`, as few as possible; the last may be empty.
+    The number of parts is the smallest multiple of `processes`; the last parts may be empty.
     """
     lengths_of_rows = lengths[rows].tolist()
 
     def parts_within(limit: int) -> int:
         return len(starts_by_tokens(lengths_of_rows, limit))
 
-    wanted = math.ceil(parts_within(max_tokens) / processes) * processes
+    n_parts = math.ceil(parts_within(max_tokens) / processes) * processes
     # At `max_tokens` the first parts are full and the last nearly empty. The smallest limit that
     # needs no more parts fills all about equally. A higher one never needs more: halve the range.
-    limit = bisect.bisect_left(range(max_tokens), -wanted, key=lambda limit: -parts_within(limit))
+    limit = bisect.bisect_left(range(max_tokens), -n_parts, key=lambda limit: -parts_within(limit))
     parts = np.split(rows, starts_by_tokens(lengths_of_rows, limit)[1:])
-    return parts + [rows[:0]] * (wanted - len(parts))
+    return parts + [rows[:0]] * (n_parts - len(parts))
 
 
 def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
-    """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`."""
+    """Returns where micro-batches start if each takes as many rows as `max_tokens` allows."""
     starts = [0]
     for index in range(1, len(lengths)):
         start = starts[-1]
-        n_rows = index + 1 - start  # with this one, all padded to the first, the longest
+        n_rows = index + 1 - start  # this row included, all padded to the first, the longest
         if n_rows * lengths[start] > max_tokens:
             starts.append(index)
     return starts
@@ -138,14 +138,14 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
         padding_value=value,
         padding_side="left" if left else "right",
     )
-    return send(padded, device)
+    return to_device(padded, device)
 
 
-def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
-    """Returns an array, a list or a tensor of the host on the device.
+def to_device(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
+    """Copies an array, a list or a tensor from the host to the device.
 
-    To a GPU it is copied from pinned memory: for other copies the host would wait until all work
-    that was queued before is done.
+    To a GPU it is copied from pinned memory: for any other copy the host would wait until the GPU
+    has finished all queued work.
     """
     tensor = torch.as_tensor(array)
     if torch.device(device).type != "cpu":

@@ -1,4 +1,4 @@
-"""Half precision and exact norms where there is no GPU."""
+"""Half precision and exact gradient norms on a CPU."""
 
 import contextlib
 
@@ -11,13 +11,13 @@ from torch.overrides import TorchFunctionMode
 
 from common import engine, print_once
 
-# Numbers whose norm is taken at once. Their copy in fp64 still fits into a processor's cache.
-NORM_AT_ONCE = 2**20
+# Elements whose norm is computed at once. Their copy in fp64 still fits into a processor's cache.
+NORM_ELEMENTS = 2**20
 
 
 def make_exact(accelerator: Accelerator) -> None:
-    """Lets an Accelerator clip by exact norms on a CPU, and makes half precision work there."""
-    if not engine.zero_stage(accelerator):  # DeepSpeed clips itself, by a norm in fp64
+    """Makes an Accelerator clip by exact norms, and makes half precision work on a CPU."""
+    if not engine.zero_stage(accelerator):  # DeepSpeed clips gradients itself, by a norm in fp64
         accelerator.clip_grad_norm_ = clip_by_exact_norm
     if accelerator.mixed_precision != "no":
         HalfProductsInFp32().__enter__()  # for the life of the process
@@ -28,7 +28,7 @@ def make_exact(accelerator: Accelerator) -> None:
 
 
 class HalfProductsInFp32(TorchFunctionMode):
-    """Computes half products and attention in fp32 and rounds them: faster than torch's own."""
+    """Computes half-precision products and attention in fp32 and rounds them, faster than torch."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -41,9 +41,9 @@ class HalfProductsInFp32(TorchFunctionMode):
 
 
 def contexts_of_checkpoint() -> tuple:
-    """Returns the contexts of a forward pass and of its recomputation, for gradient checkpointing.
+    """Returns contexts for a forward pass and its recomputation, for gradient checkpointing.
 
-    torch leaves its function modes during a backward pass, and would recompute without this one.
+    torch leaves its function modes in a backward pass, so it would recompute without this one.
     """
     return contextlib.nullcontext(), HalfProductsInFp32()
 
@@ -56,15 +56,15 @@ def to_fp32(value):
 
 
 def clip_by_exact_norm(parameters, max_norm: float) -> torch.Tensor:
-    """Clips gradients by their norm, as torch does, and returns it: summed in fp64.
+    """Clips gradients by their norm, as torch does, and returns the norm, summed in fp64.
 
-    On a CPU torch sums squares in fp32: the norm of 1e8 numbers is too small by 1e-2 of it.
+    On a CPU torch sums squares in fp32: the norm of 1e8 numbers is 1 % too small.
     """
     parameters = list(parameters)
     norms = []
-    for gradient in [each.grad for each in parameters if each.grad is not None]:
-        is_shard = isinstance(gradient, DTensor)  # its norm is a collective: at once
-        parts = [gradient] if is_shard else gradient.flatten().split(NORM_AT_ONCE)
+    for gradient in [p.grad for p in parameters if p.grad is not None]:
+        is_shard = isinstance(gradient, DTensor)  # its norm is a collective, so it is not split
+        parts = [gradient] if is_shard else gradient.flatten().split(NORM_ELEMENTS)
         norms += [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     clip_grads_with_norm_(parameters, max_norm, norm)

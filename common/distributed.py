@@ -1,4 +1,4 @@
-"""Collectives on Python objects: a function run on one process for all, values gathered by row."""
+"""Collectives on Python objects: runs a function on one process for all, gathers values by row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +9,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from common import Refused, errors, refuse
 
 
-def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
-    """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
+def all_or_none(accelerator: Accelerator, is_caller: bool, function: Callable, *args) -> Any:
+    """Returns `function(*args)` on the processes where `is_caller`, and None on the others.
 
-    Where one refuses or exits, all do, or they would wait forever. All processes must call it.
+    If one process refuses or exits, all do: they would wait forever. All processes must call it.
     """
     result = None
     problem = None
-    if mine:
+    if is_caller:
         try:
             with errors.exits_with_a_message():
                 result = function(*args)
@@ -29,14 +29,14 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
 
 
 def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
-    """Returns `function(*args)` of the main process on every process; see `all_or_none`."""
+    """Returns the main process's `function(*args)` on every process; see `all_or_none`."""
     result = all_or_none(accelerator, accelerator.is_main_process, function, *args)
     return broadcast_object_list([result])[0]
 
 
-def gather_rows(mine: dict[int, Any]) -> list:
-    """Returns the values of the rows 0, 1, 2 ... that the processes have, as a list on each."""
+def gather_rows(own_values: dict[int, Any]) -> list:
+    """Returns the values of rows 0, 1, 2 ... as a list; each process passes its own, by row."""
     by_row = {}
-    for part in gather_object([mine]):
+    for part in gather_object([own_values]):
         by_row.update(part)
     return [by_row[row] for row in range(len(by_row))]

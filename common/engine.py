@@ -1,4 +1,4 @@
-"""What a loop asks of its engine and its model: accumulation, the loss scale, shards, counts."""
+"""What a training loop needs from its engine: accumulation, the loss scale, shards, counts."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def half_precision(accelerator) -> torch.dtype | None:
-    """Returns the precision in which a model computes; None: in fp32."""
+    """Returns the half precision in which a model computes; None: fp32."""
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
 
 
 def is_sharded(accelerator) -> bool:
-    """Whether a process may hold only a part of the state."""
+    """Whether a process may hold only a part of the training state."""
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def begin_update(accelerator: Accelerator, micro_batches: list) -> int:
     """Tells accelerate and DeepSpeed how many micro-batches a process has in the next update.
 
-    Returns what they divide the summed losses by: the number of micro-batches times processes.
+    Returns the number by which they divide the summed losses: micro-batches times processes.
     """
-    accelerator.step = 0  # so that it syncs at the last micro-batch of this update
+    accelerator.step = 0  # so that gradients sync at the last micro-batch
     accelerator.gradient_accumulation_steps = len(micro_batches)
     divisor = len(micro_batches) * accelerator.num_processes
     if zero_stage(accelerator):
@@ -71,32 +71,32 @@ def loss_scale(accelerator: Accelerator) -> float | None:
 
 
 def reshard(prepared: nn.Module) -> None:
-    """Shards again what FSDP2 leaves whole after a forward pass alone, and so could not save."""
+    """Reshards weights that FSDP2 leaves whole after a forward pass alone, and could not save."""
     for module in prepared.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def size_of(parameter: nn.Parameter) -> int:
-    """Counts the numbers that a parameter stands for, wherever they are and however packed."""
-    packed = getattr(parameter, "quant_state", None)  # of bitsandbytes, two numbers in a byte
-    if packed is not None:
-        return packed.shape.numel()
+    """Counts the elements of a parameter, wherever they are and however packed."""
+    quant_state = getattr(parameter, "quant_state", None)  # bitsandbytes: two elements in a byte
+    if quant_state is not None:
+        return quant_state.shape.numel()
     return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves a process only a part
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Counts the model's parameters, tied ones once, and those of them that are trained."""
+    """Counts the elements of all parameters, tied ones once, and of the trained parameters."""
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(map(size_of, parameters)), sum(map(size_of, trained))
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that are trained, by name: of a model with adapters, those alone."""
+    """Returns the trained parameters by name; in a model with adapters only theirs are trained."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether a model, or a module with models inside, has adapters."""
+    """Whether a model, or any model inside a module, has adapters."""
     return any(getattr(part, "_hf_peft_config_loaded", False) for part in module.modules())

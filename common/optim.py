@@ -1,4 +1,4 @@
-"""Parameter groups, AdamW and Muon, the schedule."""
+"""Parameter groups, AdamW and Muon, and the schedule of the learning rate."""
 
 import math
 
@@ -14,8 +14,8 @@ from common.progress import share_of
 def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
     """Returns parameter groups with weight decay on matrices only, not on biases and norms.
 
-    With `--optimizer muon` the weights of hidden layers are a group with `adjust_lr_fn`. They are
-    told by their type: output layers and score heads have types of their own.
+    With `--optimizer muon` the weights of hidden layers are a group with `adjust_lr_fn`. Their
+    type identifies these layers: output layers and score heads have types of their own.
 
     Args:
         settings: further settings of all groups, such as `lr`.
@@ -23,7 +23,7 @@ def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
     decays = {"weight_decay": args.weight_decay, **settings}
     matrices = {"params": [], **decays}
     vectors = {"params": [], "weight_decay": 0.0, **settings}
-    # Updates as large as AdamW's, for AdamW's learning rate and weight decay.
+    # Muon's updates get the size of AdamW's, so that its learning rate and weight decay fit.
     hidden = {"params": [], "adjust_lr_fn": "match_rms_adamw", **decays}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -41,9 +41,9 @@ def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
 
 
 def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
-    """Whether weight decay holds a parameter small: `name` is that in its module, `owner`.
+    """Whether weight decay applies to a parameter. `name` is its name in its module, `owner`.
 
-    Biases of experts, norms of heads and rates of state-space models have two dimensions, too.
+    Biases of experts, norms of heads and rates of state-space models also have two dimensions.
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
     if not isinstance(owner, nn.Linear):
@@ -55,7 +55,7 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
 def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
     """Returns the optimizer of the groups. AdamW is fused on a GPU, which is faster.
 
-    With torch's loss scaler for fp16 the kernel would skip updates, unnoticed by accelerate.
+    With torch's loss scaler for fp16 the fused kernel would skip updates unnoticed by accelerate.
     """
     is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
     fused = is_fused or None  # None: torch's default
@@ -81,7 +81,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__(self.adamw.param_groups + self.muon.param_groups, {})
 
     def step(self, closure=None) -> None:
-        # Loading a checkpoint replaces groups and state.
+        # Loading a checkpoint replaces the groups and the state.
         self.muon.state = self.adamw.state = self.state
         self.muon.param_groups = [group for group in self.param_groups if "adjust_lr_fn" in group]
         self.adamw.param_groups = [group for group in self.param_groups if "betas" in group]
@@ -90,9 +90,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def warmup_updates(args, total_updates: int) -> int:
-    """Returns the updates of warm-up: `--warmup_steps`, or below 1 that share of all, rounded up.
+    """Returns the updates of warm-up: `--warmup_steps`; below 1, that share of all, rounded up.
 
-    The first has a learning rate of 0. A run of a single update has none: it would learn nothing.
+    The first has a learning rate of 0, so a run of a single update has none: it could not learn.
     """
     if total_updates <= 1 or args.lr_scheduler_type == "constant":
         return 0
@@ -104,8 +104,8 @@ def warmup_updates(args, total_updates: int) -> int:
 def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> LambdaLR:
     """Returns the schedule of the learning rates: warm-up, then `args.lr_scheduler_type`.
 
-    The rates are those of `transformers.get_scheduler`, whose module is slow to import. Not to be
-    prepared: accelerate would step it `num_processes` times per update.
+    The rates equal those of `transformers.get_scheduler`, whose module is slow to import. Do not
+    prepare it: accelerate would step it `num_processes` times per update.
     """
     kind = args.lr_scheduler_type
     warmup = warmup_updates(args, total_updates)

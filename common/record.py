@@ -1,4 +1,4 @@
-"""What a run records about itself: arguments, surroundings, and a card for its model."""
+"""Records of a run: its arguments, its environment, and a card for its model."""
 
 import json
 import os
@@ -13,12 +13,12 @@ import yaml
 
 from common import engine, folders, log
 
-HERE = Path.cwd()  # a user's code may leave it
+HERE = Path.cwd()  # a user's code may change it later
 PACKAGES = "torch accelerate deepspeed transformers datasets tokenizers peft bitsandbytes"
 
 
 def relative(path: Path) -> str:
-    """Returns a path from the working directory, if it is inside of it."""
+    """Returns a path relative to the working directory, if it is inside."""
     return str(path.relative_to(HERE)) if path.is_relative_to(HERE) else str(path)
 
 
@@ -29,9 +29,9 @@ def write(accelerator, args) -> None:
     `environment.json` holds one entry for each start of the run, the newest last.
     """
     output_dir = Path(args.output_dir)
-    own = ("output_dir", "run_name", "resume")
-    repeated = {name: value for name, value in vars(args).items() if name not in own}
-    folders.replace_file(output_dir / "run.yaml", yaml.safe_dump(repeated, sort_keys=False))
+    not_repeated = ("output_dir", "run_name", "resume")
+    arguments = {name: value for name, value in vars(args).items() if name not in not_repeated}
+    folders.replace_file(output_dir / "run.yaml", yaml.safe_dump(arguments, sort_keys=False))
 
     file = output_dir / "environment.json"
     starts = folders.read_json(file) if args.resume != "never" and file.is_file() else []
@@ -39,7 +39,7 @@ def write(accelerator, args) -> None:
     plugin = accelerator.state.deepspeed_plugin
     prefixes = ("ACCELERATE_", "FSDP_", "WORLD_SIZE")
     imported = [name for name in PACKAGES.split() if name in sys.modules]
-    # What recorded values belong to, see preference_recipes/tools/rows.py.
+    # The data behind recorded values, see preference_recipes/tools/rows.py.
     names = [*args.dataset_name, *(args.eval_dataset_name or [])] if args.values_steps else []
     data_files = [name for name in names if Path(HERE, name).is_file()]
     start = {
@@ -58,7 +58,7 @@ def write(accelerator, args) -> None:
 
 
 def write_card(folder: Path, args) -> None:
-    """Writes a model card into an actor's folder. It shows no folder of the user's."""
+    """Writes a model card into an actor's folder. It reveals no folder of the user's."""
     recipe = Path(sys.argv[0]).stem
     model, *data = map(without_folder, (args.model_name_or_path, *args.dataset_name))
     is_adapter = (folder / "adapter_config.json").exists()
@@ -79,9 +79,9 @@ def write_card(folder: Path, args) -> None:
 
 
 def without_folder(value: Any) -> Any:
-    """Returns an argument's value as others may see it: of a local path the name alone."""
+    """Returns an argument's value as others may see it: only the name of a local path."""
     if isinstance(value, list):
-        return [without_folder(each) for each in value]
+        return [without_folder(item) for item in value]
     if isinstance(value, str) and (value[:1] in ("/", "~", ".") or os.path.exists(HERE / value)):
         return Path(value).name
     return value

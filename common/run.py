@@ -133,7 +133,7 @@ class Run(Progress):
         """Cuts rows into micro-batches of like length, and returns those of this process."""
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
-            batches.MicroBatch(rows, batches.send(is_real, self.accelerator.device))
+            batches.MicroBatch(rows, batches.to_device(is_real, self.accelerator.device))
             for rows, is_real in batches.split(self.accelerator, numbers, lengths, *sizes)
         ]
 

@@ -1,4 +1,4 @@
-"""Models as ordinary Hugging Face folders, whatever the engine has cut them into."""
+"""Saves models as ordinary Hugging Face folders, however the engine has sharded them."""
 
 import json
 import shutil
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from common import display, engine, folders, record
 
-# The one adapter of a model, by the name that peft gives to a first one.
+# peft's name for a model's first adapter; here it is the only one.
 ADAPTER = "default"
-# What peft's folder has no place for: a reward model's moments, and the fingerprint of the base.
+# Files added to peft's folder: a reward model's moments, and the base's fingerprint.
 MOMENTS_FILE = "reward_moments.json"
 BASE_FILE = "base_model.json"
 
@@ -31,8 +31,8 @@ def save(
     """Writes models inside a prepared one, with tokenizer and card. All processes must call it.
 
     Args:
-        models: by the folder of each, which is replaced as a whole if it is there.
-        dtype: of the saved floating-point weights. None: they stay as they are.
+        models: by folder; an existing folder is replaced as a whole.
+        dtype: the dtype of saved floating-point weights. None: they stay as they are.
         weights: see `ActorSaver.save`.
     """
     unwrapped = engine.unwrapped(accelerator, prepared)
@@ -57,7 +57,7 @@ def save(
 
 
 def save_adapter(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes a model's adapter as peft does. At 4 bits `save_pretrained` would take no weights."""
+    """Writes a model's adapter as peft does. `save_pretrained` takes no weights at 4 bits."""
     import peft
 
     weights = peft.get_peft_model_state_dict(
@@ -77,26 +77,26 @@ def save_adapter(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], fo
 
 
 def write_config(folder: Path, dtype: str) -> None:
-    """Writes into a Hugging Face folder's config which dtype its weights have, and the rotary base
-    and scaling as transformers 4 named them: mlx-lm 0.32 and others know no `rope_parameters`.
+    """Writes into a Hugging Face folder's config the dtype of its weights, and the rotary base and
+    scaling under transformers 4's names, because mlx-lm 0.32 and others ignore `rope_parameters`.
     """
     file = folder / "config.json"
     config = {**folders.read_json(file), "dtype": dtype}
     for part in (config, config.get("text_config", {})):
         rope = part.get("rope_parameters") or {}
         full = rope.get("full_attention", rope)
-        former = {
+        legacy = {
             "rope_theta": full.get("rope_theta"),
             "rope_local_base_freq": rope.get("sliding_attention", {}).get("rope_theta"),
             "partial_rotary_factor": full.get("partial_rotary_factor"),
             "rope_scaling": None if full.get("rope_type") == "default" else full,
         }
-        part.update({name: value for name, value in former.items() if value and name not in part})
+        part.update({name: value for name, value in legacy.items() if value and name not in part})
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Returns a tensor in another floating-point dtype; one of integers stays as it is."""
+    """Returns a tensor in another floating-point dtype; tensors of integers stay as they are."""
     if dtype is None or not tensor.is_floating_point():
         return tensor
     result = tensor.to(getattr(torch, dtype))
@@ -108,9 +108,9 @@ def converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 def gather_weights(
     accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Returns the whole weights by their names in `unwrapped`: of adapters, if there are any.
+    """Returns the whole weights by their names in `unwrapped`; only adapters if there are any.
 
-    They are those of the main process alone. All processes must call it.
+    Only the main process gets all of them. All processes must call it.
     """
     engine.reshard(prepared)
     if engine.has_adapter(unwrapped):
@@ -119,8 +119,8 @@ def gather_weights(
         trained = engine.trained_parameters(unwrapped)
         return {name: zero.whole(p).to("cpu", copy=True) for name, p in trained.items()}
     if engine.zero_stage(accelerator) == 3 or accelerator.is_fsdp2:
-        return accelerator.get_state_dict(prepared)  # each process holds a part
-    # accelerate would copy them to the host, under the names that DDP and torch.compile give them.
+        return accelerator.get_state_dict(prepared)  # each process holds shards
+    # accelerate would copy them to the host, with the names from DDP and torch.compile.
     return unwrapped.state_dict()
 
 
@@ -129,7 +129,7 @@ def weights_of(
 ) -> dict[str, torch.Tensor]:
     """Returns the weights of a model inside `unwrapped` under its own names, tied ones once."""
     (prefix,) = [f"{name}." for name, module in unwrapped.named_modules() if module is model]
-    # Gathered weights no longer share memory, so transformers would write tied ones twice.
+    # Gathered weights no longer share memory, so transformers would write tied weights twice.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied -= {name for name, _ in model.named_parameters()}
     own = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}

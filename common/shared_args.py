@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"]
 
-# What the limits of `arg` mean.
+# The comparison for each kind of limit of `arg`.
 LIMITS = {
     "at_least": operator.ge,
     "above": operator.gt,
@@ -26,10 +26,10 @@ def arg(
     """Returns a field of a recipe's `Args`.
 
     Args:
-        with_lora: the default when LoRA is on (`--lora_r`); None: the same.
-        only_with: the argument without which this one is refused, such as `kl_coef`; also with the
+        with_lora: the default when LoRA is on (`--lora_r`); None: no other default.
+        only_with: the argument without which this one is refused, such as `kl_coef`; may name the
             values that it needs: `loss_type=sigmoid,robust`.
-        limits: of the values, such as `at_least=0`, see `LIMITS`. A value of None has none.
+        limits: limits of the values, such as `at_least=0`, see `LIMITS`. None has no limits.
     """
     metadata = {"help": help, "limits": limits, "with_lora": with_lora, "only_with": only_with}
     if isinstance(default, list):
@@ -58,7 +58,7 @@ class DataArgs:
 
 @dataclass
 class UpdateArgs:
-    """The updates: their samples, their learning rate, how they are computed."""
+    """The updates: their samples, their learning rate, and how they are computed."""
 
     train_batch_size: int = arg(64, "samples of one update, over all processes", at_least=1)
     micro_train_batch_size: int | None = arg(
@@ -130,7 +130,7 @@ class SavingArgs:
 
 @dataclass
 class SharedArgs(SavingArgs, AdapterArgs, UpdateArgs, DataArgs):
-    """What every recipe takes. The fields of the last base class come first (dataclass order)."""
+    """The arguments of every recipe. The last base class's fields come first (dataclass order)."""
 
-    # What a resumed run may change, on top of what it may change in all recipes.
+    # Further arguments that a resumed run may change, besides those of all recipes.
     may_change: ClassVar[set[str]] = set()

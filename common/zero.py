@@ -1,4 +1,4 @@
-"""DeepSpeed's internals: its settings, its loss scale and its shards, with what must be mended."""
+"""DeepSpeed's internals: its settings, its loss scale and its shards, with corrections."""
 
 import contextlib
 import os
@@ -13,18 +13,18 @@ from common import FILES, refuse
 
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
-    """Returns the launcher's DeepSpeed settings with the run's own sizes and clipping in them."""
+    """Returns the launcher's DeepSpeed settings, with the run's sizes and clipping added."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed  # slow to import: only where it is used
 
     if not torch.cuda.is_available():
-        # Its first use compiles C++ for more than a minute. gloo does the same work.
+        # On first use it compiles C++ for more than a minute. gloo does the same work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # fp16 is emulated, see `cpu.HalfProductsInFp32`.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     path = os.path.expanduser(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
     if path and not Path(path).is_file():
-        path = str(FILES / path)  # a recipe may be started anywhere
+        path = str(FILES / path)  # recipes may be started from any directory
     plugin = DeepSpeedPlugin(path or None)
     config = plugin.deepspeed_config
 
@@ -43,12 +43,12 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
             refuse(f'the DeepSpeed config has "{key}": remove it and use {flags}')
     if not config["zero_optimization"].get("stage"):
         refuse("the DeepSpeed config has ZeRO stage 0: take 1, 2 or 3, or launch with ddp.yaml")
-    # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
+    # Otherwise DeepSpeed waits for the GPU before each forward pass, to measure the time.
     config.setdefault("timers", {"throughput": {"enabled": False}})
     if any(config.get(half, {}).get("enabled") for half in ("fp16", "bf16")):
-        # Else it would sum micro-batches in half precision, and small ones would vanish.
+        # Otherwise it sums micro-batches in half precision, where small values vanish.
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        # DeepSpeed 0.19.8 would take another optimizer for that under ZeRO-1 in bf16. It does not
+        # For that DeepSpeed 0.19.8 would use another optimizer under ZeRO-1 in bf16, which does not
         # skip updates that are not finite, and writes other checkpoints.
         deepspeed.runtime.engine.BFLOAT16 = deepspeed.runtime.engine.ZERO_OPTIMIZATION
     # Actors are saved from the gathered weights.
@@ -58,9 +58,9 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
 
 
 def delay_scale_growth() -> None:
-    """Lets DeepSpeed's loss scale grow in `engine.begin_update` only, as `grown` of the scaler.
+    """Delays growth of DeepSpeed's loss scale to `engine.begin_update`, as the scaler's `grown`.
 
-    DeepSpeed 0.19.8 lets it grow within an update, and divides gradients by the new one.
+    DeepSpeed 0.19.8 lets it grow within an update, and divides gradients by the new scale.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -77,9 +77,9 @@ def delay_scale_growth() -> None:
 
 
 def gathered(parameters: list[nn.Parameter], writer: int | None = None):
-    """Returns a context in which every process holds all of parameters that ZeRO-3 has cut.
+    """Returns a context in which every process has the whole of parameters that ZeRO-3 shards.
 
-    What the process of rank `writer` changes lasts beyond the block.
+    Changes by the process of rank `writer` persist after the block.
     """
     if not hasattr(parameters[0], "ds_id"):
         return contextlib.nullcontext()
@@ -89,7 +89,7 @@ def gathered(parameters: list[nn.Parameter], writer: int | None = None):
 
 
 def whole(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns the values of a parameter, in a copy only where the engine has cut it."""
+    """Returns the whole values of a parameter; they are a copy only if it is sharded."""
     if isinstance(parameter, DTensor):
         return parameter.detach().full_tensor()
     with gathered([parameter]):
@@ -98,7 +98,7 @@ def whole(parameter: nn.Parameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gathered_for_generation(prepared: nn.Module, model: nn.Module):
-    """Gathers the whole `model` inside the block, without the hooks that do so at every token."""
+    """Gathers `model` inside the block, without the hooks that would gather it for every token."""
     offload = prepared.optimizer.parameter_offload
     with gathered(list(model.parameters())):
         offload._remove_module_hooks()

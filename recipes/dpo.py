@@ -157,7 +157,7 @@ def collate(columns: dict, packer: Packer) -> dict:
     images = columns["images"] * 2 if "images" in columns else None
     batch = packer.make_batch(prompts, ids, loss_mask=loss_mask, images=images)
     if "ref_logps" in columns:  # with --precompute_ref_log_probs, `[pairs, 2]`
-        batch["ref_logps"] = batches.send(columns["ref_logps"].T.reshape(-1), packer.device)
+        batch["ref_logps"] = batches.to_device(columns["ref_logps"].T.reshape(-1), packer.device)
     return batch
 
 

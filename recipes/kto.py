@@ -93,8 +93,8 @@ def collate(columns: dict, packer: Packer) -> dict:
     ]
     images = [columns["images"][place] for place in places] if "images" in columns else None
     batch = packer.make_batch(prompts, ids, loss_mask=loss_mask, images=images)
-    batch["is_good"] = batches.send([True] * len(good) + [False] * len(bad), packer.device)
-    batch["places"] = batches.send(places, packer.device)
+    batch["is_good"] = batches.to_device([True] * len(good) + [False] * len(bad), packer.device)
+    batch["places"] = batches.to_device(places, packer.device)
     batch["rows"] = [columns["row"][place] for place in places]
     return batch
 
@@ -175,7 +175,7 @@ def main():
     load.check_embeddings(data, args.model_name_or_path, args.ref_model_name_or_path)
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
-    answer_counts = batches.column(data.train, "n_answers")
+    answer_counts = batches.int_column(data.train, "n_answers")
 
     # Without dropout, so that policy and reference differ only in their weights.
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)

@@ -99,7 +99,7 @@ def collate(columns: dict, packer: Packer) -> dict:
     """Returns pairs as a model reads them: all chosen answers, then all rejected ones."""
     prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
     batch = packer.make_batch(prompts, columns["chosen_ids"] + columns["rejected_ids"])
-    batch["margins"] = batches.send(columns["margin"], packer.device)
+    batch["margins"] = batches.to_device(columns["margin"], packer.device)
     return batch
 
 

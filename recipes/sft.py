@@ -167,7 +167,7 @@ def main():
     load.check_embeddings(data, args.model_name_or_path)
     train = Sequences(data.train)
     held_out = {prefix: Sequences(eval_set) for prefix, eval_set in data.eval_sets.items()}
-    target_counts = batches.column(data.train, "n_targets")
+    target_counts = batches.int_column(data.train, "n_targets")
 
     policy = prepare.policy(accelerator, args, tokenizer)
     run = Run(

@@ -1,8 +1,8 @@
-"""Prompts and answers as token ids: a prompt as a model reads it, an answer as it would write it.
+"""Encodes prompts as a model reads them, and answers as it would write them, as token ids.
 
-One rule: an answer is what the chat template writes after the generation prompt, up to and
-including the token that ends the turn. Texts are cut, and tokenised at the very end, prompt and
-answer apart, as at inference. Where a template does otherwise, `odd_templates` finds the answer.
+There is one rule: an answer is what the chat template writes after the generation prompt, up to and
+including the token that ends the turn. Texts are split first and tokenised last, prompt and answer
+separately, as at inference. Where a template differs, `odd_templates` finds the answer.
 """
 
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from preference_recipes.data import odd_templates, rendering, thoughts
 from preference_recipes.data.messages import LeftOut, learned_turns, text_of
 
 REWRITES_TURNS = "the chat template writes the earlier turns of an answer differently later on"
-# What the run says about data whose template does something that a user should know about.
+# Notes for the user about what a chat template does with the data.
 DROPS_ROLE = "messages that the chat template does not write"
 KEEPS_THOUGHT = "thinking that the chat template takes for a part of the answer"
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
 
 
 class Prompt(NamedTuple):
-    """What a model reads before it answers, and what the user should know about it."""
+    """The text that a model reads before it answers, and notes about it for the user."""
 
     text: str
     ids: list[int]
@@ -26,7 +26,7 @@ class Prompt(NamedTuple):
 
 
 class TokenSequence(NamedTuple):
-    """What the model reads at once: token ids, and which of them it should learn to write."""
+    """The token ids that a model reads at once, and which of them it learns to write."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -37,44 +37,44 @@ def encode_answers(
 ) -> tuple[list[int], list[TokenSequence], list[str]]:
     """Returns the token ids of a conversation's prompt and of its answers, and notes.
 
-    If the generation prompt opens a thought (`<bot><think>`), answers with a thought and without
-    one share the prompt `<bot>`. Raises `LeftOut` for an answer that is not in one sequence.
+    If the generation prompt opens a thought (`<bot><think>`), answers with and without a thought
+    share the prompt `<bot>`. Raises `LeftOut` for an answer that needs several sequences.
     """
     if is_text:
         prompt_ids, *answer_ids = encode_plain(tokenizer, *map(text_of, (prompt, *answers)))
         return prompt_ids, [TokenSequence(ids, [True] * len(ids)) for ids in answer_ids], []
-    asked = encode_prompt(tokenizer, prompt, tools)
+    rendered = encode_prompt(tokenizer, prompt, tools)
     if not answers:
-        return asked.ids, [], asked.notes
-    encoded = [encode_answer(tokenizer, asked, prompt, answer, tools) for answer in answers]
+        return rendered.ids, [], rendered.notes
+    encoded = [encode_answer(tokenizer, rendered, prompt, answer, tools) for answer in answers]
     contexts = [context for context, _, _ in encoded]
-    n = rendering.n_common(contexts[0], contexts[-1])  # all answers share these
+    n = rendering.n_common(contexts[0], contexts[-1])  # the ids that all answers share
     sequences = []
     for context, (ids, loss_mask), _ in encoded:
-        prefix = context[n:]  # the rest of its prompt becomes a part of the answer
+        prefix = context[n:]  # the rest of the prompt becomes part of the answer
         loss_mask = [True] * len(prefix) + loss_mask
         if n == 0:  # nothing predicts a first token
             loss_mask[0] = False
         sequences.append(TokenSequence(prefix + ids, loss_mask))
-    return contexts[0][:n], sequences, sum((notes for *_, notes in encoded), asked.notes)
+    return contexts[0][:n], sequences, sum((notes for *_, notes in encoded), rendered.notes)
 
 
 def encode_answer(
-    tokenizer, asked: Prompt, prompt: list[dict], answer: list[dict], tools
+    tokenizer, rendered: Prompt, prompt: list[dict], answer: list[dict], tools
 ) -> tuple[list[int], TokenSequence, list[str]]:
     """Returns the ids before an answer, the answer as one sequence, and notes."""
     messages = prompt + answer
     turns = learned_turns(messages, len(prompt))
     if turns == [len(prompt)]:
-        context, ids, notes = encode_turn(tokenizer, asked, prompt, answer[0], tools)
+        context, ids, notes = encode_turn(tokenizer, rendered, prompt, answer[0], tools)
         return context, TokenSequence(ids, [True] * len(ids)), notes
     # The answer has several messages.
     sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, learn_each=True)
     if len(sequences) > 1:
         raise LeftOut(REWRITES_TURNS)
     [(ids, loss_mask)] = sequences
-    begins_learned = turns[0] == len(prompt)
-    start = loss_mask.index(True) if begins_learned else rendering.n_common(asked.ids, ids)
+    learns_first = turns[0] == len(prompt)
+    start = loss_mask.index(True) if learns_first else rendering.n_common(rendered.ids, ids)
     return ids[:start], TokenSequence(ids[start:], loss_mask[start:]), notes
 
 
@@ -88,14 +88,14 @@ def encode_conversation(
 ) -> tuple[list[TokenSequence], list[int], list[str]]:
     """Returns the sequences of a conversation, the ids before its last answer, and notes.
 
-    There is one sequence, unless the template writes earlier turns differently once later ones
-    follow. Then each answer has its own, with the history as the model reads it before that answer.
-    Raises `LeftOut` if nothing is left to learn.
+    There is one sequence, unless the template rewrites earlier turns once later ones follow. Then
+    each answer has its own, with the history as the model reads it before that answer. Raises
+    `LeftOut` if nothing is left to learn.
 
     Args:
-        turns: which messages are answers to learn.
-        learn_all: learn what precedes the answers, too, in one sequence.
-        learn_each: raise `LeftOut` also if the template does not write one of several answers.
+        turns: the indices of the messages that are answers to learn.
+        learn_all: also learn what precedes the answers, in one sequence.
+        learn_each: also raise `LeftOut` if the template omits one of several answers.
     """
     sequences: list[TokenSequence] = []
     prompt_ids: list[int] = []
@@ -109,10 +109,10 @@ def encode_conversation(
             context, ids, turn_notes = encode_turn(
                 tokenizer, prompt, history, messages[turn], tools
             )
-        except LeftOut as why:
+        except LeftOut as left_out:
             if learn_each or (turn == turns[-1] and not sequences):
                 raise
-            notes.append(str(why))
+            notes.append(str(left_out))
             continue
         notes += turn_notes
         prompt_ids = prompt.ids
@@ -130,15 +130,15 @@ def encode_conversation(
 
 
 def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> Prompt:
-    """Returns what a model reads before it answers messages; notes name roles that are left out."""
+    """Returns the prompt for an answer to messages; its notes name roles that are left out."""
     text = rendering.render(tokenizer, messages, tools, add_generation_prompt=True)
     notes = [
         f"{DROPS_ROLE} (role {message['role']!r})"
-        for place, message in enumerate(messages)
+        for index, message in enumerate(messages)
         if message["role"] != "assistant"
         and message["content"].strip() not in text
         and rendering.ignores(
-            tokenizer, messages, tools, place, content=message["content"] + rendering.MARK
+            tokenizer, messages, tools, index, content=message["content"] + rendering.MARK
         )
     ]
     return Prompt(text, rendering.encode(tokenizer, text), notes)
@@ -160,8 +160,8 @@ def encode_turn(
         context, text, notes = odd_templates.find_answer(
             tokenizer, context, history, answer, tools, whole
         )
-    kept = thoughts.find_thought(answer["content"])
-    if kept and rendering.is_foreign(tokenizer, kept.closer):
+    thought = thoughts.find_thought(answer["content"])
+    if thought and rendering.is_foreign(tokenizer, thought.closer):
         notes = [*notes, KEEPS_THOUGHT]
     text, is_ended = up_to_end(tokenizer, text)
     if not text:
@@ -183,9 +183,9 @@ def up_to_end(tokenizer, text: str) -> tuple[str, bool]:
         return text.removesuffix(whole) + end, bool(end)
     answer, eos, rest = text.rpartition(tokenizer.eos_token)
     rest = rendering.added_tokens(tokenizer).sub("", rest)
-    if eos and not rest.strip():  # at most the next turn's header (Command A)
+    if eos and not rest.strip():  # only the next turn's header, if anything (Command A)
         return answer + eos, True
-    ends = [found.end() for found in rendering.added_tokens(tokenizer).finditer(text)]
+    ends = [marker.end() for marker in rendering.added_tokens(tokenizer).finditer(text)]
     if end and ends and not text[ends[-1] :].strip():  # such as a tool call's (gpt-oss)
         return text[: ends[-1]], True
     return text, False

@@ -1,6 +1,6 @@
-"""Loads the data sets of a run as token ids, which are kept on disk.
+"""Loads the data sets of a run as token ids, which are cached on disk.
 
-The way of a row: `load_data` -> `load` -> `tokenise` -> `write_rows` -> `Converter.convert_row` ->
+The path of a row: `load_data` -> `load` -> `tokenise` -> `write_rows` -> `Converter.convert_row` ->
 a row function, such as `formats.preference_row`.
 """
 
@@ -34,52 +34,52 @@ from common import display, distributed, folders, one_line, refuse
 from preference_recipes.data import files, formats, rendering
 from preference_recipes.data.messages import IMAGE_COLUMNS, BadRow, LeftOut, has_image_part
 
-ROWS_PER_PROCESS = 5_000  # a process tokenises so many in some seconds
-MOST_PROCESSES = 32
+ROWS_PER_PROCESS = 5_000  # a process tokenises these in some seconds
+MAX_PROCESSES = 32
 
 ABOUT = "about.json"  # next to the token ids: their fingerprint, and notes for the user
-NOT_KEPT = ("reason", "truncated", "notes")  # columns of a row function that are only counted
+ONLY_COUNTED = ("reason", "truncated", "notes")  # columns of row functions that are not stored
 
 PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
 )
 NO_IMAGES = "this recipe, or --vllm_url, reads no images: docs/images.md"
-# Stands between the right answers of a row, which are kept as one text: ASCII's record separator.
+# Separates the right answers of a row, which are stored as one text: ASCII's record separator.
 ANSWER_SEPARATOR = "\x1e"
 
 
 class Data(NamedTuple):
     """The data of a run, as token ids."""
 
-    train: datasets.Dataset  # the usable rows of all training sets one after the other
-    starts: list[int]  # the first row of each training set
+    train: datasets.Dataset  # the usable rows of all training sets, one set after the other
+    starts: list[int]  # the index of each training set's first row
     eval_sets: dict[str, datasets.Dataset]  # by the prefixes of their tags
-    converter: Converter  # made all of these
-    sets: Sequence[tuple[str, datasets.Dataset]] = ()  # all, each with its name
+    converter: Converter  # the one that made all of these
+    sets: Sequence[tuple[str, datasets.Dataset]] = ()  # all sets, each with its name
 
     @property
     def fingerprints(self) -> dict[str, Any]:
-        """Stand for the content of the sets: their rows, the tokenizer, what was cut."""
+        """Identify the content of the sets: their rows, the tokenizer, what was truncated."""
         held_out = {prefix: rows._fingerprint for prefix, rows in self.eval_sets.items()}
-        found = {"data": self.train._fingerprint, "held-out data": held_out}
+        fingerprints = {"data": self.train._fingerprint, "held-out data": held_out}
         if self.processor is not None:
-            found["images"] = rendering.describe_processor(self.processor)
-        return found
+            fingerprints["images"] = rendering.describe_processor(self.processor)
+        return fingerprints
 
     @property
     def processor(self) -> Any:
-        """What makes pixels of the images of these sets; None if they have none."""
+        """The processor for the images of these sets; None if they have none."""
         has_images = any("images" in rows.column_names for _, rows in self.sets)
         return self.converter.tokenizer.processor if has_images else None
 
     def refuse_ids_beyond(self, n_rows: int, model_name: str) -> None:
         """Ends the run where a set has a token id beyond the rows of a model's embedding."""
         tokenizer = self.converter.tokenizer
-        if max(tokenizer.get_vocab().values()) < n_rows:  # as usual: no set need be looked at
+        if max(tokenizer.get_vocab().values()) < n_rows:  # the usual case
             return
         for name, rows in self.sets:
-            for column in [name for name in rows.column_names if name.endswith("_ids")]:
+            for column in [column for column in rows.column_names if column.endswith("_ids")]:
                 ids = pyarrow.compute.list_flatten(rows.with_format("arrow")[column][:])
                 largest = pyarrow.compute.max(ids).as_py() or 0
                 if largest >= n_rows:
@@ -94,7 +94,7 @@ def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **s
 
     Args:
         function, settings: see `Converter`; `max_length` and `strings_as_messages` are added.
-        reads_images: whether the recipe does; else a row with one ends the run.
+        reads_images: whether the recipe reads images; otherwise a row with one ends the run.
     """
     settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
     refusal = getattr(tokenizer, "no_images", NO_IMAGES) if reads_images else NO_IMAGES
@@ -105,28 +105,28 @@ def load_data(accelerator, args, tokenizer, *, function, reads_images=False, **s
     for name in [*args.dataset_name, *held_out]:
         files.refuse_missing(name)
     sets = [load(accelerator, name, args.dataset_split, converter) for name in args.dataset_name]
-    starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
+    starts = [sum(map(len, sets[:index])) for index in range(len(sets))]
     content = datasets.fingerprint.Hasher.hash([rows._fingerprint for rows in sets])
     train = datasets.concatenate_datasets(sets)
     train = train.select(range(len(train)), new_fingerprint=content)
 
-    prefixes = ["eval/"]  # of tags; where there are several sets, their names are part of it
+    prefixes = ["eval/"]  # prefixes of tags; names distinguish several sets
     if len(held_out) > 1:
         prefixes = [f"eval/{files.stem(name)}/" for name in held_out]
     if len(set(prefixes)) < len(held_out):
         refuse(f"--eval_dataset_name {held_out}: two sets would log under the same name")
     eval_sets = [load(accelerator, name, args.eval_dataset_split, converter) for name in held_out]
-    named = [*zip(args.dataset_name, sets), *zip(held_out, eval_sets)]
-    data = Data(train, starts, dict(zip(prefixes, eval_sets)), converter, named)
+    named_sets = [*zip(args.dataset_name, sets), *zip(held_out, eval_sets)]
+    data = Data(train, starts, dict(zip(prefixes, eval_sets)), converter, named_sets)
     if getattr(args, "train_vision", False) and data.processor is None:
         refuse("--train_vision: no row of these sets has an image")
     return data
 
 
 def load(accelerator, name: str, split: str, converter: Converter) -> datasets.Dataset:
-    """Returns the usable rows of a data set as token ids; prints how many were not, and why."""
+    """Returns the usable rows of a data set as token ids; prints how many are unusable, and why."""
     accelerator.print(f"reading {name} ...", flush=True)
-    # The first process of each machine fills the cache, and the others read what it wrote.
+    # The first process of each machine fills the cache; the others read it.
     is_first = accelerator.is_local_main_process
     folder = distributed.all_or_none(accelerator, is_first, tokenise, name, split, converter)
     first = accelerator.process_index - accelerator.local_process_index
@@ -150,22 +150,22 @@ def load(accelerator, name: str, split: str, converter: Converter) -> datasets.D
 class Converter:
     """Applies a row function to rows.
 
-    The function is called as `function(row, tokenizer=tokenizer, **settings)`. It returns columns;
-    among them `length`, the tokens of the row (of a pair, those of both sequences), `truncated`,
-    whether something was cut off, and maybe `notes` for the user. It raises `LeftOut` and `BadRow`.
+    The function is called as `function(row, tokenizer=tokenizer, **settings)`. It returns columns,
+    among them `length`, the tokens of the row (in a pair, of both sequences), `truncated`, whether
+    anything was cut off, and maybe `notes` for the user. It raises `LeftOut` and `BadRow`.
     """
 
     function: Callable[..., dict]
     tokenizer: transformers.PreTrainedTokenizerBase
-    columns: dict[str, str]  # the user's by the format's
+    columns: dict[str, str]  # the user's columns by the format's
     settings: dict
     image_refusal: str = NO_IMAGES  # why images are not read; "" if they are
-    folder: Path = Path()  # that paths of images are relative to
+    folder: Path = Path()  # paths of images are relative to it
 
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns the columns of a row, its number from 1 as `row`, and its `answer`, maybe "".
 
-        `reason` is "", or says why the row is left out; then it has only `notes` besides.
+        `reason` is "", or says why the row is left out; then there are only `notes` besides.
         """
         try:
             row = formats.normalize_columns(row, self.columns)
@@ -174,12 +174,12 @@ class Converter:
             if not self.image_refusal:
                 from preference_recipes.data import images  # only here: text needs none
 
-                row, pictures, spelled = images.find(row, formats.TEXTS, self)
+                row, pictures, image_spellings = images.find(row, formats.TEXTS, self)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
             if not self.image_refusal:
-                values |= images.columns_of(values, pictures, spelled, self.tokenizer)
-        except LeftOut as why:
-            return {"reason": str(why), "notes": []}
+                values |= images.columns_of(values, pictures, image_spellings, self.tokenizer)
+        except LeftOut as left_out:
+            return {"reason": str(left_out), "notes": []}
         except Exception as error:
             kind = "" if isinstance(error, BadRow) else f"{type(error).__name__}: "
             raise BadRow(f"row {index + 1}: {kind}{one_line(error)}") from error
@@ -189,8 +189,8 @@ class Converter:
         if could_turn_strings and self.tokenizer.chat_template and kinds == {str}:
             notes.append(PLAIN_STRINGS)
         answer = ""
-        if values.get("prompt_ids") != []:  # else nothing is asked: there is nothing to generate
-            with contextlib.suppress(ValueError):  # an object is named as not read
+        if values.get("prompt_ids") != []:  # otherwise no answer is generated
+            with contextlib.suppress(ValueError):  # objects are reported as not read
                 answer = answer_text(row.get("answer"))
         return {"reason": "", **values, "notes": notes, "row": index + 1, "answer": answer}
 
@@ -202,7 +202,7 @@ class Converter:
 
 
 def answer_text(answer: Any) -> str:
-    """Returns a column `answer`, or several of which any is right, as a text."""
+    """Returns a right answer, or several of which any is right, as one text."""
     values = answer if isinstance(answer, (list, tuple)) else [answer]
     if any(isinstance(value, (dict, list, tuple)) for value in values):
         raise ValueError("column 'answer' holds an object, which no response is compared with")
@@ -217,7 +217,7 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     rows = files.find(name, split)
     converter = replace(converter, folder=rows.folder)
     code = [*Path(__file__).parent.glob("*.py"), Path(inspect.getfile(converter.function))]
-    key = [  # all that the result depends on
+    key = [  # everything that the result depends on
         rows._fingerprint,
         *(file.read_text("utf-8") for file in sorted(code)),
         converter.function.__name__,
@@ -226,14 +226,14 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
         converter.settings,
         converter.image_refusal,
     ]
-    # Not next to the data, which may be read-only.
+    # It is not next to the data, which may be read-only.
     cache = Path(datasets.config.HF_DATASETS_CACHE).expanduser() / "tokenised"
     folder = cache / datasets.fingerprint.Hasher.hash(key)
     if folder.is_dir():
         return folder
     if len(rows) == 0:
         refuse(f"data set {name!r}, split {split!r}, holds no rows")
-    # In containers the numbers of processes come back: a killed run's folder may still be there.
+    # The name is random, because containers reuse process ids: a killed run's folder may exist.
     temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
     try:
         with folders.writing(temporary):
@@ -249,12 +249,12 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
 
 
 def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, Any]:
-    """Writes the usable rows of a data set into a folder; returns what `load` reads about them."""
+    """Writes the usable rows of a data set into a folder; returns the content of `ABOUT`."""
     processes = 1
     if sys.platform.startswith("linux"):  # elsewhere forks are not safe
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        processes = max(min(cores, len(rows) // ROWS_PER_PROCESS, MOST_PROCESSES), 1)
-    bounds = [len(rows) * number // processes for number in range(processes + 1)]
+        processes = max(min(cores, len(rows) // ROWS_PER_PROCESS, MAX_PROCESSES), 1)
+    bounds = [len(rows) * index // processes for index in range(processes + 1)]
     tasks = [
         (rows, converter, start, stop, folder / f"{start:012d}.arrow")
         for start, stop in itertools.pairwise(bounds)
@@ -275,10 +275,10 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
         refuse(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     from preference_recipes.data import unread  # only here: most runs find their rows tokenised
 
-    not_read = unread.describe(rows.select(range(len(rows))), converter)
-    # The same rows from another path, or written at another time, are the same data.
+    unread_note = unread.describe(rows.select(range(len(rows))), converter)
+    # The same rows from another path or time are the same data.
     fingerprint = datasets.fingerprint.Hasher.hash(checksums)
-    return {"fingerprint": fingerprint, "notes": [*notes, *filter(None, [not_read])]}
+    return {"fingerprint": fingerprint, "notes": [*notes, *filter(None, [unread_note])]}
 
 
 def write_rows(
@@ -286,7 +286,7 @@ def write_rows(
 ) -> tuple[collections.Counter, list[int]]:
     """Converts a range of rows, and writes the usable ones, if there are any, into a file.
 
-    Returns counts of rows by what the user should know about them, and the usable ones' checksums.
+    Returns counts of rows by note for the user, and the checksums of the usable ones.
     """
     counts: collections.Counter[str] = collections.Counter()
     checksums: list[int] = []
@@ -299,19 +299,19 @@ def write_rows(
         counts.update({*values["notes"]})
         if values["truncated"]:
             counts["truncated"] += 1
-        kept = {name: values[name] for name in values if name not in NOT_KEPT}
-        checksums.append(zlib.crc32(marshal.dumps(kept, 0)))
+        stored = {name: values[name] for name in values if name not in ONLY_COUNTED}
+        checksums.append(zlib.crc32(marshal.dumps(stored, 0)))
         if writer is None:
-            schema = pyarrow.schema([(name, type_of(name, kept[name])) for name in kept])
+            schema = pyarrow.schema([(name, type_of(name, stored[name])) for name in stored])
             writer = ArrowWriter(path=str(file), schema=schema)
-        writer.write(kept)
+        writer.write(stored)
     if writer is not None:
         writer.finalize()
     return counts, checksums
 
 
 def type_of(name: str, value) -> pyarrow.DataType:
-    """Returns the type of a column, which its value of any row tells."""
+    """Returns the type of a column, given its value in any row."""
     if name == "images":
         return pyarrow.list_(pyarrow.large_binary())
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """Reads the rows of a data set from the hub, a local file or a folder of files.
 
 JSON is read row by row, and a CSV as text, so that every value stays as it is. `datasets` would
-guess a column's type: a number would make 7 of "007". It reads what has types, such as parquet.
+guess a column's type and turn "007" into 7. It reads formats that have types, such as parquet.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from datasets.packaged_modules.json.json import Json
 
 from common import one_line, pluralize, print_once, refuse
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but the last may be gzipped
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # all but parquet may be gzipped
 
-# What messages have, in OpenAI's form and in ShareGPT's, and tools, nested and flat.
+# The keys of messages, OpenAI's and ShareGPT's, and of tools, nested and flat.
 CHAT_KEYS = [{"role", "content"}, {"from", "value"}, {"type", "function"}, {"name", "parameters"}]
-# Longer than any text of a cell: the default ends at 131,072 characters.
+# Longer than any cell; the default limit is 131,072 characters.
 csv.field_size_limit(2**31 - 1)
 
 
@@ -40,13 +40,13 @@ def find(name: str, split: str) -> TypedRows | TextFiles:
     try:
         return find_local(path, split) if is_local else find_on_hub(name, split)
     except Exception as error:
-        place = "" if is_local else " is no file or folder here, and on the hub"
-        refuse(f"data set {name!r}{place}: {one_line(error)}")
+        where = "" if is_local else " is no file or folder here, and on the hub"
+        refuse(f"data set {name!r}{where}: {one_line(error)}")
 
 
 def find_local(path: Path, split: str) -> TypedRows | TextFiles:
     """Finds the rows of a file or a folder."""
-    # A file is not resolved: a link of the hub's cache points to one whose name says no format.
+    # Links are not resolved: those of the hub's cache point to files without a suffix.
     splits = splits_of_folder(path) if path.is_dir() else {"train": [path.absolute()]}
     files = [file for file in splits.get(split, []) if is_data_file(file)]
     if not files:
@@ -84,48 +84,48 @@ def is_data_file(path: Path) -> bool:
 
 # ============================================================ JSON and CSV
 class TextFiles:
-    """The rows of JSON and CSV files, of which one at a time is in memory."""
+    """The rows of JSON and CSV files. Only one row at a time is in memory."""
 
     def __init__(self, files: list[Path]):
         self.files = files
-        self.folder = files[0].parent  # that the paths of images are relative to
+        self.folder = files[0].parent  # paths of images are relative to it
         stats = [(str(file), file.stat()) for file in files]
-        # Changes with every change of the rows.
+        # It changes with every change of the rows.
         self._fingerprint = repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
 
     @functools.cached_property
-    def found(self) -> tuple[int, list[str]]:
-        """The number of rows, and the columns of all in the order in which they first appear."""
-        number = 0
+    def summary(self) -> tuple[int, list[str]]:
+        """The number of rows, and all columns in the order of their first appearance."""
+        n_rows = 0
         names: dict[str, None] = {}
         for row in itertools.chain.from_iterable(map(rows_of, self.files)):
-            number += 1
+            n_rows += 1
             names.update(dict.fromkeys(row))
-        return number, list(names)
+        return n_rows, list(names)
 
     def __len__(self) -> int:
-        return self.found[0]
+        return self.summary[0]
 
-    def select(self, numbers: range) -> Iterator[dict]:
-        """Yields the rows of a range, with None where a row lacks a column of others."""
-        _, names = self.found
+    def select(self, indices: range) -> Iterator[dict]:
+        """Yields the rows of a range, with None for columns that only other rows have."""
+        _, names = self.summary
         rows = itertools.chain.from_iterable(map(rows_of, self.files))
-        for row in itertools.islice(rows, numbers.start, numbers.stop):
+        for row in itertools.islice(rows, indices.start, indices.stop):
             yield {name: row.get(name) for name in names}
 
 
 def rows_of(path: Path) -> Iterator[dict]:
-    """Yields the rows of a file; one that cannot be read ends the run with its number."""
+    """Yields the rows of a file. An unreadable row ends the run with its number."""
     open_file = gzip.open if path.suffix == ".gz" else open
     number = 1
     try:
-        # A byte order mark, which Windows writes, is no part of the first row. Lines end at a line
-        # feed alone, not at what Unicode takes for an end of line.
+        # The encoding skips a byte order mark, which Windows writes. Lines end only at a line feed,
+        # not at Unicode's other line ends.
         with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             for row in parsed(file, path.name.removesuffix(".gz").endswith(".csv")):
                 if not isinstance(row, dict):
                     raise ValueError(f"expected a JSON object, found {json.dumps(row):.60}")
-                if None in row:  # where `csv` puts them
+                if None in row:  # the key of surplus cells in `csv`
                     raise ValueError("more cells than the header: quote cells that hold commas")
                 yield row
                 number += 1
@@ -134,7 +134,7 @@ def rows_of(path: Path) -> Iterator[dict]:
 
 
 def parsed(file, is_csv: bool) -> Iterable:
-    """Returns the rows of an open file; those of a JSON array are all in memory."""
+    """Returns the rows of an open file. A JSON array is read into memory as a whole."""
     if is_csv:
         reader = csv.DictReader(file, strict=True)
         object_of([(name, None) for name in reader.fieldnames or [] if name], kind="columns")
@@ -148,20 +148,20 @@ def parsed(file, is_csv: bool) -> Iterable:
 
 
 def object_of(pairs: list[tuple[str, Any]], kind: str = "keys") -> dict:
-    """Returns a JSON object; raises `ValueError` if two names are the same: one would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Returns a JSON object. Raises `ValueError` on a duplicate name, whose value would be lost."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two {kind} are named {twice!r}")
-    return found
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two {kind} are named {duplicate!r}")
+    return result
 
 
-# ============================================================ parquet, and others with types
+# ============================================================ formats with types, such as parquet
 class TypedRows:
-    """The rows of a data set whose columns have types, which give a dict the keys of all others.
+    """The rows of a data set with column types, by which each dict has the keys of all others.
 
-    Templates ask whether a key is there, so `select` takes those out that are null.
+    Templates ask whether a key is present, so `select` removes keys that are null.
     """
 
     def __init__(self, dataset: datasets.Dataset, folder: Path = Path()):
@@ -173,15 +173,15 @@ class TypedRows:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def select(self, numbers: range) -> Iterator[dict]:
+    def select(self, indices: range) -> Iterator[dict]:
         """Yields the rows of a range."""
         types = self.dataset.features
-        for row in self.dataset.select(numbers):
+        for row in self.dataset.select(indices):
             yield {name: unpadded(row[name], types[name], name == "tools") for name in types}
 
 
 def keep_files(feature) -> None:
-    """Reads images as the files that they are: `datasets` would decode them to pixels."""
+    """Makes `datasets` return images as files instead of decoding them."""
     if isinstance(feature, datasets.Image):
         feature.decode = False
     below = feature.values() if isinstance(feature, dict) else [vars(feature).get("feature")]
@@ -190,7 +190,7 @@ def keep_files(feature) -> None:
 
 
 def unpadded(value: Any, feature, in_chat: bool = False) -> Any:
-    """Returns a value without the keys that are null because the type of a chat has them."""
+    """Returns a value without the null keys that only the type of a chat adds."""
     if isinstance(feature, dict) and value is not None:
         in_chat = in_chat or any(keys <= feature.keys() for keys in CHAT_KEYS)
         return {
@@ -205,26 +205,26 @@ def unpadded(value: Any, feature, in_chat: bool = False) -> Any:
 
 # ============================================================ folders, and the hub
 def splits_of_folder(folder: Path) -> dict[str, list[Path]]:
-    """Returns the files of a folder by split; prints which data files of it are in none."""
+    """Returns the files of a folder by split; prints the data files that are in no split."""
     name = str(folder.resolve())
     escaped = glob.escape(name)  # `datasets` would read the characters `*?[` as a pattern
     if escaped == name:
-        # This also reads what the data card of a cloned hub folder says about its files.
-        found = datasets.load_dataset_builder(name).config.data_files
+        # This also respects the data card of a cloned hub folder.
+        split_files = datasets.load_dataset_builder(name).config.data_files
     else:
-        found = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
-    splits = {str(split): list(map(Path, found[split])) for split in found}
-    read = {file.resolve() for files in splits.values() for file in files}
+        split_files = DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
+    splits = {str(split): list(map(Path, split_files[split])) for split in split_files}
+    used = {file.resolve() for files in splits.values() for file in files}
     in_folder = filter(is_data_file, sorted(folder.rglob("*")))
-    unread = [str(file.relative_to(folder)) for file in in_folder if file.resolve() not in read]
+    unread = [str(file.relative_to(folder)) for file in in_folder if file.resolve() not in used]
     if unread:
-        number = f"{pluralize(len(unread), 'file')} in none of the splits {sorted(splits)}"
-        print_once(f"NOTE: folder {str(folder)!r}: {number}, so not read: {', '.join(unread[:5])}")
+        count = f"{pluralize(len(unread), 'file')} in none of the splits {sorted(splits)}"
+        print_once(f"NOTE: folder {str(folder)!r}: {count}, so not read: {', '.join(unread[:5])}")
     return splits
 
 
 def find_on_hub(name: str, split: str) -> TypedRows | TextFiles:
-    """Downloads a data set of the hub; of JSON the files of one split."""
+    """Downloads a data set from the hub; for JSON, only the files of one split."""
     hub_name, _, config = name.partition(":")
     builder = datasets.load_dataset_builder(hub_name, config or None)
     if not isinstance(builder, Json) or builder.config.field is not None:

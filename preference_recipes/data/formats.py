@@ -1,7 +1,7 @@
-"""Recognises the formats of rows, and reads each into one form.
+"""Recognises the formats of rows, and converts them to one form.
 
-`normalize_columns` gives the columns of other tools our names, a reader, such as `read_pair`, makes
-a `Conversation` of them, and `row_of_answers` token ids of that.
+`normalize_columns` renames the columns of other tools, a reader such as `read_pair` makes a
+`Conversation` of them, and `row_of_answers` encodes that as token ids.
 """
 
 import re
@@ -25,22 +25,22 @@ from preference_recipes.data.messages import (
     text_of,
 )
 
-# The columns that say which format a row has; the first that is there decides.
+# The columns that decide the format of a row, in order of precedence.
 LEADING = ("messages", "prompt", "conversations", "instruction", "text")
-# Others that belong to a format of these.
+# Columns that belong to the format of one of these.
 LED_BY = {"completion": "prompt", "input": "instruction", "output": "instruction"}
 OTHERS = ("chosen", "rejected", "answer", "margin", "label", "tools", "system")
 FORMAT_COLUMNS = (*LEADING, *LED_BY, *OTHERS)
-# Those that hold messages, or strings instead.
+# The columns that hold messages or strings.
 TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 
-# What precedes an answer in hh-rlhf's transcripts.
+# The marker of answers in hh-rlhf's transcripts.
 HH_MARKER = "\n\nAssistant:"
-# How `label` may be written; the cells of a CSV file are text.
+# Spellings of `label`; the cells of a CSV file are text.
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
-# ============================================================ rows with answers, as token ids
+# ============================================================ row functions
 def preference_row(
     row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
 ) -> dict:
@@ -49,9 +49,9 @@ def preference_row(
 
 
 def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
-    """Returns what `row_of_answers` does, and `n_answers`, for KTO.
+    """Returns the columns of `row_of_answers`, and `n_answers`, for KTO.
 
-    A pair has two answers. Any other row has one and a `label`, which says whether its ids are
+    A pair has two answers. Any other row has one, and a `label` that decides whether its ids are
     `chosen_ids` or `rejected_ids`; the other list is empty.
     """
     if is_pair(row):
@@ -71,12 +71,11 @@ def labelled_row(row: dict, tokenizer, max_length: int, strings_as_messages: boo
 def row_of_answers(
     conversation: Conversation, tokenizer, max_length: int, is_good: bool = True
 ) -> dict:
-    """Returns the token ids of a prompt, and of two answers or one; that is chosen if it `is_good`.
+    """Returns the token ids of a prompt and of two answers, or of one, chosen if it `is_good`.
 
-    A prompt and one answer longer than `max_length` are cut at the end. The keys are `prompt_ids
-    chosen_ids rejected_ids`, `chosen_loss_mask rejected_loss_mask`, which tokens of the answers
-    count, and `length truncated notes`, see `dataset.Converter`. Raises `LeftOut` if nothing is
-    left to learn, or to compare.
+    A prompt with its answer is cut at `max_length`. The keys are `prompt_ids chosen_ids
+    rejected_ids`; `chosen_loss_mask rejected_loss_mask`, which tokens of the answers count; and
+    `length truncated notes`, see `dataset.Converter`. Raises `LeftOut` if nothing can be learned.
     """
     is_transcript = conversation.is_text and text_of(conversation.prompt).endswith(HH_MARKER)
     for answer in conversation.answers:
@@ -91,7 +90,7 @@ def row_of_answers(
     if room <= 0:
         raise LeftOut("prompt fills max_length")
     cut = [chat.TokenSequence(ids[:room], loss_mask[:room]) for ids, loss_mask in sequences]
-    if len(cut) == 2 and cut[0].ids == cut[1].ids:  # what is left tells them apart
+    if len(cut) == 2 and cut[0].ids == cut[1].ids:  # they may have differed further on
         raise LeftOut("chosen equal to rejected")
     if not all(any(loss_mask) for _, loss_mask in cut):
         raise LeftOut("nothing to learn within max_length")
@@ -120,13 +119,13 @@ def missing_answer(answer: list[dict]) -> str:
 
 # ============================================================ readers
 def read_prompt(row: dict, strings_as_messages: bool) -> Conversation:
-    """Reads a row whose answers are sampled."""
+    """Reads a row whose answers will be sampled."""
     require(row, "prompt", expected="'prompt'")
     return with_turns_and_system(conversation_of(row, row["prompt"]), row, strings_as_messages)
 
 
 def read_pair(row: dict, strings_as_messages: bool) -> Conversation:
-    """Reads a chosen and a rejected answer, and their prompt, which is then stated once.
+    """Reads a chosen and a rejected answer and their common prompt.
 
     With `U` and `A` for messages:
 
@@ -171,13 +170,13 @@ def read_demonstration(row: dict) -> Conversation:
     require(row, "prompt", "completion", expected="'messages', 'text', or 'prompt' + 'completion'")
     conversation = conversation_of(row, row["prompt"], row["completion"])
     roles = [message["role"] for message in conversation.prompt[-1:] + conversation.answers[0][:1]]
-    if roles in (["user", "user"], ["user", "system"]):  # the model would be asked twice
+    if roles in (["user", "user"], ["user", "system"]):  # two questions in a row
         raise BadRow("'completion' has a prompt, too: remove it, or --columns messages=completion")
     return conversation
 
 
 def conversation_of(row: dict, prompt, *answers) -> Conversation:
-    """Returns a prompt and answers, strings or messages, as a conversation with a row's tools."""
+    """Makes a conversation from a prompt and answers, strings or messages, and a row's tools."""
     return Conversation(
         as_messages(prompt, "user") if prompt else [],
         [as_messages(answer, "assistant") for answer in answers],
@@ -189,9 +188,9 @@ def conversation_of(row: dict, prompt, *answers) -> Conversation:
 def with_turns_and_system(
     conversation: Conversation, row: dict, strings_as_messages: bool, must_ask: bool = True
 ) -> Conversation:
-    """Returns a conversation with strings as turns, if asked for, after column `system`.
+    """Adds column `system` to a conversation, and turns strings into messages if asked for.
 
-    With `must_ask` a row with an empty prompt is left out.
+    With `must_ask`, a row with an empty prompt is left out.
     """
     prompt, answers, _, is_text = conversation
     if is_text and strings_as_messages and has_text(prompt):
@@ -216,33 +215,33 @@ def with_turns_and_system(
 
 
 def require(row: dict, *columns: str, expected: str) -> None:
-    """Raises `BadRow`, which names the columns `expected`, unless each holds text or messages."""
+    """Raises `BadRow`, which names the `expected` columns, unless each has text or messages."""
     for column in columns:
         value = row.get(column)
         if value is None:
-            found = sorted(name for name in row if row[name] is not None)
+            present = sorted(name for name in row if row[name] is not None)
             expected = f"{expected} (--columns {column}=YOURS names another)"
-            raise BadRow(f"no {column!r}: expected columns {expected}; found {found}")
+            raise BadRow(f"no {column!r}: expected columns {expected}; found {present}")
         fits = isinstance(value, str) or is_messages(value) or is_message(value)
         refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
 
 def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
-    """Raises `BadRow` with the value that was found, or its first bad message, unless it fits."""
+    """Raises `BadRow` unless a value `fits`; names the value, or its first bad message."""
     if fits:
         return
     parts = as_list(row.get(column))
     bad = [n for n, part in enumerate(parts) if isinstance(part, dict) and not is_message(part)]
-    found = f"{parts[bad[0]]!r:.80} as message {bad[0] + 1}" if bad else f"{row.get(column)!r:.80}"
-    raise BadRow(f"column {column!r}: expected {expected}, found {found}")
+    shown = f"{parts[bad[0]]!r:.80} as message {bad[0] + 1}" if bad else f"{row.get(column)!r:.80}"
+    raise BadRow(f"column {column!r}: expected {expected}, found {shown}")
 
 
 # ============================================================ pairs that hold their prompt
 def split_conversations(pair: Conversation) -> Conversation:
-    """Returns a pair of conversations that begin alike with that beginning as their prompt.
+    """Makes the common beginning of a pair's conversations their prompt.
 
     Both answers begin with the assistant, and the prompt does not end with it: U1 A1 U2 A2 and
-    U1 A1 U3 A3 share U1. A prompt that the row states besides must be among what both share.
+    U1 A1 U3 A3 share U1. If the row also has a prompt, its messages must be in that beginning.
     """
     chosen, rejected = pair.answers
     for end in range(rendering.n_common(chosen[:-1], rejected[:-1]), 0, -1):
@@ -259,14 +258,14 @@ def split_conversations(pair: Conversation) -> Conversation:
 
 
 def split_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Returns the prompt and the answers of a pair of strings, the prompt stated once.
+    """Returns the prompt and the answers of a pair of strings.
 
-    It is what hh-rlhf's transcripts share, up to `HH_MARKER`, unless `prompt` states another.
+    The prompt is what hh-rlhf's transcripts share, up to `HH_MARKER`, unless `prompt` is another.
     """
     shared = chosen[: rendering.n_common(chosen, rejected)]
-    place = shared.rfind(HH_MARKER)
-    if place >= 0 and shared.startswith(prompt or ""):
-        end = place + len(HH_MARKER)
+    marker_at = shared.rfind(HH_MARKER)
+    if marker_at >= 0 and shared.startswith(prompt or ""):
+        end = marker_at + len(HH_MARKER)
         return chosen[:end], chosen[end:], rejected[end:]
     if prompt is None:
         shared = f"'chosen' and 'rejected' do not begin alike up to a {HH_MARKER!r}"
@@ -295,34 +294,34 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     for pair in pairs or []:
         column, _, users_name = pair.partition("=")
         if column not in FORMAT_COLUMNS or column in columns or not users_name:
-            known = "|".join(FORMAT_COLUMNS)
-            expected = f"{known}=YOUR_COLUMN, each once, such as prompt=question"
+            choices = "|".join(FORMAT_COLUMNS)
+            expected = f"{choices}=YOUR_COLUMN, each once, such as prompt=question"
             refuse(f"--columns {' '.join(pairs)}: expected {expected}")
         columns[column] = users_name
     return columns
 
 
 def normalize_columns(row: dict, columns: dict[str, str]) -> dict:
-    """Returns a row with the columns that readers know, besides its own, for reward functions.
+    """Adds the columns that readers know to a row. Its own stay, for reward functions.
 
     Args:
         columns: see `column_names`. They take precedence over the data's own: with
-            `{"prompt": "question"}` a column `messages`, looked for before `prompt`, is left out.
+            `{"prompt": "question"}`, a column `messages`, which would decide first, is left out.
     """
     for column, users_name in columns.items():
-        if users_name not in row and column != "answer":  # which held-out sets alone may have
+        if users_name not in row and column != "answer":  # only held-out sets may have it
             raise BadRow(f"--columns {column}={users_name}: found columns {sorted(row)}")
     if columns:
-        named = {LED_BY.get(column, column) for column in columns}
-        first = next((place for place, column in enumerate(LEADING) if column in named), 0)
-        given = {name: row[users] for name, users in columns.items() if users in row}
-        row = {name: row[name] for name in row if name not in LEADING[:first]} | given
+        leaders = {LED_BY.get(column, column) for column in columns}
+        first = next((index for index, column in enumerate(LEADING) if column in leaders), 0)
+        renamed = {name: row[users] for name, users in columns.items() if users in row}
+        row = {name: row[name] for name in row if name not in LEADING[:first]} | renamed
     for column in (*TEXTS, "conversations"):
         if isinstance(row.get(column), str):
             row = {**row, column: from_text(column, row[column])}
     tag = row.get("kto_tag")
     if tag is not None and row.get("label") is None:
-        row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 would pass for a class
+        row = {**row, "label": LABELS.get(str(tag).lower(), tag)}  # 0 would be read as a class
     leading = leading_column(row)
     if leading == "conversations":  # ShareGPT's
         row = {**row, "prompt" if is_pair(row) else "messages": row["conversations"]}
@@ -332,23 +331,23 @@ def normalize_columns(row: dict, columns: dict[str, str]) -> dict:
 
 
 def from_alpaca(row: dict) -> dict:
-    """Returns Alpaca's `instruction` and `input` as the user's message, `output` as the answer."""
+    """Converts Alpaca's `instruction` and `input` to the user's message, `output` to the answer."""
     for column in filter(row.get, ("instruction", "input", "output")):
         refuse_unless(isinstance(row[column], str), row, column, "a string")
     question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    found = {"prompt": [{"role": "user", "content": question}] if question else []}
+    columns = {"prompt": [{"role": "user", "content": question}] if question else []}
     if row.get("output") is not None:
-        found["completion"] = [{"role": "assistant", "content": row["output"]}]
-    return found
+        columns["completion"] = [{"role": "assistant", "content": row["output"]}]
+    return columns
 
 
 def standard_tools(tools) -> list[dict] | None:
-    """Returns tools, nested or flat (OpenAI's Responses API), as templates read them, or None."""
-    given = from_json(tools) or []
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+    """Returns nested or flat tools (OpenAI's Responses API) as templates read them, or None."""
+    parsed = from_json(tools) or []
+    if not isinstance(parsed, list) or not all(isinstance(tool, dict) for tool in parsed):
         raise BadRow(f"column 'tools': expected a list of JSON schemas, found {tools!r:.80}")
     nested = []
-    for tool in map(as_json, given):
+    for tool in map(as_json, parsed):
         if "name" in tool and "function" not in tool:
             function = {key: tool[key] for key in tool if (key, tool[key]) != ("type", "function")}
             tool = {"type": "function", "function": function}
@@ -357,7 +356,7 @@ def standard_tools(tools) -> list[dict] | None:
 
 
 def leading_column(row: dict) -> str | None:
-    """Returns the column that decides about a row's format."""
+    """Returns the column that decides a row's format."""
     return next((name for name in LEADING if row.get(name) is not None), None)
 
 

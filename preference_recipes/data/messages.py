@@ -1,28 +1,26 @@
-"""Says what a message is, and brings the kinds of messages that people use into one form."""
+"""Defines messages, and converts the kinds of messages that people use to one form."""
 
 import json
 import re
 from typing import Any, NamedTuple
 
-# Who speaks in ShareGPT's conversations, and the role that chat templates know.
+# The senders in ShareGPT's conversations, with the roles that chat templates know.
 SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 SENDERS["function_call"] = "assistant"  # its value is a call
 SPEAKERS = {*SENDERS, "developer"}
-# Messages as Python prints them, instead of as JSON.
+# Messages as Python prints them instead of as JSON.
 PRINTED = re.compile(
     rf"""\s*(?:array\()?[\[{{].*'(?:role|from)': '(?:{"|".join(SPEAKERS)})'""", re.DOTALL
 )
-# Where the parts of a content go, by their type.
+# The field of a message for each type of a content's parts.
 PARTS = {"text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
-# Columns of images, parts that are images, the keys under which one may have it, and what stands
-# for it in a text.
 IMAGE_COLUMNS = ("images", "image")
-IMAGES = ("image", "image_url", "input_image")
-SOURCES = ("image", "image_url", "url", "path", "base64")
-PLACE = "\ufffc"
+IMAGES = ("image", "image_url", "input_image")  # types of parts that are images
+SOURCES = ("image", "image_url", "url", "path", "base64")  # keys of such a part with the image
+PLACE = "\ufffc"  # stands for an image in a text
 ARGUMENTS = ("arguments", "parameters")
-# Whether, or how much, a turn counts in the loss, in files for other programs: OpenAI's `weight`.
+# Keys by which other programs say whether, or how much, a turn counts in the loss.
 LOSS_KEYS = ["loss", "loss_mask", "loss_scale", "loss_weight", "weight"]
 LOSS_KEYS += ["train", "trainable", "training"]
 
@@ -32,20 +30,20 @@ class BadRow(Exception):
 
 
 class LeftOut(Exception):
-    """A row that is not used; the run counts such rows by their reasons, and goes on."""
+    """A row that is not used. The run counts such rows by reason, and continues."""
 
 
 class Conversation(NamedTuple):
-    """A row of any format, in the one form that is encoded."""
+    """A row of any format in the one form that is encoded."""
 
-    prompt: list[dict]  # messages; none if the answer is a whole conversation
-    answers: list[list[dict]]  # one, or the chosen and the rejected one
+    prompt: list[dict]  # messages; empty if the answer is a whole conversation
+    answers: list[list[dict]]  # one answer, or the chosen and the rejected one
     tools: list[dict] | None = None  # JSON schemas of functions that the model may call
-    is_text: bool = False  # strings, one message each, which no chat template writes
+    is_text: bool = False  # plain strings, one message each, encoded without a chat template
 
 
 class Arguments(dict):
-    """The arguments of a call; a template that prints them, or adds them to a text, writes JSON."""
+    """The arguments of a call, which turn into JSON where a template prints them or adds a text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -54,7 +52,7 @@ class Arguments(dict):
         return text + str(self)
 
 
-# ============================================================ what a message is
+# ============================================================ messages
 def is_messages(value) -> bool:
     """Whether a value is a list of messages."""
     return isinstance(value, list) and all(map(is_message, value))
@@ -72,21 +70,21 @@ def is_message(value) -> bool:
 
 
 def learned_turns(messages: list[dict], first: int = 0) -> list[int]:
-    """Returns which messages, from number `first` on, the model writes and learns."""
+    """Returns the indices, from `first` on, of the messages that the model writes and learns."""
     return [
-        number
-        for number, message in enumerate(messages[first:], first)
+        index
+        for index, message in enumerate(messages[first:], first)
         if message["role"] == "assistant" and has_text([message]) and is_learned(message)
     ]
 
 
 def is_learned(message: dict) -> bool:
-    """Whether a message may be learned: not an assistant's that says no in one of `LOSS_KEYS`."""
+    """Whether a message may be learned: an assistant's may forbid it by one of `LOSS_KEYS`."""
     return message["role"] != "assistant" or all(message.get(key, 1) for key in LOSS_KEYS)
 
 
 def has_text(messages: list[dict]) -> bool:
-    """Whether one of some messages has a content or a call."""
+    """Whether any of the messages has a content or a call."""
     return any(message["content"] or message.get("tool_calls") for message in messages)
 
 
@@ -103,28 +101,28 @@ def has_image_part(value: Any) -> bool:
     return any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
 
 
-# ============================================================ one form
+# ============================================================ conversion
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """Returns messages, each with a role and a text; a string becomes one message of `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    given = as_json(as_list(value), without_nulls=True)
-    return [as_message(message, f"message {number}") for number, message in enumerate(given, 1)]
+    messages = as_json(as_list(value), without_nulls=True)
+    return [as_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
 
 
 def as_message(message: dict, where: str) -> dict:
-    """Returns a message with `role` and a text as its `content`; what else it has is kept."""
+    """Returns a message with `role` and a text as its `content`; other fields are kept."""
     if "role" not in message:  # ShareGPT's
         sender = message["from"]
         if sender not in SENDERS:
             raise BadRow(f"{where} is from {sender!r}: expected one of {', '.join(SENDERS)}")
         key = "tool_calls" if sender == "function_call" else "content"
-        others = {name: message[name] for name in message if name not in ("from", "value")}
-        message = {**others, "role": SENDERS[sender], key: message.get("value", "")}
-    if message["role"] == "tool_call":  # many templates would write it as somebody else's turn
+        other_fields = {name: message[name] for name in message if name not in ("from", "value")}
+        message = {**other_fields, "role": SENDERS[sender], key: message.get("value", "")}
+    if message["role"] == "tool_call":  # many templates would write another speaker's turn
         raise BadRow(f"{where}, role 'tool_call': expected an assistant message with `tool_calls`")
     message = {"content": "", **message}
-    calls = as_list(from_json(message.pop("tool_calls", None)) or [])  # "[]" and the like are none
+    calls = as_list(from_json(message.pop("tool_calls", None)) or [])  # "[]" and the like mean none
     if isinstance(message["content"], list):
         message, calls_in_content = from_parts(message, where)
         calls += calls_in_content
@@ -136,22 +134,22 @@ def as_message(message: dict, where: str) -> dict:
 
 
 def check_answer(message: dict, where: str) -> None:
-    """Refuses what is unclear about an assistant's message: its loss, or a call elsewhere."""
+    """Refuses an assistant's message with an unclear loss, or with a call in another field."""
     for key, value in message.items():
-        # Other keys whose names are about the loss may mean anything.
+        # Other keys that seem to be about the loss may mean anything.
         is_unclear = key in LOSS_KEYS and value not in (0, 1)
         is_unknown = key.startswith("train_") and value not in ("", [], {})
         if is_unclear or is_unknown or (value and key.startswith(("skip", "mask"))):
             expected = "remove the key, or give train: false to a turn that is not learned"
             raise BadRow(f"{where}, {key} {value!r}: every learned turn counts alike; {expected}")
         if value and "call" in key.lower() and not has_text([message]):
-            raise LeftOut(f"a call in {key!r}, and none in 'tool_calls'")  # an empty turn without
+            raise LeftOut(f"a call in {key!r}, and none in 'tool_calls'")  # the turn is empty
 
 
 def from_parts(message: dict, where: str) -> tuple[dict, list]:
-    """Returns a message whose content is a list of parts as one with a text, and its calls.
+    """Converts a message whose content is a list of parts to one with a text, and its calls.
 
-    `image_sources` has an image or None for each part that is one.
+    `image_sources` has an image, or None, for each part that is an image.
     """
     texts: dict[str, Any] = {"content": ""}
     calls = []
@@ -176,17 +174,17 @@ def from_parts(message: dict, where: str) -> tuple[dict, list]:
 
 
 def as_call(call: Any, where: str) -> dict:
-    """Returns a call, nested or flat, as in OpenAI's API."""
+    """Returns a nested or flat call as in OpenAI's API."""
     call = as_json(call, without_nulls=True)  # a call that was JSON text may have some
     if isinstance(call, dict) and "function" not in call:
         function = {key: call[key] for key in ("name", *ARGUMENTS) if key in call}
-        others = {key: value for key, value in call.items() if key not in function}
-        call = {**others, "type": "function", "function": function}
+        other_fields = {key: value for key, value in call.items() if key not in function}
+        call = {**other_fields, "type": "function", "function": function}
     function = call["function"] if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(f"{where}: expected a call, JSON of name and arguments, found {call!r:.80}")
-    given = next((function[key] for key in ARGUMENTS if key in function), None)
-    arguments = from_json(from_json(given))  # some files quote them twice
+    raw_arguments = next((function[key] for key in ARGUMENTS if key in function), None)
+    arguments = from_json(from_json(raw_arguments))  # some files quote them twice
     if not isinstance(arguments, (dict, type(None))):
         call_of = f"{where}: the arguments of a call of {function['name']!r}"
         raise BadRow(f"{call_of}: expected an object or its JSON, found {arguments!r:.80}")
@@ -196,21 +194,21 @@ def as_call(call: Any, where: str) -> dict:
 
 # ============================================================ values
 def from_text(column: str, value: Any) -> Any:
-    """Returns the messages, or the one, that a text holds as JSON; any other value as it is."""
+    """Returns the message or messages that a text holds as JSON; any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"', "array(")):
         return value
     if PRINTED.match(value):
         shown = f"messages as Python prints them, not as `json.dumps` writes them: {value!r:.80}"
         raise BadRow(f"column {column!r} holds {shown}")
-    given = from_json(from_json(value))  # some files quote it twice
-    found = as_list(given)
-    speakers = {part.get("role") or part.get("from") for part in found if is_message(part)}
+    parsed = from_json(from_json(value))  # some files quote it twice
+    messages = as_list(parsed)
+    speakers = {part.get("role") or part.get("from") for part in messages if is_message(part)}
     are_known = column == "messages" or speakers <= SPEAKERS
-    return given if given and is_messages(found) and are_known else value
+    return parsed if parsed and is_messages(messages) and are_known else value
 
 
 def from_json(value: Any) -> Any:
-    """Returns what a JSON text says, None for an empty one; any other value as it is."""
+    """Returns the value of a JSON text, None for an empty one; any other value unchanged."""
     try:
         return json.loads(value.strip() or "null") if isinstance(value, str) else value
     except ValueError:
@@ -222,9 +220,9 @@ def as_list(value: Any) -> list:
 
 
 def as_json(value: Any, without_nulls: bool = False) -> Any:
-    """Returns a value as JSON would hold it, maybe `without_nulls` in what a template asks for.
+    """Returns a value as JSON would hold it, maybe `without_nulls`, about which templates ask.
 
-    The arguments of a call keep theirs, because the model writes them.
+    The arguments of a call keep their nulls, because the model writes them.
     """
     if isinstance(value, dict):
         return {

@@ -1,4 +1,4 @@
-"""Finds an answer where a chat template does not simply write it after the generation prompt."""
+"""Finds answers that a chat template does not simply write after the generation prompt."""
 
 import re
 
@@ -6,7 +6,7 @@ from preference_recipes.data import thoughts
 from preference_recipes.data.messages import BadRow, LeftOut
 from preference_recipes.data.rendering import MARK, MARKED, QUESTION, ignores, n_common, render
 
-# Why an answer is left out, and what is said of one that is not.
+# Reasons to leave an answer out, and notes about answers that are kept.
 DROPS_CALLS = "tool calls are not learned, because the chat template does not write them"
 DROPS_ANSWER = "answers are not learned, because the chat template does not write them"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
@@ -16,16 +16,16 @@ FOLLOWS_LESS = "answers do not continue the prompt: they are learned after what 
 def find_opening(tokenizer, tools, whole: str) -> str:
     """Returns what the template writes before an answer that begins a conversation, `whole`.
 
-    Raises `LeftOut` if it takes the answer for the user's.
+    Raises `LeftOut` if the template takes the answer for the user's message.
     """
-    asked = render(tokenizer, [QUESTION], tools)
+    question = render(tokenizer, [QUESTION], tools)
     prompt = render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
-    opening = prompt[n_common(asked, prompt) :]
-    written = thoughts.AT_END.sub("", opening)  # a later answer may have another thought there
+    opening = prompt[n_common(question, prompt) :]
+    written = thoughts.AT_END.sub("", opening)  # another answer may have another thought there
     if not written:
         return ""
-    before, found, _ = whole.partition(written)
-    if not found:
+    before, separator, _ = whole.partition(written)
+    if not separator:
         raise LeftOut(DROPS_ANSWER)
     return before + opening
 
@@ -35,18 +35,18 @@ def find_answer(
 ) -> tuple[str, str, list[str]]:
     """Returns the context of an answer, the answer with all that follows it, and notes.
 
-    Thinking that the template drops is put back, and so is the history as the prompt has it. Raises
+    Thinking that the template drops is restored, and so is the history of the prompt. Raises
     `LeftOut` if it drops the content or a call, `BadRow` if it merges the answer with the history.
     """
     messages = [*history, answer]
     calls = answer.get("tool_calls", [])
-    fewer = [calls[:place] + calls[place + 1 :] for place in range(len(calls))]  # by one each
-    if any(ignores(tokenizer, messages, tools, -1, tool_calls=others) for others in fewer):
+    fewer_calls = [calls[:index] + calls[index + 1 :] for index in range(len(calls))]
+    if any(ignores(tokenizer, messages, tools, -1, tool_calls=fewer) for fewer in fewer_calls):
         raise LeftOut(DROPS_CALLS)
-    thought = ""  # that the template drops
+    thought = ""  # what the template drops
     bare = thoughts.without_thinking(answer)
     if thoughts.thinking_of(answer):
-        # Some templates drop the whitespace after it, too. It comes back with the thinking.
+        # Some templates also drop the whitespace after it, which is restored with the thinking.
         stripped = {**bare, "content": bare["content"].lstrip()}
         rendered = [render(tokenizer, [*history, other], tools) for other in (bare, stripped)]
         if whole in rendered:
@@ -55,7 +55,7 @@ def find_answer(
             whole = rendered[1]
     whole = with_history_of(prompt, tokenizer, history, tools, whole)
     context, text = split_answer(prompt, whole, thinks=bool(thought))
-    longer = answer["content"] + MARK  # a template may drop all from an open marker on
+    longer = answer["content"] + MARK  # a template may drop everything after an open marker
     is_there = bare["content"].strip() in text
     if not is_there and ignores(tokenizer, messages, tools, -1, content=longer):
         raise LeftOut(DROPS_ANSWER)
@@ -79,32 +79,32 @@ def split_answer(prompt: str, whole: str, thinks: bool = False) -> tuple[str, st
     5. <bot><think></think>    <bot><think>Why ...     <bot>                   <think>Why ...
     6. <bot><think>            <bot>Why</think>Yes     <bot><think>            Why</think>Yes
 
-    If a thought will be put in front of the answer, 2 is as 4.
+    If a thought will be put in front of the answer, case 2 is treated as case 4.
     """
     if whole.startswith(prompt):  # 1.
         return prompt, whole[len(prompt) :]
     n = n_common(prompt, whole)
-    inside = [found.start() for found in thoughts.ANY_MARKER.finditer(prompt) if found.end() > n]
+    inside = [match.start() for match in thoughts.ANY_MARKER.finditer(prompt) if match.end() > n]
     n = min([n, *inside])
     only_in_prompt = prompt[n:]
     is_thought = thoughts.CLOSED.fullmatch(only_in_prompt) and not thinks
-    if is_thought or only_in_prompt.isspace():  # 2, 3. A model would give this answer after it.
+    if is_thought or only_in_prompt.isspace():  # 2, 3. A model would write this answer after it.
         return prompt, whole[n:]
     opener, closer = thoughts.opened_by(only_in_prompt)
-    if opener and closer in whole[n:].partition(opener)[0]:  # 6. It goes on with that thought.
+    if opener and closer in whole[n:].partition(opener)[0]:  # 6. It continues that thought.
         return prompt, whole[n:]
     # 4, 5. The rest of the prompt leads to another answer. An empty thought leads to none.
-    ends = thoughts.AT_END.search(prompt)
-    n = min(n, ends.start()) if ends else n
+    thought_at_end = thoughts.AT_END.search(prompt)
+    n = min(n, thought_at_end.start()) if thought_at_end else n
     return prompt[:n], whole[n:]
 
 
 def with_history_of(prompt: str, tokenizer, history: list[dict], tools, whole: str) -> str:
-    """Returns `whole`, a history with its answer, with the history as the prompt has it.
+    """Returns `whole`, a history with its answer, but with the history as it is in the prompt.
 
-    gpt-oss drops the thinking of a tool call as soon as an answer follows; Mistral writes a system
-    message into the last message of the user. The answer begins after the last generation prompt
-    before its content, or with it: Gemma 4 writes it into the turn of a call.
+    gpt-oss drops the thinking of a tool call as soon as an answer follows. Mistral writes a system
+    message into the user's last message. The answer begins after the last generation prompt before
+    its content, or with it: Gemma 4 writes the answer into the turn of a call.
     """
     before = render(tokenizer, history, tools)
     if whole.startswith((prompt, before)) or not prompt.startswith(before):
@@ -123,12 +123,12 @@ def with_history_of(prompt: str, tokenizer, history: list[dict], tools, whole: s
 
 
 def with_thinking(prompt: str, context: str, text: str, thought: str) -> tuple[str, str]:
-    """Returns what `split_answer` does, with the dropped thinking in place of an empty thought."""
+    """Splits like `split_answer`, with the dropped thinking in place of an empty thought."""
     context = thoughts.AT_END.sub("", context)
     text = thoughts.EMPTY.sub("", text)
     content = text.lstrip()
     text = text.removesuffix(content) + thought + content
     if thoughts.CLOSED.fullmatch(prompt[len(context) :]):
         return context, text
-    # What opens the thought may be the prompt's.
+    # The prompt may open the thought.
     return split_answer(prompt, context + text)

@@ -1,4 +1,4 @@
-"""Turns a row with a prompt into token ids, for every recipe that samples its own answers."""
+"""Encodes rows with a prompt as token ids, for all recipes that sample their own answers."""
 
 import json
 
@@ -16,11 +16,11 @@ def prompt_row(
 ) -> dict:
     """Returns `prompt_ids length truncated columns notes` of one row.
 
-    `columns` is the whole row as a JSON text, for the reward function. Of `max_length` tokens,
-    `max_new_tokens` are for the response. Raises `LeftOut` if the prompt leaves no room for it.
+    `columns` is the whole row as a JSON text, for reward functions. The response needs
+    `max_new_tokens` of `max_length`; raises `LeftOut` if the prompt leaves fewer.
 
     Args:
-        tools: JSON schemas of what an environment lets the model call; None: column `tools`.
+        tools: JSON schemas of an environment's tools; None: column `tools`.
     """
     conversation = formats.read_prompt(row, strings_as_messages)
     if row.get("system"):
@@ -48,9 +48,9 @@ def taught_row(
     teacher_prompt: str | None,
     strings_as_messages: bool = False,
 ) -> dict:
-    """Returns what `prompt_row` does, and what a distillation needs besides.
+    """Returns the columns of `prompt_row`, and those that a distillation adds.
 
-    That is `teacher` if there are several, and `teacher_prompt_ids` of column `teacher_prompt`.
+    These are `teacher` if there are several, and `teacher_prompt_ids` if `teacher_prompt` is given.
     """
     values = prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
     if teacher_names:
@@ -59,8 +59,8 @@ def taught_row(
         values["teacher"] = row["teacher"]
     if teacher_prompt is not None:
         row = row_for_teacher(row, teacher_prompt)
-        taught = prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
-        values["teacher_prompt_ids"] = taught["prompt_ids"]
+        teacher_values = prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
+        values["teacher_prompt_ids"] = teacher_values["prompt_ids"]
     return values
 
 

@@ -1,4 +1,4 @@
-"""Texts and token ids: what a tokenizer and its chat template make of texts and of messages."""
+"""Texts and token ids: tokenises texts, renders messages, and tries what a chat template does."""
 
 import datetime
 import functools
@@ -15,28 +15,27 @@ from common import refuse
 from preference_recipes.data import thoughts
 from preference_recipes.data.messages import PLACE, BadRow
 
-# For trials: a question, and an answer. No template and no data write these words by themselves.
+# A question and an answer for trials. Neither templates nor data contain these words.
 QUESTION = {"role": "user", "content": "zqz"}
-MARK = "\ue000zqzplace"  # the first character, of private use, begins no other answer
+MARK = "\ue000zqzplace"  # its first character, of private use, begins no other answer
 MARKED = {"role": "assistant", "content": MARK}
 
 
 # ============================================================ texts and ids
 @functools.lru_cache(maxsize=32)
 def encode(tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text alone. They are kept: do not change the list."""
+    """Returns the token ids of a text alone. They are cached: do not change the list."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()  # whatever its file says
     backend.no_padding()
-    # Without offsets, which nothing reads here, it takes half the time.
+    # The fast version computes no offsets, which are not needed, and takes half the time.
     return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def encode_after(tokenizer, before: str, text: str) -> list[int]:
     """Returns the ids of a text as a model would write it after another.
 
-    They are those of both texts together, cut between them. If a token spans the border, the text
-    is tokenised alone.
+    Both are tokenised together and split between them, or apart if a token spans the border.
     """
     before = end_of(tokenizer, before)
     before_ids = encode(tokenizer, before)
@@ -47,13 +46,13 @@ def encode_after(tokenizer, before: str, text: str) -> list[int]:
 
 
 def end_of(tokenizer, text: str) -> str:
-    """Returns as much of a text's end as decides how what follows is tokenised: it takes less time.
+    """Returns the end of a text that decides how a continuation is tokenised, to save time.
 
-    It begins with the last marker, where a tokenizer cuts texts first; else between two words, at
-    least twenty characters before the end, if its tokens are the text's own.
+    It begins with the last marker, where a tokenizer splits texts first; or between two words, at
+    least twenty characters before the end, if its tokens are also the whole text's.
     """
     near = text[-200:]
-    markers = [found.start() for found in added_tokens(tokenizer).finditer(near)]
+    markers = [match.start() for match in added_tokens(tokenizer).finditer(near)]
     if markers:
         return near[markers[-1] :]
     before_word = re.match(r"(?s).*[^\W\d_](?= [^\W\d_])", near[:-20])
@@ -71,26 +70,26 @@ def decode(tokenizer, ids: list[int]) -> str:
 
 @functools.lru_cache(maxsize=16)
 def bos_of(tokenizer) -> list[int]:
-    """Returns the BOS that the tokenizer puts before a text, or nothing."""
-    # Of "" a tokenizer that appends an EOS returns that alone, and it may be the BOS as well.
+    """Returns the BOS that the tokenizer puts before a text, if any."""
+    # For "", a tokenizer that appends an EOS returns it alone, and it may equal the BOS.
     first = tokenizer("a").input_ids[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 @functools.lru_cache(maxsize=16)
 def added_tokens(tokenizer) -> re.Pattern:
-    """Returns what matches any token that was added to the vocabulary to mark something."""
+    """Returns a pattern for the tokens that were added to the vocabulary as markers."""
     texts = [token.content for token in tokenizer.added_tokens_decoder.values()]
     longest_first = sorted(filter(str.strip, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def n_common(first, second) -> int:
-    """Returns how many elements, or characters, both begin with."""
+    """Returns the length of the common beginning of two lists or texts."""
     if second[: len(first)] == first:
         return len(first)
-    differ = (place for place, (one, other) in enumerate(zip(first, second)) if one != other)
-    return next(differ, min(len(first), len(second)))
+    differences = (index for index, (x, y) in enumerate(zip(first, second)) if x != y)
+    return next(differences, min(len(first), len(second)))
 
 
 def fingerprint(tokenizer) -> str:
@@ -103,15 +102,15 @@ def fingerprint(tokenizer) -> str:
 
 
 def describe_processor(processor) -> str:
-    """Returns what pixels and tokens depend on, also whether torchvision or PIL computes them."""
+    """Returns the settings behind pixels and tokens, and the backend: torchvision or PIL."""
     return f"{type(processor.image_processor).__name__} {processor.to_json_string()}"
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
-    """Returns what ends a response: EOS, the end of a turn, what the generation config says."""
-    own = model.generation_config.eos_token_id
-    own = [own] if isinstance(own, int) else own or []
-    return {tokenizer.eos_token_id, *own, *encode(tokenizer, ending_of(tokenizer).end)[-1:]}
+    """Returns the tokens that end a response: EOS, the end of a turn, the generation config's."""
+    published = model.generation_config.eos_token_id
+    published = [published] if isinstance(published, int) else published or []
+    return {tokenizer.eos_token_id, *published, *encode(tokenizer, ending_of(tokenizer).end)[-1:]}
 
 
 # ============================================================ rendering
@@ -121,10 +120,10 @@ def render(
     tools: list[dict] | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Returns messages as the chat template writes them, which raises what it likes about them."""
+    """Returns messages as the chat template writes them. The template may raise anything."""
     if not messages:
         return ""
-    tools = tools or None  # Llama 3 would announce an empty list of them
+    tools = tools or None  # Llama 3 would announce an empty list of tools
     text = write(
         tokenizer,
         [to_write(tokenizer, message) for message in messages],
@@ -140,16 +139,16 @@ def render(
 
 
 def write(tokenizer, messages: list[dict], tools: list[dict] | None = None, **settings) -> str:
-    """Returns what the template makes of messages, contents as lists of parts where it needs them.
+    """Renders messages by the template, with contents as lists of parts where it needs them.
 
-    That is where images are, or where it writes no strings at all (Idefics3, LLaVA-NeXT).
+    It needs them for images, or always if it writes no strings (Idefics3, LLaVA-NeXT).
     """
     if any("image_sources" in message for message in messages):
         raise BadRow("a message has an image: only `dataset.Converter` reads images")
     all_parts = needs_parts(tokenizer)
-    given = [as_parts(m) if all_parts or m.get("spellings") else m for m in messages]
+    prepared = [as_parts(m) if all_parts or m.get("spellings") else m for m in messages]
     template = template_of(tokenizer, has_tools=tools is not None)
-    return template(messages=given, tools=tools, **settings)
+    return template(messages=prepared, tools=tools, **settings)
 
 
 def as_parts(message: dict) -> dict:
@@ -163,35 +162,35 @@ def as_parts(message: dict) -> dict:
 
 @functools.lru_cache(maxsize=16)
 def needs_parts(tokenizer) -> bool:
-    """Whether a template writes contents that are lists of parts alone."""
+    """Whether a template writes contents only if they are lists of parts."""
     template = template_of(tokenizer, has_tools=False)
     is_written = []
     for question in (QUESTION, as_parts(QUESTION)):
         try:
             is_written.append(QUESTION["content"] in template(messages=[question]))
-        except Exception:  # a template raises what it likes
+        except Exception:  # a template may raise anything
             is_written.append(False)
     return is_written == [False, True]
 
 
 @functools.lru_cache(maxsize=32)
 def template_of(tokenizer, has_tools: bool) -> Callable[..., str]:
-    """Returns what renders a chat template as `apply_chat_template` does, but quickly."""
+    """Returns a function that renders like `apply_chat_template`, but faster."""
     if tokenizer.chat_template is None:
         raise BadRow(
             "messages, but the tokenizer has no chat template: give one by --chat_template FILE, "
             "or plain strings in place of messages"
         )
     template = tokenizer.get_chat_template(tools=[] if has_tools else None)
-    given: dict[str, Any] = dict(tools=None, documents=None, add_generation_prompt=False)
-    given |= tokenizer.special_tokens_map
-    if getattr(tokenizer, "chat_date", None):  # else today's
-        given["strftime_now"] = datetime.date.fromisoformat(tokenizer.chat_date).strftime
-    return functools.partial(template_utils._compile_jinja_template(template).render, **given)
+    variables: dict[str, Any] = dict(tools=None, documents=None, add_generation_prompt=False)
+    variables |= tokenizer.special_tokens_map
+    if getattr(tokenizer, "chat_date", None):  # otherwise today's date
+        variables["strftime_now"] = datetime.date.fromisoformat(tokenizer.chat_date).strftime
+    return functools.partial(template_utils._compile_jinja_template(template).render, **variables)
 
 
 def to_write(tokenizer, message: dict) -> dict:
-    """Returns a message as a template reads it: thinking in all fields, a content without its end.
+    """Prepares a message for a template: copies thinking into all fields, cuts the content's end.
 
     Thinking in the content stays there, unless the template would take it for the answer.
     """
@@ -201,32 +200,32 @@ def to_write(tokenizer, message: dict) -> dict:
     while end := next(filter(content.rstrip().endswith, ending_of(tokenizer).ends), ""):
         content = content.rstrip().removesuffix(end)
     thought = thoughts.field_of(message)
-    found = thoughts.find_thought(content)
-    if found and thought in ("", found.text):
-        # Other markers than these may be what a user's own prompt asks for.
-        is_misplaced = found.opener == "<think>" and is_foreign(tokenizer, found.closer)
-        if is_misplaced or is_doubled(tokenizer, found.opener, found.closer):
-            thought = found.text
-            content = found.rest
+    in_content = thoughts.find_thought(content)
+    if in_content and thought in ("", in_content.text):
+        # Other markers may be the ones that a user's own prompt asks for.
+        is_misplaced = in_content.opener == "<think>" and is_foreign(tokenizer, in_content.closer)
+        if is_misplaced or is_doubled(tokenizer, in_content.opener, in_content.closer):
+            thought = in_content.text
+            content = in_content.rest
     message = {**message, "content": content}
     if thought:
         message |= {field: message.get(field) or thought for field in thoughts.FIELDS}
     return message
 
 
-def ignores(tokenizer, messages: list[dict], tools, place: int, **changes) -> bool:
-    """Whether the template writes messages as if one had these changes."""
+def ignores(tokenizer, messages: list[dict], tools, index: int, **changes) -> bool:
+    """Whether the template writes the same if one of the messages is changed."""
     changed = list(messages)
-    changed[place] = {**messages[place], **changes}
+    changed[index] = {**messages[index], **changes}
     try:
         return render(tokenizer, changed, tools) == render(tokenizer, messages, tools)
-    except Exception:  # it wants what is missing
+    except Exception:  # it requires the changed fields
         return False
 
 
-# ============================================================ what a template does, by trials
+# ============================================================ trials of a template
 def trial(tokenizer, answer: str, *following: dict, **fields: str) -> str:
-    """Returns what a template writes after a question; "" if it refuses, as it likes."""
+    """Returns what a template writes after a question; "" if it raises an error."""
     messages = [QUESTION, {"role": "assistant", "content": answer, **fields}, *following]
     try:
         text = write(tokenizer, messages)
@@ -253,25 +252,25 @@ def is_foreign(tokenizer, closer: str) -> bool:
 
 
 class Ending(NamedTuple):
-    """What a template writes after an answer, as found out by rendering some."""
+    """The text that a template writes after an answer, found by rendering some."""
 
     whole: str  # after the last answer, whatever that is: `<|im_end|>\n`
-    end: str  # its beginning with the token that ends an answer, `<|im_end|>`, if it has one
-    ends: list[str]  # what may end a content: that, and the EOS
+    end: str  # its beginning up to the token that ends an answer, `<|im_end|>`; may be ""
+    ends: list[str]  # texts that may end a content: `end` and the EOS
 
 
 @functools.lru_cache(maxsize=16)
 def ending_of(tokenizer) -> Ending:
-    """Returns what a tokenizer's template writes after an answer.
+    """Finds the text that a tokenizer's template writes after an answer.
 
-    The token that ends an answer also ends one that is followed (not so Phi-3's last `<eos>`), or
-    the last answer's own counts (gpt-oss). An EOS is the end wherever it is.
+    The token that ends an answer is one that also ends an answer with a turn after it (unlike
+    Phi-3's last `<eos>`), or else the last answer's first (gpt-oss). An EOS always counts.
     """
     whole, followed = (
         os.path.commonprefix([trial(tokenizer, answer, *more)[::-1] for answer in "ab"])[::-1]
         for more in ([], [QUESTION])
     )
-    ends = [whole[: found.end()] for found in added_tokens(tokenizer).finditer(whole)]
+    ends = [whole[: marker.end()] for marker in added_tokens(tokenizer).finditer(whole)]
     ends = [end for end in ends if followed.startswith(end)] or ends[:1]
     with_eos = [end for end in ends if end.endswith(tokenizer.eos_token)]
     end = [*with_eos, *reversed(ends), ""][0]
@@ -280,23 +279,23 @@ def ending_of(tokenizer) -> Ending:
 
 # ============================================================ variables of a template
 def set_defaults(tokenizer, text: str) -> None:
-    """Gives variables of a tokenizer's chat template default values, which are saved with it."""
+    """Sets default values for variables of a tokenizer's chat template, which are saved with it."""
     try:
         values = dict(json.loads(text))
     except (ValueError, TypeError):
         refuse(f'--chat_template_kwargs {text}: expected a JSON object, such as {{"name": false}}')
-    known = variables(tokenizer)
-    unknown = values.keys() - known
+    names = variables(tokenizer)
+    unknown = values.keys() - names
     if unknown:
         refuse(
             f"--chat_template_kwargs {text}: the chat template has no variable {min(unknown)!r} to "
-            f"set; it has: {', '.join(sorted(known)) or 'none'}"
+            f"set; it has: {', '.join(sorted(names)) or 'none'}"
         )
     # Jinja reads constants as Python writes them.
     lines = [f"{{% set {name} = {name} | default({values[name]!r}) %}}\n" for name in values]
     beginning = "".join(lines)
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # several, by their names
+    if isinstance(template, dict):  # several templates by name
         tokenizer.chat_template = {name: beginning + template[name] for name in template}
     else:
         tokenizer.chat_template = beginning + template
@@ -305,9 +304,9 @@ def set_defaults(tokenizer, text: str) -> None:
 def variables(tokenizer) -> set[str]:
     """Returns the variables that a tokenizer's chat template reads and a user may set."""
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # several, by their names
+    if isinstance(template, dict):  # several templates by name
         template = "".join(template.values())
     environment = template_utils._compile_jinja_template(template).environment
     names = jinja2.meta.find_undeclared_variables(environment.parse(template))
-    given = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
-    return names - environment.globals.keys() - given - tokenizer.special_tokens_map.keys()
+    set_by_code = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
+    return names - environment.globals.keys() - set_by_code - tokenizer.special_tokens_map.keys()

@@ -1,13 +1,13 @@
-"""What a chat template writes between an answer that a model has sampled and the next one.
+"""Encodes what a chat template writes between a sampled answer and the next one.
 
-A turn is never tokenised again, so a template must add to what it wrote.
+Turns are never tokenised again, so a template must only append to what it wrote before.
 """
 
 from preference_recipes.data import rendering
 from preference_recipes.data.messages import Arguments, BadRow
 
-CALLED = "zqf"  # a tool, for trials
-# Why no turn can be appended.
+CALLED = "zqf"  # the name of a tool, for trials
+# Begins the reasons why no turn can be appended.
 UNFIT = "the tokenizer's chat template (--chat_template, --chat_template_kwargs)"
 
 
@@ -29,7 +29,7 @@ def check_turns(tokenizer, tools: list[dict] | None = None) -> None:
 
 
 def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
-    """Returns what the template writes after an answer's last token, up to the next answer.
+    """Returns the ids that the template writes from an answer's last token to the next answer.
 
     Control tokens spelled out in the messages are split by an invisible space.
     """
@@ -43,7 +43,7 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
 
 
 def render_beyond_answer(tokenizer, messages: list[dict], tools=None) -> tuple[str, str]:
-    """Renders what follows an answer; returns the text up to the answer's end, and the rest."""
+    """Renders an answer with what follows; returns the text to the answer's end, and the rest."""
     answer: dict = {**rendering.MARKED}
     if messages[0]["role"] == "tool":
         function = {"name": CALLED, "arguments": Arguments()}
@@ -52,7 +52,7 @@ def render_beyond_answer(tokenizer, messages: list[dict], tools=None) -> tuple[s
     text = rendering.render(
         tokenizer, [rendering.QUESTION, answer, *messages], tools, add_generation_prompt=True
     )
-    word = rendering.MARK if rendering.MARK in text else CALLED  # a call may lose its content
+    word = rendering.MARK if rendering.MARK in text else CALLED  # content beside a call may be lost
     end = rendering.ending_of(tokenizer).end  # maybe ""
     start = text.find(end, text.find(word) + len(word)) if word in text else -1
     if start < 0:

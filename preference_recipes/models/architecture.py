@@ -1,4 +1,4 @@
-"""Reads from a `transformers` model what its architecture does, and what text never reaches."""
+"""What the architecture of a `transformers` model does, and which of its weights text reaches."""
 
 import copy
 import math
@@ -12,15 +12,15 @@ from transformers.pytorch_utils import Conv1D
 
 from common import patched, refuse
 
-# What attention adds to the score of a token that is not seen. torch itself takes this number for
-# cuDNN's kernel, which makes NaN of -inf. The exponential of it is zero.
+# Added to the attention score of a token that is not seen; its exponential is zero. torch uses this
+# number for cuDNN's kernel, too, which turns -inf into NaN.
 HIDDEN = -65504.0
 LINEAR = (nn.Linear, Conv1D)
 
 
-# ============================================================ from tokens to what the head reads
+# ============================================================ from tokens to hidden states
 def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
-    """Returns what a model's head reads, `[rows * row length, h]`, of a batch's inputs."""
+    """Returns the hidden states that a model's head reads, `[rows * row length, h]`."""
     if "attention_mask" in inputs:
         inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}
     with no_searches():
@@ -29,41 +29,41 @@ def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
-    """Returns the part of a model that gives the hidden states which its head reads."""
+    """Returns the submodule that computes the hidden states for a model's head."""
     if model.base_model is not model:
         return model.base_model
-    # Llama 4's causal language model names a part that it does not have.
-    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
-    if len(parts) == 1:
-        return parts[0]
+    # Llama 4's causal language model names a submodule that it does not have.
+    backbones = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    if len(backbones) == 1:
+        return backbones[0]
     refuse(f"{type(model).__name__} is not supported yet: no part gives its hidden states")
 
 
 def longest_row(model: PreTrainedModel) -> float:
-    """Returns how many tokens a model with a table of learned positions reads; others: inf."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    tables = {part for part in backbone_of(model).modules() if isinstance(part, nn.Embedding)}
+    """Returns how many tokens a model reads if its positions are a learned table; else inf."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    tables = {layer for layer in backbone_of(model).modules() if isinstance(layer, nn.Embedding)}
     tables.discard(model.get_input_embeddings())
     # OPT's and BART's have two rows more.
-    return most if any(0 <= table.num_embeddings - most < 8 for table in tables) else math.inf
+    return limit if any(0 <= table.num_embeddings - limit < 8 for table in tables) else math.inf
 
 
 def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
     """Returns a bool mask as the numbers that attention adds to its scores, in their dtype.
 
-    torch would compute and keep them in every layer. The log-probs are the same bit for bit.
+    Otherwise torch would compute and keep them in every layer. The log-probs are the same bits.
     """
     if hasattr(model.config.get_text_config(), "index_topk"):
         return mask  # DeepSeek's index reads it, too, in a dtype of its own
     if torch.is_autocast_enabled(mask.device.type):
         dtype = torch.get_autocast_dtype(mask.device.type)
     else:
-        # Not `.weight`: within a forward pass ZeRO-3 would gather what is asked for by its name.
+        # Access by the name `.weight` would make ZeRO-3 gather the weight within a forward pass.
         weight = next(model.get_input_embeddings().parameters())
         if isinstance(weight, DTensor):
             return mask  # FSDP2 computes in another dtype than that of the shards
         dtype = weight.dtype
-    # Where a row does not begin at a multiple of 8, the kernel for masks on a GPU would copy them.
+    # A GPU's attention kernel copies a mask whose rows do not begin at multiples of 8.
     *shape, length = mask.shape
     padded_length = math.ceil(length / 8) * 8
     numbers = torch.zeros(*shape, padded_length, dtype=dtype, device=mask.device)
@@ -71,10 +71,7 @@ def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
 
 
 def no_searches():
-    """Keeps `transformers` from looking for padding, and for several sequences in a row.
-
-    The host would wait for a GPU to answer.
-    """
+    """Keeps `transformers` from searching for padding or packed rows, which waits for a GPU."""
     find_nothing = lambda *values: None
     return patched(
         (masking_utils, "find_packed_sequence_indices", find_nothing),
@@ -83,18 +80,18 @@ def no_searches():
     )
 
 
-# ============================================================ from there to logits
+# ============================================================ from hidden states to logits
 def logits_formula(model: nn.Module) -> tuple[float, float]:
     """Returns m and c by which logits follow from the head's output x: `c * tanh(m * x / c)`.
 
-    A soft cap c of 0 stands for `m * x`. It is read from what the model's own forward makes of
-    known outputs: each architecture has another name for these numbers in its config.
+    A soft cap c of 0 stands for `m * x`. Both are found by calling the model's own forward with
+    known outputs of the head, because each architecture has other names for them in its config.
     """
     head = model.get_output_embeddings()
     # A large number shows the cap, a small one the multiplier; the others prove the formula.
-    known = [1e30, 2.0**-12, 0.0, -60.0, -7.0, -1.0, -0.1, 0.3, 2.0, 11.0, 90.0]
+    logits = [1e30, 2.0**-12, 0.0, -60.0, -7.0, -1.0, -0.1, 0.3, 2.0, 11.0, 90.0]
     output = torch.zeros(1, 1, head.out_features, dtype=torch.float64)
-    output[0, 0, : len(known)] = torch.tensor(known, dtype=torch.float64)[: head.out_features]
+    output[0, 0, : len(logits)] = torch.tensor(logits, dtype=torch.float64)[: head.out_features]
     states = KnownStates(torch.zeros(1, 1, head.in_features))
     backbone = backbone_of(model)
     # Set on the instances, they hide the methods of their classes.
@@ -109,9 +106,9 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
         del backbone.forward, head.forward
 
     softcap = 0.0 if result[..., 0].item() > 1e6 else result[..., 0].item()
-    multiplier = result[..., 1].item() / known[1]
+    multiplier = result[..., 1].item() / logits[1]
     if abs(multiplier - 1) < 1e-6:
-        multiplier = 1.0  # but for rounding
+        multiplier = 1.0  # up to rounding
     expected = multiplier * output
     if softcap:
         expected = softcap * torch.tanh(expected / softcap)
@@ -121,7 +118,7 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
 
 
 class KnownStates:
-    """What a backbone returns, with hidden states and nothing else."""
+    """A backbone's output with hidden states and nothing else."""
 
     def __init__(self, hidden: torch.Tensor):
         self.last_hidden_state = hidden
@@ -135,7 +132,7 @@ class KnownStates:
 
 # ============================================================ parts of a model
 def whole_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
-    """Returns the Hugging Face models in a module by their paths, without models inside of them."""
+    """Returns the outermost Hugging Face models in a module by their paths."""
     models = {}
     for path, module in wrapper.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for outer in models)
@@ -147,8 +144,7 @@ def whole_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
 def unreached_parameters(model: PreTrainedModel) -> set[str]:
     """Returns the names of the parameters that no loss on text can train.
 
-    These are all outside of the decoder and the head, and DeepSeek's index: a choice has no
-    gradient.
+    These are all outside of decoder and head, and DeepSeek's index, whose choice has no gradient.
     """
     parts = [model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None)]
     reached = {id(p) for part in parts if part is not None for p in part.parameters()}
@@ -160,12 +156,11 @@ def unreached_parameters(model: PreTrainedModel) -> set[str]:
 def layers_called(model: PreTrainedModel) -> set[str]:
     """Returns the names of the linear layers that a forward pass calls as such, tried with a copy.
 
-    Not of routers that return several results, nor of Mamba's `dt_proj`, whose weights are given to
-    a function.
+    Excluded are routers with several results, and Mamba's `dt_proj`, which a function uses.
     """
     config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # others look at values
-    silence(config)  # no layer is dropped at random
+    config._attn_implementation = "eager"  # other implementations read values, which "meta" lacks
+    disable_randomness(config)  # no layer is dropped at random
     called = set()
 
     def note(layer: nn.Module, inputs: tuple, output) -> None:
@@ -175,39 +170,39 @@ def layers_called(model: PreTrainedModel) -> set[str]:
 
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
         # Under ZeRO-3 transformers would copy rotary values out of "meta".
-        with patched((PreTrainedModel, "_initialize_weights", lambda *given: None)):
-            copied = type(model)(config)
-        # In half precision: "meta" has no other grouped products of experts.
-        copied.to(torch.bfloat16).train()
-        layers = {n: part for n, part in copied.named_modules() if isinstance(part, LINEAR)}
+        with patched((PreTrainedModel, "_initialize_weights", lambda *args: None)):
+            replica = type(model)(config)
+        # In half precision, because "meta" multiplies experts' stacked weights in no other.
+        replica.to(torch.bfloat16).train()
+        layers = {name: part for name, part in replica.named_modules() if isinstance(part, LINEAR)}
         for layer in layers.values():
             layer.register_forward_hook(note)
         try:
-            # DeepSeek V4 uses all layers from 128 tokens on.
-            hidden_states(copied, {"input_ids": torch.zeros(1, 150, dtype=torch.long)})
-        except Exception:  # such as JetMoE's, whose forward pass reads values
+            # DeepSeek V4 uses all of its layers only from 128 tokens on.
+            hidden_states(replica, {"input_ids": torch.zeros(1, 150, dtype=torch.long)})
+        except Exception:  # such as JetMoE, whose forward pass reads values
             return set(layers)
     return {name for name, layer in layers.items() if layer in called}
 
 
-def silence(module: nn.Module | PreTrainedConfig) -> None:
-    """Sets to zero, in place, what makes a forward pass random, also in a module's configs."""
+def disable_randomness(module: nn.Module | PreTrainedConfig) -> None:
+    """Sets dropout and jitter of one module to zero, in place, and in its configs, too."""
     for name, value in list(vars(module).items()):
         if isinstance(value, PreTrainedConfig):
-            silence(value)
+            disable_randomness(value)
         is_dropout = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
         if isinstance(value, float) and (is_dropout or "jitter" in name):
             setattr(module, name, 0.0)
 
 
 def freeze_unreached(accelerator, wrapper: nn.Module) -> None:
-    """Freezes what no text reaches, and says so: weight decay would shrink it."""
+    """Freezes weights that no text reaches, since weight decay would shrink them; prints which."""
     for model in whole_models(wrapper).values():
         unreached = unreached_parameters(model)
         for name in sorted(unreached):
             model.get_parameter(name).requires_grad_(False)
         if unreached:
-            number = f"{len(unreached)} weights, such as {min(unreached)}"
-            accelerator.print(f"not trained: {number} (text never reaches them)")
+            count = f"{len(unreached)} weights, such as {min(unreached)}"
+            accelerator.print(f"not trained: {count} (text never reaches them)")
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             accelerator.print("not trained: the router's auxiliary loss (output_router_logits)")

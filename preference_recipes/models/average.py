@@ -1,4 +1,4 @@
-"""A running average of the trained weights, whatever the engine has cut them into."""
+"""A running average of the trained weights, however the engine has sharded them."""
 
 import contextlib
 
@@ -13,30 +13,30 @@ from common import engine, zero
 class Average:
     """A running average of the weights that are trained, in fp32; each process holds its part.
 
-    A checkpoint holds the whole: give it to `Checkpoint` by a name of its own.
+    A checkpoint holds the whole average: pass this to `Checkpoint` under a name of its own.
 
     Args:
-        policy: the module that was prepared, as it was before.
-        decay: what `follow` keeps of the average, below 1.
+        policy: the unwrapped module.
+        decay: the share of the average that `follow` keeps, below 1.
     """
 
     def __init__(self, accelerator: Accelerator, policy: nn.Module, decay: float):
         self.accelerator = accelerator
         self.policy = policy
         self.decay = decay
-        engine.reshard(policy)  # else FSDP2 may show whole ones, which it frees
+        engine.reshard(policy)  # otherwise FSDP2 may show whole parameters, which it frees
         self.trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self.parts = {name: part.float().clone() for name, part in self.parts_of_policy().items()}
 
     def parts_of_policy(self) -> dict[str, torch.Tensor]:
-        """Returns what this process holds of each trained parameter: views that updates change."""
-        engine.reshard(self.policy)  # an evaluation may have left them whole
+        """Returns this process's part of each trained parameter: views that updates change."""
+        engine.reshard(self.policy)  # an evaluation may have left parameters whole
         # ZeRO-3 has `ds_tensor`, FSDP2 a DTensor.
         return {name: getattr(p, "ds_tensor", p).detach() for name, p in self.trained.items()}
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Moves the average towards the weights. Call it after each update that was applied."""
+        """Moves the average towards the weights. Call it after each applied update."""
         for name, part in self.parts_of_policy().items():
             self.parts[name].lerp_(part.float(), 1 - self.decay)
 
@@ -49,45 +49,42 @@ class Average:
         part = self.parts[name]
         parameter = self.trained[name]
         if hasattr(parameter, "ds_tensor"):
-            # ZeRO-3 cuts the flattened parameter into equal pieces; the last one is padded.
+            # ZeRO-3 splits the flattened parameter into equal parts and pads the last one.
             flat = self.accelerator.gather(part.to(self.accelerator.device))
             return flat[: parameter.ds_numel].view(parameter.ds_shape)
         return part.full_tensor() if isinstance(part, DTensor) else part
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes its part of what `state` returned. All processes must call it."""
-        for name, whole in state.items():
+        """Takes this process's part of what `state` returned. All processes must call it."""
+        for name, average in state.items():
             part = self.parts[name]
             if hasattr(self.trained[name], "ds_tensor"):
                 start = self.accelerator.process_index * part.numel()
-                mine = whole.flatten()[start : start + part.numel()]
-                part[: mine.numel()] = mine
+                own_values = average.flatten()[start : start + part.numel()]
+                part[: own_values.numel()] = own_values
             elif isinstance(part, DTensor):
-                whole = whole.to(self.accelerator.device)
-                part.copy_(distribute_tensor(whole, part.device_mesh, part.placements))
+                average = average.to(self.accelerator.device)
+                part.copy_(distribute_tensor(average, part.device_mesh, part.placements))
             else:
-                part.copy_(whole)
+                part.copy_(average)
 
     @contextlib.contextmanager
     @torch.no_grad()
     def in_place_of_the_policy(self):
-        """Lets the policy compute with the average inside the block, and then with its own weights.
-
-        All processes must call it.
-        """
-        own = {name: part.clone() for name, part in self.parts_of_policy().items()}
+        """Puts the average in place of the weights inside the block. All processes must call it."""
+        policy_parts = {name: part.clone() for name, part in self.parts_of_policy().items()}
         self.write(self.parts)
         try:
             yield
         finally:
-            self.write(own)
+            self.write(policy_parts)
 
     def write(self, parts: dict[str, torch.Tensor]) -> None:
-        """Writes what each process holds of the parameters."""
-        for name, held in self.parts_of_policy().items():
-            held.copy_(parts[name])
+        """Writes each process's parts into the parameters."""
+        for name, own_part in self.parts_of_policy().items():
+            own_part.copy_(parts[name])
             parameter = self.trained[name]
-            if getattr(parameter, "ds_persist", False):  # a small one, whole on every process, too
-                flat = self.accelerator.gather(held.to(self.accelerator.device))
+            if getattr(parameter, "ds_persist", False):  # small: also whole on every process
+                flat = self.accelerator.gather(own_part.to(self.accelerator.device))
                 with zero.gathered([parameter]):
                     parameter.data.copy_(flat[: parameter.ds_numel].view(parameter.ds_shape))

@@ -25,33 +25,33 @@ def check_logprobs(accelerator: Accelerator, model: nn.Module) -> None:
 def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: str = "") -> None:
     """Ends the run if our log-probs are not those of a model's own logits."""
     differences = (logps - own_logps).abs()
-    # The median, because half precision may round a single logit the other way, by any amount, and
-    # a router near a tie may choose another expert.
-    typical = differences.median().item()
-    largest = own_logps.abs().max().item()
+    # The median ignores outliers: half precision may round a single logit the other way, and a
+    # router near a tie may choose another expert.
+    median = differences.median().item()
+    largest_logp = own_logps.abs().max().item()
     tolerance = 1e-2 if engine.half_precision(accelerator) else 1e-5
-    if not typical <= tolerance * (1 + largest):  # also where weights are not finite
-        [inside, *_] = architecture.whole_models(model).values()
-        found = f"its head's log-probs differ from its own logits' by {typical:.3g}"
-        why = "it is not supported yet, or its weights are not finite"
-        refuse(f"{inside.config.name_or_path}{where}: {found}: {why}")
+    if not median <= tolerance * (1 + largest_logp):  # NaN must fail, too
+        [whole_model, *_] = architecture.whole_models(model).values()
+        problem = f"its head's log-probs differ from its own logits' by {median:.3g}"
+        reason = "it is not supported yet, or its weights are not finite"
+        refuse(f"{whole_model.config.name_or_path}{where}: {problem}: {reason}")
 
 
 def make_packer(
     accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
 ) -> Packer:
-    """Tries these models, and returns how they read answers as rows. All processes must call it.
+    """Tries these models, and returns the packer for their batches. All processes must call it.
 
     Args:
         models: the trained one first; None is left out.
-        processor: of their images, see `Data.processor`.
+        processor: see `Data.processor`.
         max_length: tokens of the longest row.
-        share: whether prompts are shared, if that changes no log-prob of any of the models.
+        share: shares prompts, provided that this changes no log-prob of any model.
     """
     readers = [model for model in models if model is not None]
     if isinstance(engine.unwrapped(accelerator, readers[0]), LogProbModel):
         check_logprobs(accelerator, readers[0])
-    of_images: dict[str, Any] = {"processor": processor}
+    image_settings: dict[str, Any] = {"processor": processor}
     if processor is not None:
         from preference_recipes.data import images  # only here: text needs none
         from preference_recipes.models import vision
@@ -61,23 +61,23 @@ def make_packer(
                 logps, own_logps = vision.trial(accelerator, model, processor)
             refuse_difference(accelerator, model, logps, own_logps, ", with images")
         if accelerator.num_processes > 1:
-            of_images["example"] = vision.example(processor)
-        # Such architectures make positions or masks of the kinds of tokens.
+            image_settings["example"] = vision.example(processor)
+        # Such architectures derive positions or masks from the types of tokens.
         share = share and images.types_name(processor) is None
     if not share or not all(can_share(accelerator, model, max_length) for model in readers):
-        return Packer(accelerator.device, **of_images)
-    inside = [model for reader in readers for model in architecture.whole_models(reader).values()]
-    widest = max(model.config.get_text_config().hidden_size for model in inside)
-    return Packer(accelerator.device, True, width=widest, **of_images)
+        return Packer(accelerator.device, **image_settings)
+    groups = (architecture.whole_models(reader).values() for reader in readers)
+    width = max(model.config.get_text_config().hidden_size for group in groups for model in group)
+    return Packer(accelerator.device, True, width=width, **image_settings)
 
 
 @torch.no_grad()
 def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) -> bool:
     """Whether a model reads several answers in one row as it reads each alone.
 
-    Not with other kinds of attention or positions than usual, nor with recurrent layers.
+    Unusual attention or positions and recurrent layers prevent that.
     """
-    # Those of whole models: the parts of one have other configs, such as a vision tower's.
+    # Whole models only: a part, such as a vision tower, has another config.
     for model in architecture.whole_models(prepared).values():
         config = model.config.get_text_config()
         windows = [
@@ -88,30 +88,30 @@ def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) ->
         if min(windows) < max_length or not takes_masks:
             return False
 
-    ids = list(range(40))  # no two are alike: else attention to the wrong ones would not show
+    ids = list(range(40))  # all different, so that attention to a wrong token shows
     prompts = [ids[:16], ids[:16], ids[:8], ids[3:9]]
-    others = [ids[20:32], ids[8:12], ids[2:6]]
+    other_answers = [ids[20:32], ids[8:12], ids[2:6]]
 
-    def read(first_answer: list[int], share: bool) -> torch.Tensor:
+    def outputs_of(first_answer: list[int], share: bool) -> torch.Tensor:
         packer = Packer(accelerator.device, share)
-        output = prepared(packer.make_batch(prompts, [first_answer, *others]))
+        output = prepared(packer.make_batch(prompts, [first_answer, *other_answers]))
         if isinstance(output, dict):
             return torch.stack(list(output.values()), 1)
         return output
 
     with evaluation_mode(prepared):
-        alone = read(ids[16:24], share=False)
-        shared = read(ids[16:24], share=True)
-        with_another = read(ids[32:], share=True)
-    if (alone - shared).abs().mean() > 0.01 * (1 + alone.abs().max()):
+        unshared = outputs_of(ids[16:24], share=False)
+        shared = outputs_of(ids[16:24], share=True)
+        with_other_first = outputs_of(ids[32:], share=True)
+    if (unshared - shared).abs().mean() > 0.01 * (1 + unshared.abs().max()):
         return False
-    # Another first answer must not change the others at all: what leaks may be small.
-    return shared[1:].equal(with_another[1:])
+    # Another first answer must not change the others by a single bit: a leak may be small.
+    return shared[1:].equal(with_other_first[1:])
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module):
-    """Puts all modules into evaluation mode inside the block, and afterwards back as they were."""
+    """Puts all modules into evaluation mode inside the block, then restores their modes."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

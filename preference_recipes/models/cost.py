@@ -1,4 +1,4 @@
-"""The operations of training, of which `perf/mfu` is made."""
+"""Counts the operations of training, for `perf/mfu`."""
 
 import torch
 from torch import nn
@@ -8,8 +8,8 @@ from common import engine
 from common.metrics import Flop
 from preference_recipes.models import architecture
 
-# Dense half-precision operations per second with fp32 sums, from NVIDIA's data sheets, by the name
-# that torch gives. Other GPUs, and parts of one (MIG), log no MFU.
+# Dense half-precision operations per second with fp32 sums, from NVIDIA's data sheets, by torch's
+# name of the GPU. Other GPUs, and parts of a GPU (MIG), log no MFU.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA H200 NVL": 835e12,
@@ -28,35 +28,35 @@ PEAK_FLOPS = {
 
 
 def flop(wrapper: nn.Module, processor=None) -> Flop:
-    """Returns the operations of training for each token of the layers, and for each target.
+    """Returns the operations of training for each token in the layers, and for each target.
 
-    These are the products with weights alone; both are 0 where they are not known. A trained
-    parameter takes 2 forward and 4 backward, a frozen one below an adapter 2 and 2.
+    They count products with weights only, and are 0 where unknown. A trained parameter takes 2
+    forward and 4 backward, a frozen one below an adapter 2 and 2.
     """
     per_token = 0.0
     per_target = 0.0
     for model in architecture.whole_models(wrapper).values():
         visited_share = share_of_experts(model.config.get_text_config())
-        if visited_share is None or processor is not None:  # a tower's are not counted
+        if visited_share is None or processor is not None:  # a vision tower is not counted
             return Flop(0.0, 0.0, None)
-        if_frozen = 4 if engine.has_adapter(model) else 0
-        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        per_frozen_weight = 4 if engine.has_adapter(model) else 0
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         for weight in model.get_decoder().parameters():
-            if id(weight) not in looked_up:
+            if id(weight) not in embeddings:
                 shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 empties the parameter
                 share = visited_share if len(shape) == 3 else 1.0
-                for_each = 6 if weight.requires_grad else if_frozen
-                per_token += for_each * engine.size_of(weight) * share
+                per_weight = 6 if weight.requires_grad else per_frozen_weight
+                per_token += per_weight * engine.size_of(weight) * share
         head = model.get_output_embeddings()
         if head is not None:
-            for_each = 6 if head.weight.requires_grad else if_frozen
-            per_target += for_each * engine.size_of(head.weight)
+            per_weight = 6 if head.weight.requires_grad else per_frozen_weight
+            per_target += per_weight * engine.size_of(head.weight)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return Flop(per_token, per_target, PEAK_FLOPS.get(gpu))
 
 
 def share_of_experts(config: PreTrainedConfig) -> float | None:
-    """Returns what share of a mixture's stacked experts a token visits; None: not known."""
+    """Returns the share of a mixture's stacked experts that a token visits; None: unknown."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = max(getattr(config, name, None) or 1 for name in names)
     if experts == 1:

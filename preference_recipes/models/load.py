@@ -1,4 +1,4 @@
-"""Loading a tokenizer and a model, and refusing what would silently train the wrong thing."""
+"""Loads tokenizers and models, and refuses what would silently train the wrong thing."""
 
 import contextlib
 import hashlib
@@ -24,12 +24,12 @@ from preference_recipes.models import architecture
 def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
     date = distributed.on_main_process(accelerator, date_of_run, args)
-    return tokenizer_of(
+    return load_tokenizer(
         args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
     )
 
 
-def tokenizer_of(
+def load_tokenizer(
     name: str,
     chat_template: str | None = None,
     chat_template_kwargs: str | None = None,
@@ -40,12 +40,12 @@ def tokenizer_of(
     Args:
         chat_template: a file that replaces the chat template.
         chat_template_kwargs: JSON; these values become the template's defaults, and are saved.
-        date: what a chat template prints as the date of the day, as in 2026-01-31.
+        date: the date that the chat template prints, as in 2026-01-31.
     """
-    # mistral-common would read a folder's tekken.json, and not its chat template.
+    # mistral-common would read a folder's tekken.json and ignore its chat template.
     tokenizer = from_pretrained(AutoTokenizer, name, mistral_format=False)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        # transformers makes an empty one of Qwen, GPT-2 and Gemma where there is no file.
+        # For Qwen, GPT-2 and Gemma transformers makes an empty one where there is no file.
         refuse(f"{name!r} holds no tokenizer: save the model's into its folder")
     if tokenizer.eos_token_id is None:
         refuse(f"the tokenizer of {name!r} has no EOS token: set tokenizer.eos_token and save it")
@@ -64,7 +64,7 @@ def tokenizer_of(
 
 
 def add_processor(tokenizer, name: str) -> None:
-    """Gives a tokenizer its model's `processor` of images; or None, and as `no_images` why."""
+    """Gives a tokenizer its model's image `processor`, or None and the reason in `no_images`."""
     tokenizer.processor, tokenizer.no_images = None, f"{name!r} has no processor of images"
     lenient = dict(
         _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
@@ -77,7 +77,7 @@ def add_processor(tokenizer, name: str) -> None:
 
 
 def date_of_run(args) -> str:
-    """Returns the date that chat templates print, as in 2026-01-31: in UTC, of the first start."""
+    """Returns the date for chat templates, as in 2026-01-31: when the run first started, in UTC."""
     checkpoints = [] if args.resume == "never" else [Path(args.resume)]
     if args.resume == "auto":
         checkpoints = folders.by_step(Path(args.output_dir or "", "checkpoints"))[::-1]
@@ -90,23 +90,23 @@ def date_of_run(args) -> str:
 
 # ============================================================ models
 def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
-    """Loads a causal language model in fp32, maybe one that reads images, too; engines round it.
+    """Loads a causal language model in fp32, which may read images, too. Engines round it later.
 
     Args:
-        tokenizer: that of the policy. A reference policy must read the same token ids.
+        tokenizer: the policy's. A reference policy must read the same token ids.
         frozen: the model is only read: neither checkpointed nor packed into 4 bits.
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
-    model, missing, unused = load(class_for(name, tokenizer), name, args, frozen)
+    model, missing, unused = load_model(class_for(name, tokenizer), name, args, frozen)
     for kind in model.config.architectures or []:
         # With tied embeddings transformers loads it without complaint.
         if "Classification" in kind or "RewardModel" in kind:
             refuse(f"{name!r} is a {kind}, such as a reward model, not a causal language model")
     if unused:
         parts = sorted({weight.split(".")[0] for weight in unused})
-        number = f"{len(unused)} weights that {type(model).__name__} does not have"
-        print_once(f"NOTE: {name!r} has {number}, of {', '.join(parts)}: no saved actor has them")
+        surplus = f"{len(unused)} weights that {type(model).__name__} does not have"
+        print_once(f"NOTE: {name!r} has {surplus}, of {', '.join(parts)}: no saved actor has them")
     if missing:
         refuse(f"{name!r} lacks weights, such as {min(missing)}: they would have started at random")
     # The saved actor must end its answers as it does here.
@@ -117,14 +117,14 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
 
 
 def class_for(name: str, tokenizer):
-    """Returns what loads a language model, where it reads images with all that does."""
+    """Returns the auto class that loads a language model whole, with any vision tower."""
     has_processor = getattr(tokenizer, "processor", None) is not None
     config = from_pretrained(AutoConfig, name) if has_processor else None
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
-def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
+def load_model(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
     """Loads a model in fp32; returns it, and the names of weights that are missing and unused."""
     in_4bit = args.load_in_4bit and not frozen
     if in_4bit:
@@ -141,13 +141,13 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
     )
     if not in_4bit and getattr(model, "hf_quantizer", None) is not None:
         refuse(f"{name!r} holds quantized weights: give the model that they were made from")
-    if args.max_length > (most := architecture.longest_row(model)):
-        refuse(f"--max_length {args.max_length}: {name!r} has {most} positions: give {most}")
-    if args.lora_r and not frozen:  # each saved adapter says what it belongs to
+    if args.max_length > (limit := architecture.longest_row(model)):
+        refuse(f"--max_length {args.max_length}: {name!r} has {limit} positions: give {limit}")
+    if args.lora_r and not frozen:  # each saved adapter names its base
         model.base_fingerprint = fingerprint(PartialState(), name, model.config)
     if getattr(model, "_weight_conversions", None):
-        # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers
-        # those that no weight needed, and would save Gemma 3 under names that nothing reads.
+        # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also keeps unused
+        # ones, and would save Gemma 3 under names that nothing reads.
         used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
         model._weight_conversions = used
     contexts = {}
@@ -159,7 +159,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         if model.config.get_text_config().hidden_size > 128:
             onednn.use_onednn()
     if args.gradient_checkpointing and not frozen:
-        # transformers renamed it, warns of the old name, and will take that away in version 6.
+        # transformers renamed the method; version 6 will no longer have the old name.
         new_name = "activation_checkpointing_enable"
         enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
         getattr(model, enable)({"use_reentrant": False, **contexts})
@@ -169,7 +169,7 @@ def load(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
 def from_pretrained(auto_class, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with its error in one line.
 
-    Code that a model brings along is never run: transformers would ask on standard input.
+    A model's own code is never run: transformers would ask on standard input.
     """
     if is_adapter(name):
         merge = f"`python -m preference_recipes.tools.export {name} OUT --merge`"
@@ -184,48 +184,48 @@ def from_pretrained(auto_class, name: str, **settings):
         refuse(f"{name!r} cannot be loaded by {auto_class.__name__}: {reason}")
 
 
-# ============================================================ models that something is wrong with
+# ============================================================ unsuitable models
 def is_adapter(name: str) -> bool:
     """Whether a folder or a hub name holds an adapter instead of a whole model."""
     try:
         return not Path(name).is_file() and find_adapter_config_file(name) is not None
-    except Exception:  # no such name, or no network: whoever loads it says so
+    except Exception:  # no such name or no network: loading it reports that
         return False
 
 
 def refuse_another_vocabulary(name: str, tokenizer) -> None:
-    """Refuses a model whose own tokenizer, if any, gives a token id of both another meaning."""
+    """Refuses a model whose own tokenizer, if any, gives a shared token id another meaning."""
     try:
-        own_tokenizer = AutoTokenizer.from_pretrained(
+        model_tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, mistral_format=False
         )
-    except Exception:  # whatever says that there is none
+    except Exception:  # it has none
         return
-    own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}
+    model_tokens = {token_id: token for token, token_id in model_tokenizer.get_vocab().items()}
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        own_token = own_tokens.get(token_id, token)
-        if own_token != token:
-            difference = f"token {token_id} is {own_token!r} there and {token!r} here"
-            others = f"another tokenizer than {tokenizer.name_or_path!r}, whose ids it reads"
-            refuse(f"{name!r} has {others}: {difference}")
+        model_token = model_tokens.get(token_id, token)
+        if model_token != token:
+            difference = f"token {token_id} is {model_token!r} there and {token!r} here"
+            problem = f"another tokenizer than {tokenizer.name_or_path!r}, whose ids it reads"
+            refuse(f"{name!r} has {problem}: {difference}")
 
 
 def check_embeddings(data, name: str, *others: str | None, draws: bool = False) -> dict[str, int]:
     """Returns how many tokens each of these models has an embedding for, by their configs alone.
 
-    Ends the run where one lacks that of a token in a run's `Data` or, with `draws`, of one that the
-    first model may draw and the others read.
+    Ends the run if an embedding is missing: for a token in a run's `Data` or, with `draws`, for one
+    that the first model may draw and another model reads.
     """
     sizes = {}
-    for each in (name, *filter(None, others)):
-        sizes[each] = from_pretrained(AutoConfig, each).get_text_config().vocab_size
-        data.refuse_ids_beyond(sizes[each], each)
+    for model_name in (name, *filter(None, others)):
+        sizes[model_name] = from_pretrained(AutoConfig, model_name).get_text_config().vocab_size
+        data.refuse_ids_beyond(sizes[model_name], model_name)
     smallest = min(sizes, key=sizes.get)
     tokenizer = data.converter.tokenizer
     for token, token_id in tokenizer.get_vocab().items() if draws else ():
         if sizes[smallest] <= token_id < sizes[name] and token != tokenizer.pad_token:
-            drawn = f"token {token_id}, {token!r}, which {name!r} may draw: resize it"
-            refuse(f"{smallest!r} has {sizes[smallest]} embeddings, and none for {drawn}")
+            missing_token = f"token {token_id}, {token!r}, which {name!r} may draw: resize it"
+            refuse(f"{smallest!r} has {sizes[smallest]} embeddings, and none for {missing_token}")
     return sizes
 
 
@@ -233,27 +233,24 @@ class PublishedGenerationConfig(GenerationConfig):
     """The generation config of a published model, which transformers might refuse to save."""
 
     def validate(self, *args, **kwargs) -> None:
-        """Accepts all."""
+        """Accepts any values."""
 
 
-# ============================================================ which weights these are
+# ============================================================ fingerprints
 def fingerprint(accelerator, name: str, config) -> str:
-    """Identifies a model's weights: the same for a copy of them, another for any change.
-
-    All processes must call it.
-    """
+    """Identifies a model's weights; only copies of them share it. All processes must call it."""
     return distributed.on_main_process(accelerator, describe_weights, name, config)
 
 
 def describe_weights(name: str, config) -> str:
-    """Returns the commit of a hub name; of a folder, a hash of its weights' and config's files."""
+    """Returns a hub name's commit, or a hash of a folder's weight files and config."""
     folder = Path(name)
     if not folder.is_dir():
         return f"commit {getattr(config, '_commit_hash', None)} of {name}"
     files = sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    # Checksums are computed outside of Python's lock, so threads share the work.
+    # Checksums are computed outside of Python's lock, so threads speed them up.
     with ThreadPoolExecutor() as pool:
         entries = [
-            [file.name, *found] for file, found in zip(files, pool.map(folders.describe, files))
+            [file.name, *digest] for file, digest in zip(files, pool.map(folders.describe, files))
         ]
     return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"

@@ -13,22 +13,22 @@ from torch import nn
 from common import refuse
 from preference_recipes.models import architecture
 
-# Logits held at once, in elements: 512 MiB in fp32.
+# Elements of logits that are held at once: 512 MiB in fp32.
 CHUNK_ELEMENTS = 2**27
-# Those that a thread of a CPU turns into log-probs at once: they stay in its cache.
+# Elements that one CPU thread turns into log-probs at once, so that they stay in its cache.
 BLOCK_ELEMENTS = 2**18
 
 
 # ============================================================ the model
 class ModelWrapper(nn.Module):
-    """What the engine prepares: a module around a `transformers` model, which is its `model`."""
+    """The module that the engine prepares. Its `model` is a `transformers` model."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        architecture.backbone_of(model)  # refuses a model without one
-        # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
-        # that are not there, such as the parts of a text tower in Gemma 3's list.
+        architecture.backbone_of(model)  # refuses a model without a backbone
+        # FSDP2 asks where to cut and which weights are tied. It refuses the names of missing
+        # modules, such as the parts of a text tower in Gemma 3's list.
         classes = {type(module).__name__ for module in model.modules()}
         self._no_split_modules = sorted(classes & set(model._no_split_modules or []))
         self.tie_weights = model.tie_weights
@@ -41,29 +41,29 @@ class ModelWrapper(nn.Module):
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Identifies the bases below adapters, which a checkpoint does not hold."""
-        found = {}
+        """Identifies the base models below adapters, which a checkpoint does not hold."""
+        bases = {}
         for path, model in architecture.whole_models(self).items():
             if hasattr(model, "base_fingerprint"):
                 part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-                found[f"base model of {part}" if part else "base model"] = model.base_fingerprint
-        return found
+                bases[f"base model of {part}" if part else "base model"] = model.base_fingerprint
+        return bases
 
 
 class LogProbModel(ModelWrapper):
     """A causal language model whose forward returns log-probs of the tokens asked for.
 
-    The backbone runs on whole rows, the output layer on the asked positions only. The first
-    `vocabulary` tokens have a probability; `multiplier` and `softcap` are of `LogProbJob`.
+    The backbone runs on whole rows, the output layer only where a log-prob is asked for. Only the
+    first `vocabulary` tokens have a probability. `LogProbJob` explains `multiplier` and `softcap`.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
-            found = f"the output layer is {type(head).__name__}, only nn.Linear is supported"
-            refuse(f"{type(model).__name__}: {found}")
-        head.__class__ = LogProbHead  # same parameters and names: saving does not notice
+            problem = f"the output layer is {type(head).__name__}, only nn.Linear is supported"
+            refuse(f"{type(model).__name__}: {problem}")
+        head.__class__ = LogProbHead  # parameters keep their names, so saving still works
         self.vocabulary = head.out_features
         self.multiplier, self.softcap = architecture.logits_formula(model)
 
@@ -79,81 +79,81 @@ class LogProbModel(ModelWrapper):
         They are fp32 `[answers, longest answer]`, zero where `batch["mask"]` is false.
 
         Args:
-            batch: of `Packer.make_batch`.
+            batch: from `Packer.make_batch`.
             temperature: the logits are divided by it.
-            check: adds `own_logps`, by the architecture's own forward, for `checks`.
+            check: adds `own_logps`, computed by the architecture's own forward, for `checks`.
         """
-        # From token ids `[rows, row length]` to what the output layer reads, `[targets, h]`: for
-        # each target the state of the token before it.
+        # From token ids `[rows, row length]` to the input of the output layer, `[targets, h]`: the
+        # hidden state of the token before each target.
         hidden = architecture.hidden_states(self.model, batch["inputs"])
         hidden = hidden.index_select(0, batch["predictor_index"])
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
         formula = (self.multiplier / temperature, self.softcap / temperature)
         job = LogProbJob(batch["targets"], *formula, extra_outputs)
 
-        # As `log_softmax` of all logits, in less memory: fp32 `[targets]` each.
-        by_chunks = lambda *layer: ByChunks.apply(*layer, job)
-        values = self.model.get_output_embeddings()(hidden, by_chunks, self.vocabulary)
-        named = dict(zip(("logps", *extra_outputs), values))
+        # The values of a `log_softmax` of all logits, in less memory: fp32 `[targets]` each.
+        compute = lambda *layer: ChunkedHead.apply(*layer, job)
+        values = self.model.get_output_embeddings()(hidden, compute, self.vocabulary)
+        outputs = dict(zip(("logps", *extra_outputs), values))
         if check:
             logits = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)
             all_logps = logits[batch["predictor_index"], : self.vocabulary].float().log_softmax(-1)
-            named["own_logps"] = all_logps.gather(1, batch["targets"][:, None]).squeeze(1)
-        return {name: scatter_to_answers(value, batch) for name, value in named.items()}
+            outputs["own_logps"] = all_logps.gather(1, batch["targets"][:, None]).squeeze(1)
+        return {name: scatter_to_answers(value, batch) for name, value in outputs.items()}
 
 
 def scatter_to_answers(values: torch.Tensor, batch: dict) -> torch.Tensor:
-    """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
+    """Returns the values of targets, `[targets]`, as `[answers, longest]`, zero elsewhere.
 
-    `target_slots` come from the CPU: the backward pass of `masked_scatter` would wait for a GPU.
+    It needs no `masked_scatter`, whose backward pass makes the host wait for a GPU.
     """
     mask = batch["mask"]
-    empty = values.new_zeros(mask.numel())
-    return empty.index_copy(0, batch["target_slots"], values).view(mask.shape)
+    zeros = values.new_zeros(mask.numel())
+    return zeros.index_copy(0, batch["target_slots"], values).view(mask.shape)
 
 
 # ============================================================ the output layer, by chunks
-class ByChunks(torch.autograd.Function):
-    """A linear layer, and what a job makes of its logits, such as log-probs: see `LogProbJob`.
+class ChunkedHead(torch.autograd.Function):
+    """A fused linear layer and log-softmax, or another function of the logits that a job computes.
 
-    autograd would keep all logits. So the backward pass is written by hand: the forward pass keeps
-    the inputs, and of the last chunk the gradient of its logits; the backward pass computes those
-    of the other chunks again, and adds up the weight's gradient in one fp32 matrix.
+    autograd would keep all logits, so the backward pass is written by hand. The forward pass keeps
+    the inputs, and the logits' gradient for the last chunk. The backward pass computes the other
+    chunks again, and adds up the weight's gradient in one fp32 matrix.
 
-    A job has the logits' `multiplier`, and works on a `part` of the positions, a slice:
+    A job, such as `LogProbJob`, has the logits' `multiplier`. A chunk is a slice of positions:
 
-        read(part, hidden, matrix, bias)   their state: the logits, or what else it needs
-        values(part, state)                fp32 `[n]` each, of which the first has a gradient
-        slopes(part, state)                d value / d (multiplier * product), in the state's memory
-        n_matrices                         how many `[n, v]` a state holds
+        forward_chunk(chunk, hidden, matrix, bias)   the state: the logits, or whatever it needs
+        outputs(chunk, state)       fp32 `[n]` each; the first one has a gradient
+        logit_grads(chunk, state)   d output / d (multiplier * product), in the state's memory
+        n_matrices                  how many matrices `[n, v]` a state holds
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, job):
-        """Returns the job's values; hidden is `[n, h]`, weight `[v, h]`, bias `[v]` or None."""
+        """Returns the job's outputs; hidden is `[n, h]`, weight `[v, h]`, bias `[v]` or None."""
         ctx.job = job
         ctx.dtype = product_dtype(hidden)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.kept = None
+        ctx.last_chunk_grad = None
         matrix = weight.to(ctx.dtype)
-        size = max(1, CHUNK_ELEMENTS // (len(weight) * job.n_matrices))
-        # The last one is whole, since it is the one that is not computed again.
-        ends = range(max(1, len(hidden)), 0, -size)
-        ctx.chunks = [slice(max(0, end - size), end) for end in reversed(ends)]
-        values = []
-        for part in ctx.chunks:
-            state = job.read(part, hidden[part], matrix, bias)
-            values.append(job.values(part, state))
-            if part is ctx.chunks[-1] and any(ctx.needs_input_grad):
-                ctx.kept = job.slopes(part, state)
+        chunk_size = max(1, CHUNK_ELEMENTS // (len(weight) * job.n_matrices))
+        # The last chunk is a full one, since it is not computed again.
+        ends = range(max(1, len(hidden)), 0, -chunk_size)
+        ctx.chunks = [slice(max(0, end - chunk_size), end) for end in reversed(ends)]
+        outputs = []
+        for chunk in ctx.chunks:
+            state = job.forward_chunk(chunk, hidden[chunk], matrix, bias)
+            outputs.append(job.outputs(chunk, state))
+            if chunk is ctx.chunks[-1] and any(ctx.needs_input_grad):
+                ctx.last_chunk_grad = job.logit_grads(chunk, state)
             del state  # only one chunk is held at a time
-        first, *others = map(torch.cat, zip(*values))
-        ctx.mark_non_differentiable(*others)
-        return first, *others
+        first, *extras = map(torch.cat, zip(*outputs))
+        ctx.mark_non_differentiable(*extras)
+        return first, *extras
 
     @staticmethod
     def backward(ctx, grad_first, *_):
-        """Returns the gradients of hidden states, weight and bias, as of any linear layer."""
+        """Returns the gradients of hidden states, weight and bias, as for any linear layer."""
         hidden, weight, bias = ctx.saved_tensors
         matrix = weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
@@ -163,32 +163,33 @@ class ByChunks(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
 
-        # What the forward pass kept is overwritten here. A second backward pass computes it again.
-        grad = ctx.kept
-        ctx.kept = None
-        for part in reversed(ctx.chunks):
+        # The kept gradient is overwritten here. A second backward pass computes it again.
+        grad = ctx.last_chunk_grad
+        ctx.last_chunk_grad = None
+        for chunk in reversed(ctx.chunks):
             if grad is None:
-                grad = ctx.job.slopes(part, ctx.job.read(part, hidden[part], matrix, bias))
-            grad *= grad_first[part, None] * ctx.job.multiplier  # now of `hidden @ weight.T + bias`
+                state = ctx.job.forward_chunk(chunk, hidden[chunk], matrix, bias)
+                grad = ctx.job.logit_grads(chunk, state)
+            grad *= grad_first[chunk, None] * ctx.job.multiplier  # for `hidden @ weight.T + bias`
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(ctx.dtype)
-            grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
+            grad_hidden[chunk] = (grad @ matrix).to(hidden.dtype)
             if grad_weight is not None and ctx.dtype == torch.float32:
                 # In place: the product of a chunk is as large as the weight itself.
-                grad_weight.addmm_(grad.T, hidden[part].float())
+                grad_weight.addmm_(grad.T, hidden[chunk].float())
             elif grad_weight is not None:
-                grad_weight += grad.T @ hidden[part].to(ctx.dtype)
+                grad_weight += grad.T @ hidden[chunk].to(ctx.dtype)
             grad = None
-        # autograd rounds each to the dtype of what it belongs to.
+        # autograd casts each to the dtype of its input.
         return grad_hidden, grad_weight, grad_bias, None
 
 
 @dataclass(frozen=True)
 class LogProbJob:
-    """The job of `ByChunks` whose values are the targets' log-probs `[n]`, then `extra_outputs`.
+    """Lets `ChunkedHead` return the targets' log-probs `[n]`, then `extra_outputs`.
 
-    The logits are `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 is none.
+    The logits are `softcap * tanh(multiplier * product / softcap)`; a softcap of 0 means none.
     """
 
     targets: torch.Tensor
@@ -197,50 +198,50 @@ class LogProbJob:
     extra_outputs: tuple[str, ...] = ()
     n_matrices: ClassVar[int] = 1
 
-    def read(self, part: slice, hidden, matrix, bias) -> torch.Tensor:
-        """Returns the logits of a part, fp32 `[n, v]`."""
+    def forward_chunk(self, chunk: slice, hidden, matrix, bias) -> torch.Tensor:
+        """Returns the logits of a chunk, fp32 `[n, v]`."""
         logits = scaled_products(hidden, matrix, bias, self.multiplier)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
-    def values(self, part: slice, logits: torch.Tensor) -> list[torch.Tensor]:
-        # Small tensors of each block would lie between the large ones, and split the memory up.
-        found = logits.new_empty(len(logits), 1 + len(self.extra_outputs))
-        for block, targets, row in blocks(logits, self.targets[part], found):
-            # On a CPU a log-prob may be 5e-5 too high with 150,000 tokens: the sum is taken number
-            # by number. `logsumexp` adds up better, and takes longer.
+    def outputs(self, chunk: slice, logits: torch.Tensor) -> list[torch.Tensor]:
+        # Small tensors of each block, between the large ones, would fragment the memory.
+        outputs = logits.new_empty(len(logits), 1 + len(self.extra_outputs))
+        for block, targets, output_rows in blocks(logits, self.targets[chunk], outputs):
+            # On a CPU this sums one number after the other: with 150,000 tokens a log-prob may be
+            # 5e-5 too high. `logsumexp` sums more exactly, but is slower.
             all_logps = block.log_softmax(-1)
-            row[:, :1] = all_logps.gather(1, targets[:, None])
-            for place, name in enumerate(self.extra_outputs, 1):
-                row[:, place] = EXTRA_OUTPUTS[name](block, all_logps, targets)
-        return list(found.unbind(1))
+            output_rows[:, :1] = all_logps.gather(1, targets[:, None])
+            for column, name in enumerate(self.extra_outputs, 1):
+                output_rows[:, column] = EXTRA_OUTPUTS[name](block, all_logps, targets)
+        return list(outputs.unbind(1))
 
-    def slopes(self, part: slice, logits: torch.Tensor) -> torch.Tensor:
-        for block, targets in blocks(logits, self.targets[part]):
+    def logit_grads(self, chunk: slice, logits: torch.Tensor) -> torch.Tensor:
+        for block, targets in blocks(logits, self.targets[chunk]):
             # d logp / d logits = one_hot(target) - softmax(logits)
-            slopes = block.log_softmax(-1).exp_().neg_()
-            slopes.scatter_add_(1, targets[:, None], torch.ones_like(slopes[:, :1]))
+            grads = block.log_softmax(-1).exp_().neg_()
+            grads.scatter_add_(1, targets[:, None], torch.ones_like(grads[:, :1]))
             if self.softcap:
                 # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
-                slopes *= 1 - (block / self.softcap) ** 2
-            block.copy_(slopes)
+                grads *= 1 - (block / self.softcap) ** 2
+            block.copy_(grads)
         return logits
 
 
 def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields views of a few rows of some tensors at a time: what is made of them stays small."""
+    """Yields views of a few rows of the tensors at a time, so that intermediates stay small."""
     on_cpu = tensors[0].device.type == "cpu"
-    at_once = BLOCK_ELEMENTS * torch.get_num_threads() if on_cpu else CHUNK_ELEMENTS // 8
-    rows = max(1, at_once // tensors[0].shape[1])
+    elements = BLOCK_ELEMENTS * torch.get_num_threads() if on_cpu else CHUNK_ELEMENTS // 8
+    rows = max(1, elements // tensors[0].shape[1])
     return zip(*(tensor.split(rows) for tensor in tensors))
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Returns the precision of the output layer: autocast reaches into no custom function."""
+    """Returns the precision of the output layer: autocast does not reach custom functions."""
     device = hidden.device.type
     if device == "cpu":
-        return torch.float32  # a CPU has no fast half product: fp32 is better and faster
+        return torch.float32  # CPUs multiply halves slowly: fp32 is more exact and faster
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return hidden.dtype
@@ -254,7 +255,7 @@ def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         if matrix.is_cuda and matrix.dtype != torch.float32:
             products = torch.mm(hidden.to(matrix.dtype), matrix.T, out_dtype=torch.float32)
-        else:  # exact, too: a product of two halves is a number of fp32
+        else:  # exact, too: fp32 holds the product of two halves
             products = hidden.to(matrix.dtype).float() @ matrix.float().T
         if bias is not None:
             products += bias.float()
@@ -264,14 +265,14 @@ def scaled_products(hidden, matrix, bias, multiplier: float) -> torch.Tensor:
 
 
 class LogProbHead(nn.Linear):
-    """A model's output layer that also hands its weights to a function, inside its own call.
+    """A model's output layer that can also pass its weights to a function, inside its own call.
 
-    Only there they are whole under ZeRO-3.
+    Under ZeRO-3 the weights are whole only there.
     """
 
-    @torch.compiler.disable  # compiled once for each number of targets, it would be slower
+    @torch.compiler.disable  # slower if compiled: once for each number of targets
     def forward(self, hidden, compute: Callable | None = None, vocabulary: int = 0):
-        """Returns logits, or `compute(hidden, weight, bias)`, cut to so many tokens."""
+        """Returns logits, or `compute(hidden, weight, bias)` for the first `vocabulary` tokens."""
         if compute is None:
             return super().forward(hidden)
         if vocabulary == self.out_features:
@@ -280,8 +281,8 @@ class LogProbHead(nn.Linear):
         return compute(hidden, self.weight[:vocabulary], bias)
 
 
-# ============================================================ what else is said of a token
-# Each function is given logits `[n, v]`, their log-softmax and the targets `[n]`; returns `[n]`.
+# ============================================================ extra outputs
+# Each function takes logits `[n, v]`, their log-softmax and the targets `[n]`, and returns `[n]`.
 def mean_logits(logits, all_logps, targets) -> torch.Tensor:
     """Returns the mean over the vocabulary."""
     return logits.mean(-1, dtype=torch.float32)

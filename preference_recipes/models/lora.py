@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) by peft: which layers get one, the base without them, their weights.
+"""Low-rank adapters (LoRA) by peft: which layers get one, and the model without them.
 
 Hu et al. 2021, arXiv:2106.09685. A linear layer `W` becomes `W + (alpha / r) * B @ A`, where `A` is
 `[r, inputs]` and `B` is `[outputs, r]`. Only `A` and `B` are trained. `B` starts at zero, so the
@@ -16,7 +16,7 @@ from common import display, engine, patched, pluralize, print_once, refuse
 from common.saving import ADAPTER
 from preference_recipes.models import architecture
 
-# The name by which peft means every linear layer but the output layer.
+# peft's name for every linear layer but the output layer.
 ALL_LINEAR = "all-linear"
 
 
@@ -33,7 +33,7 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     total, _ = engine.count_parameters(wrapper)
     seed = torch.initial_seed()
     layers = []
-    for number, model in enumerate(architecture.whole_models(wrapper).values()):
+    for index, model in enumerate(architecture.whole_models(wrapper).values()):
         is_scorer = hasattr(model, "score")
         layers_of_model = layers_to_adapt(model, args.lora_target_modules)
         layers += layers_of_model
@@ -46,18 +46,18 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
             modules_to_save=["score"] if is_scorer else None,
         )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + number)
-            # So the model keeps its class, unlike inside a `PeftModel`.
+            torch.manual_seed(seed + index)
+            # This keeps the model's class; a `PeftModel` would wrap it.
             model.add_adapter(config, ADAPTER)
         base = model.config.name_or_path
         if Path(base).is_dir():
-            base = str(Path(base).resolve())  # so that the base is found from any directory
+            base = str(Path(base).resolve())  # found from any directory
         config.base_model_name_or_path = base
-        config.target_modules = sorted(config.target_modules)  # else a set, written in any order
-        config.inference_mode = True  # of the saved file: whoever loads it does not train it
+        config.target_modules = sorted(config.target_modules)  # a set would be written in any order
+        config.inference_mode = True  # in the saved file: it is loaded for inference
     for module in wrapper.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Else bitsandbytes packs weights of 4 bits anew in the first evaluation on a CPU.
+            # Otherwise bitsandbytes repacks 4-bit weights in the first evaluation on a CPU.
             module.support_avx512bf16_for_cpu = False
     _, trained = engine.count_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
@@ -71,9 +71,9 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
 def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Returns the names of the layers that get an adapter.
 
-    With `all-linear` these are all linear layers except output layer and score head, and except
-    those that text never reaches, such as a vision tower's, or does not call, such as a router.
-    Else `targets` are names of layers, or their ends after a dot, such as `q_proj`.
+    With `all-linear` these are all linear layers except the output layer, the score head, layers
+    that text never reaches, such as a vision tower's, and layers that are not called, such as a
+    router. Otherwise `targets` are names of layers or their last parts, such as `q_proj`.
     """
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
     unreached = architecture.unreached_parameters(model)
@@ -86,16 +86,16 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     ]
     called = architecture.layers_called(model)
     if left_out := [name for name in layers if name not in called]:
-        number = pluralize(len(left_out), "linear layer")
-        print_once(f"no adapters on {number} that no forward pass calls as such: {left_out[0]} ...")
+        count = pluralize(len(left_out), "linear layer")
+        print_once(f"no adapters on {count} that no forward pass calls as such: {left_out[0]} ...")
         layers = [name for name in layers if name in called]
     if targets == [ALL_LINEAR]:
         return layers
-    for target in targets:  # peft would leave out what it does not find
+    for target in targets:  # peft would ignore a name that it does not find
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             kinds = sorted({layer.rpartition(".")[2] for layer in layers})
-            found = f"no linear layer of {type(model).__name__} that could get an adapter"
-            refuse(f"--lora_target_modules {target}: {found}; there are {', '.join(kinds)}")
+            problem = f"no linear layer of {type(model).__name__} that could get an adapter"
+            refuse(f"--lora_target_modules {target}: {problem}; there are {', '.join(kinds)}")
     return [name for name in layers if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
@@ -104,7 +104,7 @@ class WithoutAdapters(nn.Module):
     """A prepared model with its adapters off: the policy before training, without a second copy.
 
     Call it under `torch.no_grad`, and not between the policy's forward and backward pass: gradient
-    checkpointing runs layers again, adapters on. Its forward pass is given the `settings`.
+    checkpointing runs layers again, adapters on. `settings` are passed to the model's forward.
     """
 
     def __init__(self, prepared: nn.Module, **settings):
@@ -117,13 +117,13 @@ class WithoutAdapters(nn.Module):
 
     def forward(self, *args, **kwargs):
         """Returns what the prepared model returns without its adapters."""
-        # peft's own switch would also freeze weights, which engines that cut them do not expect.
+        # peft's own switch would also freeze weights, which sharding engines do not expect.
         with patched(*((layer, "_disable_adapters", True) for layer in self.adapted)):
             return self.prepared(*args, **kwargs, **self.settings)
 
 
 def packed_in_4bit() -> dict:
-    """Returns what `from_pretrained` takes for QLoRA: NormalFloat, and the scales packed again."""
+    """Returns arguments of `from_pretrained` for QLoRA: NormalFloat, and quantized scales."""
     state = AcceleratorState()
     if engine.is_sharded(state):
         refuse("--load_in_4bit: DeepSpeed and FSDP2 cannot shard packed weights: take ddp.yaml")
@@ -133,6 +133,5 @@ def packed_in_4bit() -> dict:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=engine.half_precision(state) or torch.float32,
     )
-    # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU, even
-    # where there is one.
+    # Weights are packed on the device that computes: with cpu.yaml the CPU, even if there is a GPU.
     return {"quantization_config": settings, "device_map": {"": str(state.device)}}

@@ -1,4 +1,4 @@
-"""Products of wide models on a CPU: by oneDNN, and those of attention, which are small, by MKL."""
+"""Matrix products of wide models on a CPU: by oneDNN, but the small ones of attention by MKL."""
 
 import torch
 from torch import nn
@@ -7,11 +7,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import patched
 
-ONEDNN, MKL = "bf16", "ieee"  # values of torch's `fp32_precision` that choose them
+ONEDNN, MKL = "bf16", "ieee"  # values of torch's `fp32_precision` that select each
 
 
 def use_onednn() -> None:
-    """Takes fp32 products on a CPU from oneDNN instead of MKL: on some of AMD's, half the time.
+    """Computes fp32 products by oneDNN instead of MKL: on some of AMD's CPUs, in half the time.
 
     Despite its name, the setting "bf16" only permits rounding to bf16, where a CPU has matrix units
     for it (AMX). On such a CPU everything stays as it was.
@@ -26,8 +26,8 @@ def use_onednn() -> None:
 
 
 def attention_by_mkl(module: nn.Module, query, key, value, *args, **kwargs):
-    """Computes transformers' attention by MKL, in the backward pass, too."""
-    # The backward pass runs from the output to the inputs: to MKL first, and back at the end.
+    """Computes transformers' attention by MKL, also in the backward pass."""
+    # The backward pass runs from output to inputs: it switches to MKL first, and back at the end.
     query, key, value = SwitchInBackward.apply(ONEDNN, query, key, value)
     with patched((torch.backends.mkldnn.matmul, "fp32_precision", MKL)):
         output, weights = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
@@ -36,7 +36,7 @@ def attention_by_mkl(module: nn.Module, query, key, value, *args, **kwargs):
 
 
 class SwitchInBackward(torch.autograd.Function):
-    """Returns tensors unchanged. A backward pass that reaches them sets what computes products."""
+    """Returns tensors unchanged. Its backward pass switches the library for products."""
 
     @staticmethod
     def forward(ctx, precision: str, *tensors: torch.Tensor) -> tuple:

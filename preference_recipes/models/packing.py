@@ -13,15 +13,15 @@ nothing else were there. Two answers, [4, 5] and [6], to the prompt [1, 2] are l
                     x  x  .  .  x     the second answer does not see the first
 
     targets         4  5  6           the tokens whose log-probs are wanted, answer after answer
-    predictor_index 1  2  1           the places of the tokens before them, which predict them
-    last_token_index  3  4            the place of the last token of each answer
+    predictor_index 1  2  1           the index of the token that predicts each target
+    last_token_index  3  4            the index of the last token of each answer
     mask            x  x              which tokens of the answers are targets, padded:
                     x  .              `[answers, longest answer]`
-    target_slots    0  1  2           where the targets are in the flattened `mask`
+    target_slots    0  1  2           the index of each target in the flattened `mask`
 
-A place is a token's index in all rows, written one after the other. A row may hold several prompts,
-each with its answers. Without sharing, each answer has a row of its own, after its prompt. Padding,
-on the right, then needs no mask: under causal attention no token sees it.
+A token's index counts over all rows, one row after the other. A row may hold several prompts, each
+with its answers. Without sharing, each answer has a row of its own, after its prompt. Padding is on
+the right and then needs no mask: under causal attention no token sees it.
 """
 
 import itertools
@@ -34,11 +34,11 @@ import torch
 
 from common import batches
 
-# The most bytes that the mask of shared rows may take: those of one row of 16,384 tokens.
+# Largest attention mask of shared rows, in bytes: enough for one row of 16,384 tokens.
 MAX_MASK = 2**28
 
-# A prompt and its answers are a group: the numbers of the answers. A row holds some of them.
-Row = list[list[int]]
+# The groups in one row. A group is a prompt with its answers, given as the answers' indices.
+PackedRow = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Packer:
     device: torch.device  # where the batches go
     share: bool = False  # whether prompts are shared where that pays
     width: int = 512  # the hidden size of the models
-    processor: Any = None  # makes pixels of the images of prompts; None: there are none
-    # The tokens and the file of an image. A batch without images gets a row of it, where other
-    # processes would wait for this one's vision tower.
+    processor: Any = None  # turns the images of prompts into pixels; None: there are none
+    # The tokens and the file of an image. A batch without images gets it as an extra row where
+    # other processes would otherwise wait for this one's vision tower.
     example: tuple[list[int], bytes] | None = None
 
     def make_batch(
@@ -60,13 +60,13 @@ class Packer:
         loss_mask: Sequence[list] | None = None,
         images: Sequence[list[bytes] | None] | None = None,
     ) -> dict:
-        """Returns answers to prompts as tensors that a model reads; the module shows them.
+        """Returns answers to prompts as tensors that a model reads, see the module's docstring.
 
         Args:
             prompts: one for each answer; may be empty.
-            loss_mask: of each token of each answer, whether its log-prob is wanted; by default of
-                all. If the prompt is empty the first must be false: nothing predicts it.
-            images: the files of each prompt, or of the answer; their pixels become inputs, too.
+            loss_mask: whether the log-prob of each token of each answer is wanted; by default all.
+                After an empty prompt the first must be false: nothing predicts that token.
+            images: the image files of each answer or its prompt; their pixels become inputs, too.
 
         Returns:
             inputs: what a `transformers` model takes; `attention_mask` is bool
@@ -75,115 +75,115 @@ class Packer:
         """
         if loss_mask is None:
             loss_mask = [[True] * len(answer) for answer in answers]
-        files = [tuple(some or ()) for some in images or [None] * len(answers)]
+        files = [tuple(image_files or ()) for image_files in images or [None] * len(answers)]
         rows, length = self.lay_out(prompts, answers, files)
-        in_order = [file for row in rows for group in row for file in files[group[0]]]
-        if self.example is not None and not in_order:
-            ids, file = self.example
+        row_files = [file for row in rows for group in row for file in files[group[0]]]
+        if self.example is not None and not row_files:
+            example_ids, example_file = self.example
             rows = [*rows, [[len(answers)]]]
-            length = max(length, len(ids))
-            prompts, answers, in_order = [*prompts, ids], [*answers, []], [file]
+            length = max(length, len(example_ids))
+            prompts, answers, row_files = [*prompts, example_ids], [*answers, []], [example_file]
         tokens, prompt_ends, starts = place_tokens(rows, length, prompts, answers)
         ids, positions, pieces, prompt_pieces = tokens
-        inputs = {"input_ids": batches.send(ids, self.device)}
-        if in_order:
+        inputs = {"input_ids": batches.to_device(ids, self.device)}
+        if row_files:
             from preference_recipes.data import images as pictures  # only here: text needs none
 
-            inputs |= pictures.inputs_of(self.processor, ids, in_order, self.device)
+            inputs |= pictures.inputs_of(self.processor, ids, row_files, self.device)
         if len(rows) < len(answers):
-            inputs["position_ids"] = batches.send(positions, self.device)
-            numbers = [batches.send(array, self.device) for array in (pieces, prompt_pieces)]
-            inputs["attention_mask"] = attention_mask(*numbers)
+            inputs["position_ids"] = batches.to_device(positions, self.device)
+            piece_ids = [batches.to_device(array, self.device) for array in (pieces, prompt_pieces)]
+            inputs["attention_mask"] = attention_mask(*piece_ids)
 
         targets: list[int] = []
         predictor_index: list[int] = []
-        last = []
-        for number, (answer, flags) in enumerate(zip(answers, loss_mask)):
-            if not prompts[number] and any(flags[:1]):
-                raise ValueError(f"answer {number} has an empty prompt: nothing predicts its start")
-            end = starts[number] + len(answer)
-            before = [prompt_ends[number] - 1, *range(starts[number], end - 1)]
+        last_token_index = []
+        for index, (answer, flags) in enumerate(zip(answers, loss_mask)):
+            if not prompts[index] and any(flags[:1]):
+                raise ValueError(f"answer {index} has an empty prompt: nothing predicts its start")
+            end = starts[index] + len(answer)
+            predictors = [prompt_ends[index] - 1, *range(starts[index], end - 1)]
             targets += itertools.compress(answer, flags)
-            predictor_index += itertools.compress(before, flags)
-            last.append(end - 1)
+            predictor_index += itertools.compress(predictors, flags)
+            last_token_index.append(end - 1)
         mask = batches.pad(loss_mask, False, "cpu").bool()
-        # A GPU could find the target_slots, too, but the host would wait for their number.
+        # The CPU finds them: with a GPU the host would have to wait for their number.
         target_slots = mask.flatten().nonzero().squeeze(1)
         return {
             "inputs": inputs,
-            "targets": batches.send(np.array(targets, dtype=np.int64), self.device),
-            "predictor_index": batches.send(np.array(predictor_index, dtype=np.int64), self.device),
-            "last_token_index": batches.send(last, self.device),
-            "mask": batches.send(mask, self.device),
-            "target_slots": batches.send(target_slots, self.device),
+            "targets": batches.to_device(np.array(targets, np.int64), self.device),
+            "predictor_index": batches.to_device(np.array(predictor_index, np.int64), self.device),
+            "last_token_index": batches.to_device(last_token_index, self.device),
+            "mask": batches.to_device(mask, self.device),
+            "target_slots": batches.to_device(target_slots, self.device),
             "n_tokens": int(np.count_nonzero(pieces)),
         }
 
     def lay_out(
         self, prompts: Sequence[list[int]], answers: Sequence[list[int]], files: Sequence[tuple]
-    ) -> tuple[list[Row], int]:
-        """Returns rows, and the length of all: shared prompts where they are wanted and pay.
+    ) -> tuple[list[PackedRow], int]:
+        """Returns rows and their common length; prompts are shared if that is wanted and pays off.
 
         A row of n tokens costs a layer of width h about h n (12 h + n) multiplications. With a mask
         the second term costs 2.1 times as much: measured on a CPU, up to 16,384 tokens.
         """
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
         longest = max(lengths)
-        by_length = sorted(range(len(answers)), key=lambda number: -lengths[number])
-        padded = [[[number]] for number in by_length]
+        longest_first = sorted(range(len(answers)), key=lambda index: -lengths[index])
+        unshared = [[[index]] for index in longest_first]
         if not self.share:
-            return padded, longest
+            return unshared, longest
         shared, length = shared_rows(prompts, answers, files)
-        cost = len(shared) * length * (12 * self.width + 2.1 * length)
-        cost_of_padded = len(padded) * longest * (12 * self.width + longest)
-        if cost <= cost_of_padded and len(shared) * length**2 <= MAX_MASK:
+        shared_cost = len(shared) * length * (12 * self.width + 2.1 * length)
+        unshared_cost = len(unshared) * longest * (12 * self.width + longest)
+        if shared_cost <= unshared_cost and len(shared) * length**2 <= MAX_MASK:
             return shared, length
-        return padded, longest
+        return unshared, longest
 
     def describe(self) -> str:
         """Returns in words whether prompts are shared."""
         return "prompts are computed once" if self.share else "prompts are computed for each answer"
 
 
-def place_tokens(rows: list[Row], length: int, prompts: Sequence, answers: Sequence) -> tuple:
+def place_tokens(rows: list[PackedRow], length: int, prompts: Sequence, answers: Sequence) -> tuple:
     """Writes prompts and answers into their rows, one after the other.
 
     Returns:
-        int64 `[4, rows, row length]`: of each token its id; its position; the number of its piece,
-            that is a prompt or an answer, 0 for padding; and that of its prompt.
-        for each answer the place after its prompt, and that of its first token.
+        int64 `[4, rows, row length]`: each token's id; its position; the number of its piece, which
+            is a prompt or an answer (0: padding); and the number of its prompt's piece.
+        for each answer the index after its prompt, and the index of its first token.
     """
     tokens = np.zeros((4, len(rows) * length), dtype=np.int64)
     prompt_ends = [0] * len(answers)
     starts = [0] * len(answers)
 
-    def write(ids: list[int], place: int, position: int, piece: int, prompt_piece: int) -> int:
-        end = place + len(ids)
-        tokens[0, place:end] = ids
-        tokens[1, place:end] = np.arange(position, position + len(ids))
-        tokens[2, place:end] = piece
-        tokens[3, place:end] = prompt_piece
+    def write(ids: list[int], start: int, position: int, piece: int, prompt_piece: int) -> int:
+        end = start + len(ids)
+        tokens[0, start:end] = ids
+        tokens[1, start:end] = np.arange(position, position + len(ids))
+        tokens[2, start:end] = piece
+        tokens[3, start:end] = prompt_piece
         return end
 
     pieces = itertools.count(1)
     for row, groups in enumerate(rows):
-        place = row * length
+        offset = row * length
         for group in groups:
             prompt = prompts[group[0]]
             prompt_piece = next(pieces)
-            place = write(prompt, place, 0, prompt_piece, prompt_piece)
-            prompt_end = place
-            for number in group:
-                prompt_ends[number] = prompt_end
-                starts[number] = place
-                place = write(answers[number], place, len(prompt), next(pieces), prompt_piece)
+            offset = write(prompt, offset, 0, prompt_piece, prompt_piece)
+            prompt_end = offset
+            for index in group:
+                prompt_ends[index] = prompt_end
+                starts[index] = offset
+                offset = write(answers[index], offset, len(prompt), next(pieces), prompt_piece)
     return tokens.reshape(4, len(rows), length), prompt_ends, starts
 
 
 def attention_mask(pieces: torch.Tensor, prompt_pieces: torch.Tensor) -> torch.Tensor:
-    """Returns whether a query (third dimension) sees a key (fourth): of its piece or its prompt.
+    """Returns whether a query (third dimension) sees a key (fourth) of its piece or its prompt.
 
-    Padding sees padding, because attention over nothing would be NaN; no piece sees it.
+    Padding sees padding, because attention over nothing would be NaN. No piece sees padding.
     """
     keys = pieces[:, None, None, :]
     mask = keys == pieces[:, None, :, None]
@@ -193,27 +193,27 @@ def attention_mask(pieces: torch.Tensor, prompt_pieces: torch.Tensor) -> torch.T
 
 def shared_rows(
     prompts: Sequence[list[int]], answers: Sequence[list[int]], files: Sequence[tuple]
-) -> tuple[list[Row], int]:
+) -> tuple[list[PackedRow], int]:
     """Lays out each prompt once, before all its answers; returns rows and their length.
 
-    Each group goes, the longest first, into the first row that has room for it.
+    Groups are placed longest first, each into the first row that has room for it.
     """
-    groups: dict[tuple, list[int]] = {}  # by prompt and images: those of one size have the same ids
-    for number, prompt in enumerate(prompts):
-        groups.setdefault((tuple(prompt), files[number]), []).append(number)
+    groups: dict[tuple, list[int]] = {}  # keyed by images, too: different ones may have equal ids
+    for index, prompt in enumerate(prompts):
+        groups.setdefault((tuple(prompt), files[index]), []).append(index)
     lengths = [
-        len(prompt) + sum(len(answers[number]) for number in group)
+        len(prompt) + sum(len(answers[index]) for index in group)
         for (prompt, _), group in groups.items()
     ]
     longest = max(lengths)
-    rows: list[Row] = []
-    filled: list[int] = []  # tokens of each row
+    rows: list[PackedRow] = []
+    row_lengths: list[int] = []
     for length, group in sorted(zip(lengths, groups.values()), key=lambda pair: -pair[0]):
-        fitting = (row for row, tokens in enumerate(filled) if tokens + length <= longest)
-        row = next(fitting, len(rows))
+        with_room = (row for row, used in enumerate(row_lengths) if used + length <= longest)
+        row = next(with_room, len(rows))
         if row == len(rows):
             rows.append([])
-            filled.append(0)
+            row_lengths.append(0)
         rows[row].append(group)
-        filled[row] += length
+        row_lengths[row] += length
     return rows, longest

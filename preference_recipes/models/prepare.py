@@ -1,4 +1,4 @@
-"""What the engine prepares: the model that is trained, and models that are only read."""
+"""Prepares models for the engine: the one that is trained, and those that are only read."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ from preference_recipes.models.logprobs import LogProbHead, LogProbModel
 def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
     """Returns the model that the arguments name, ready for `for_training`.
 
-    Without dropout where a recipe compares policies, which must differ in their weights alone.
+    Recipes that compare policies turn dropout off: these must differ in their weights alone.
     """
     model = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
     if not dropout:
@@ -30,10 +30,9 @@ def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
 def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Prepares the model that is trained and its optimizer, and returns both.
 
-    DeepSpeed's `module.half()` rounds rotary frequencies, which the saved actor has in fp32: such
-    buffers are put back.
+    DeepSpeed's `module.half()` also rounds buffers, such as rotary frequencies: they are restored.
     """
-    if engine.has_adapter(model):  # the base below adapters is in no saved actor
+    if engine.has_adapter(model):  # no saved actor contains the base below adapters
         round_frozen(accelerator, model)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -44,7 +43,7 @@ def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Makes a missing gradient, such as an unvisited expert's, one of zeros, as ZeRO does."""
+    """Replaces missing gradients, such as an unvisited expert's, by zeros, as ZeRO does."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -66,26 +65,26 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
 
 
 def disable_dropout(wrapper: nn.Module) -> None:
-    """Turns dropout, and a router's jitter, off for good, also while the model trains."""
-    # Some layers, such as Falcon's, read the model's config in each forward pass. They keep it, and
-    # the actor is saved with a copy from before.
+    """Turns dropout and routers' jitter off for good, also while the model trains."""
+    # Some layers, such as Falcon's, read the config in each forward pass. They keep the changed
+    # config, and the actor is saved with a copy of the original.
     models = architecture.whole_models(wrapper).values()
     configs = [copy.deepcopy(model.config) for model in models]
     for module in wrapper.modules():
-        architecture.silence(module)
+        architecture.disable_randomness(module)
     for model, config in zip(models, configs):
         model.config = config
 
 
 # ============================================================ models that are only read
-def frozen(accelerator, model: nn.Module) -> nn.Module:
-    """Prepares a model that is only read, in the precision and the shards of the trained one."""
+def frozen_model(accelerator, model: nn.Module) -> nn.Module:
+    """Prepares a model that is only read, with the precision and sharding of the trained one."""
     model.eval().requires_grad_(False)
     round_frozen(accelerator, model)
     if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        # accelerate would look for the trained model's kinds of layers in this one.
+        # Otherwise accelerate would look for the trained model's layer classes in this one.
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = model._no_split_modules
         return fsdp2_prepare_model(accelerator, model)
     stage = engine.zero_stage(accelerator)
@@ -101,14 +100,14 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
             config["zero_optimization"].pop("offload_optimizer", None)
             return deepspeed.initialize(model=model, config=config)[0]
         half = engine.half_precision(accelerator)
-        return model.to(accelerator.device, half)  # None: it stays in fp32, as it was loaded
+        return model.to(accelerator.device, half)  # None: it stays in fp32
 
 
 def round_frozen(accelerator, wrapper: nn.Module) -> None:
-    """Holds frozen weights in half precision where that changes no output by a single bit.
+    """Stores frozen weights in half precision where that changes no output by a single bit.
 
-    These are all under FSDP2, which rounds weights when it gathers them, else those that autocast
-    rounds. DeepSpeed rounds a model itself.
+    Under FSDP2, which rounds weights when it gathers them, these are all; otherwise those that
+    autocast rounds. DeepSpeed rounds a model itself.
     """
     half = engine.half_precision(accelerator)
     if half is None or engine.zero_stage(accelerator):
@@ -118,7 +117,7 @@ def round_frozen(accelerator, wrapper: nn.Module) -> None:
     else:
         weights = rounded_by_autocast(wrapper, accelerator.device.type == "cpu")
     for weight in weights:
-        # Packed weights of 4 bits are whole numbers.
+        # Weights packed into 4 bits are integers.
         if weight.is_floating_point() and not weight.requires_grad:
             weight.data = weight.data.to(half)
 
@@ -126,26 +125,26 @@ def round_frozen(accelerator, wrapper: nn.Module) -> None:
 def rounded_by_autocast(wrapper: nn.Module, on_cpu: bool) -> list[nn.Parameter]:
     """Returns the weights of linear layers, which autocast rounds in every use.
 
-    A weight that another module has, too, such as the embeddings', is used in fp32 there. Score
-    heads compute in fp32, and output layers on a CPU. Recurrent layers have kernels on a GPU that
-    read weights in their own way, so models with such layers are left out.
+    A weight shared with another module, such as the embeddings, is used in fp32 there. Score heads
+    compute in fp32, and so do output layers on a CPU. GPU kernels of recurrent layers read weights
+    in their own way, so models with such layers are left out.
     """
     if any(model._is_stateful for model in architecture.whole_models(wrapper).values()):
         return []
-    kinds = (nn.Linear, Conv1D) if on_cpu else (nn.Linear, Conv1D, LogProbHead)
+    layer_types = (nn.Linear, Conv1D) if on_cpu else (nn.Linear, Conv1D, LogProbHead)
     modules = list(wrapper.modules())
-    owners = collections.Counter(id(p) for part in modules for p in part.parameters(recurse=False))
-    weights = [module.weight for module in modules if type(module) in kinds]
-    return [weight for weight in weights if owners[id(weight)] == 1]
+    uses = collections.Counter(id(p) for m in modules for p in m.parameters(recurse=False))
+    weights = [module.weight for module in modules if type(module) in layer_types]
+    return [weight for weight in weights if uses[id(weight)] == 1]
 
 
 @contextlib.contextmanager
 def exact_buffers(accelerator, model: nn.Module):
     """Restores the floating-point buffers that the block rounds to half precision."""
-    before = {
+    originals = {
         name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
     }
     yield
     for name, buffer in model.named_buffers():
-        if name in before and buffer.dtype != before[name].dtype:
-            buffer.data = before[name].to(accelerator.device)
+        if name in originals and buffer.dtype != originals[name].dtype:
+            buffer.data = originals[name].to(accelerator.device)

@@ -14,18 +14,17 @@ from preference_recipes.models.packing import Packer
 
 
 class Reference:
-    """A model that is named, or the first policy: with adapters, the policy without them."""
+    """A model of its own or, with adapters, the policy without them."""
 
     def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module, **settings):
-        """Loads what the arguments name. All processes must call it.
+        """Loads the reference that the arguments name. All processes must call it.
 
         Args:
             model: the trained one, prepared.
-            settings: what each of its forward passes gets where it is the reference, such as
-                `with_values=False` of PPO's.
+            settings: see `lora.WithoutAdapters`, such as PPO's `with_values=False`.
         """
-        self.model: nn.Module | None  # None where all its log-probs are precomputed
-        self.fingerprints: dict[str, str] = {}  # of a model of its own, for a checkpoint
+        self.model: nn.Module | None  # None once its log-probs are precomputed
+        self.fingerprints: dict[str, str] = {}  # for a checkpoint, if it is a model of its own
         if args.lora_r and args.ref_model_name_or_path is None:
             from preference_recipes.models import lora
 
@@ -34,7 +33,7 @@ class Reference:
         name = args.ref_model_name_or_path or args.model_name_or_path
         wrapper = LogProbModel(load.causal_lm(name, tokenizer, args, frozen=True))
         self.fingerprints["reference model"] = load.fingerprint(accelerator, name, wrapper.config)
-        self.model = prepare.frozen(accelerator, wrapper)
+        self.model = prepare.frozen_model(accelerator, wrapper)
 
     @torch.no_grad()
     def logps(self, batch: dict, temperature: float = 1.0) -> torch.Tensor:
@@ -53,9 +52,9 @@ def precompute(
 ) -> None:
     """Adds the column `ref_logps` to data sets of pairs, `[pairs, 2]`, and frees the model.
 
-    All processes must call it. Pairs are read in the micro-batches of the first epoch, in which the
-    first policy has the same log-probs bit for bit: in others rounding would decide which of its
-    equal rewards is larger. `collate` makes the batch of some pairs, all chosen answers first.
+    All processes must call it. Pairs are read in the micro-batches of the first epoch, where the
+    first policy then has the same log-probs bit for bit. Otherwise rounding would decide which of
+    two equal rewards is larger. `collate` makes a batch of pairs, all chosen answers first.
     """
     sizes = (args.micro_train_batch_size, args.micro_train_tokens)
     order = batches.epoch_order(len(train), args.seed, epoch=0)
@@ -64,11 +63,11 @@ def precompute(
     for data, parts in [(train, updates), *((data, [range(len(data))]) for data in held_out)]:
         table = torch.zeros(len(data), 2, device=accelerator.device)
         micro_batches = (batches.split(accelerator, part, data.lengths, *sizes) for part in parts)
-        for rows, weights in itertools.chain.from_iterable(micro_batches):
+        for rows, is_real in itertools.chain.from_iterable(micro_batches):
             logps = reference.logps(collate(data[rows], packer)).sum(1).view(2, -1).T
-            is_real = weights > 0  # a padding row repeats a row that another process fills in
-            places = torch.tensor(rows)[is_real].to(accelerator.device)
-            table[places] = logps[is_real.to(accelerator.device)]
-        # One process fills in a row, and it is zero on the others: the sum is the whole table.
+            is_real = is_real.bool()  # a padding row repeats one that another process fills in
+            index = torch.tensor(rows)[is_real].to(accelerator.device)
+            table[index] = logps[is_real.to(accelerator.device)]
+        # Each row is filled in on one process and zero on the others: the sum is the whole table.
         data.added["ref_logps"] = accelerator.reduce(table, reduction="sum").cpu().numpy()
     reference.model = None

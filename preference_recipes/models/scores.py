@@ -24,14 +24,14 @@ class ScoreModel(ModelWrapper):
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
-        model.score.__class__ = ScoreHead  # same parameters and names: saving does not notice
+        model.score.__class__ = ScoreHead  # parameters keep their names, so saving still works
 
-    def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns fp32 scores of what ends at some places of a batch, by default of the answers."""
-        if places is None:
-            places = batch["last_token_index"]
+    def forward(self, batch: dict, token_index: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns fp32 scores of texts that end at these tokens, by default of the answers."""
+        if token_index is None:
+            token_index = batch["last_token_index"]
         hidden = architecture.hidden_states(self.model, batch["inputs"])
-        return self.model.score(hidden.index_select(0, places)).squeeze(-1)
+        return self.model.score(hidden.index_select(0, token_index)).squeeze(-1)
 
 
 class ActorCritic(LogProbModel):
@@ -40,14 +40,14 @@ class ActorCritic(LogProbModel):
     def __init__(self, policy_model, critic):
         super().__init__(policy_model)
         self.critic = ScoreModel(critic)
-        # FSDP2 gathers the critic by itself, so that it stays in shards while the actor generates.
+        # FSDP2 gathers the critic separately, so that it stays sharded while the actor generates.
         units = {*self._no_split_modules, *self.critic._no_split_modules, "ScoreModel"}
         self._no_split_modules = sorted(units)
 
     def forward(self, batch: dict, *args, with_values: bool = True, **kwargs) -> dict:
         """Returns what `LogProbModel.forward` does and, unless told not to, `values`.
 
-        The value of a token is that of the state in which it was chosen: the text before it.
+        A token's value is that of the state in which it was chosen: the text before it.
         """
         output = super().forward(batch, *args, **kwargs)
         if with_values:
@@ -64,13 +64,13 @@ def score_model(
     """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
 
     Args:
-        tokenizer: that of the policy, or of `name` itself.
+        tokenizer: the policy's, or that of `name` itself.
         frozen: see `load.causal_lm`.
         new_head: gives a model without a score head a new one.
     """
-    if load.tokenizer_of(name).get_vocab() != tokenizer.get_vocab():
+    if load.load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
         refuse(f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}")
-    model, missing, _ = load.load(
+    model, missing, _ = load.load_model(
         AutoModelForSequenceClassification, name, args, frozen, num_labels=1
     )
     lacks_backbone = missing - {"score.weight"}
@@ -93,7 +93,7 @@ def draw_score_head(model: PreTrainedModel) -> None:
     of chat models are large, and scores should begin near zero.
     """
     size = model.score.in_features
-    # From the seed alone, whatever random numbers the engine used up while it loaded the model.
+    # From the seed alone: the engine may have used up random numbers while it loaded the model.
     generator = torch.Generator().manual_seed(torch.initial_seed())
     start = 0.1 * torch.randn(1, size, generator=generator) / (size + 1) ** 0.5
     with zero.gathered([model.score.weight], writer=0), torch.no_grad():
@@ -104,7 +104,7 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
     """Gives a tokenizer that pads with its EOS another pad token, and prints which.
 
     transformers reads a saved reward model's score at the last token that is not the pad token. So
-    any token will do with which no answer ends: that of `--pad_token`, else an unused one.
+    any token will do that never ends an answer: that of `--pad_token`, else an unused one.
     """
     eos = tokenizer.eos_token
     unused = [
@@ -115,13 +115,15 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
         and token.content not in str(tokenizer.chat_template or "")
     ]
     unused.sort(key=lambda token: "pad" not in token.lower())  # those for padding first
-    own = [tokenizer.pad_token, *unused, tokenizer.unk_token]
-    tried = own if pad_token is None else [pad_token]
-    found = [token for token in tried if token in tokenizer.get_vocab() and token != eos]
-    if not found:
+    candidates = [tokenizer.pad_token, *unused, tokenizer.unk_token]
+    choices = candidates if pad_token is None else [pad_token]
+    usable = [token for token in choices if token in tokenizer.get_vocab() and token != eos]
+    if not usable:
         expected = "give --pad_token TOKEN: one of its vocabulary that never ends an answer"
         name = tokenizer.name_or_path
-        refuse(f"{name!r}: none of {tried} is a pad token other than its EOS, {eos!r}: {expected}")
-    if found[0] != tokenizer.pad_token:
-        print_once(f"NOTE: padding with {found[0]!r} instead of {tokenizer.pad_token!r}")
-    tokenizer.pad_token = found[0]
+        refuse(
+            f"{name!r}: none of {choices} is a pad token other than its EOS, {eos!r}: {expected}"
+        )
+    if usable[0] != tokenizer.pad_token:
+        print_once(f"NOTE: padding with {usable[0]!r} instead of {tokenizer.pad_token!r}")
+    tokenizer.pad_token = usable[0]

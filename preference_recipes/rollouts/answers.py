@@ -8,7 +8,7 @@ from decimal import Decimal
 from preference_recipes.data import dataset, thoughts
 from preference_recipes.data.rendering import QUESTION, added_tokens, encode, render
 
-# What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
+# Sentences that state the answer: "The answer is 18.", "**Answer**: 18".
 STATEMENT = re.compile(
     r"""\banswer\b \*{0,2}
         # "answer to 1.5 + 1 is", "answer:". What follows another "answer" is found from there.
@@ -23,7 +23,7 @@ BOX = re.compile(r"\\(?:boxed|fbox) *\{")
 HASHES = "####"
 BRACE = re.compile("[{}]")
 ENCLOSED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
-# A number as people write one. 007 is none, so it is compared as text.
+# A number as people write it. 007 is not one, so it is compared as text.
 NUMBER = re.compile(
     r"""[-+]? (?=\.?\d)
         (?: [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d* | 0 )?    # 1,200 or 1200; nothing in .5
@@ -33,9 +33,9 @@ NUMBER = re.compile(
     re.VERBOSE,
 )
 DIGIT = re.compile(r"\d")
-# The unit that may directly follow a number: km, km/h, cm², the C of degrees; not x as in 3x.
+# Units that may directly follow a number: km, km/h, cm², the C of degrees; not x as in 3x.
 UNIT = re.compile(r"(?:[CF]|/?[^\W\d_²³]{2,}(?:/[^\W\d_²³]+)?)[²³]*")
-# Forms of one character: full-width ones are as far from ASCII as the first of them; quotes.
+# Other forms of ASCII characters: full-width ones, at a fixed distance from ASCII, and quotes.
 ALIKE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 ALIKE |= dict.fromkeys(map(ord, "\u2018\u2019\u02bc\u2032"), ord("'"))
 ALIKE |= dict.fromkeys(map(ord, "\u201c\u201d\u201e"), ord('"'))
@@ -43,9 +43,9 @@ ALIKE |= dict.fromkeys(map(ord, "\u201c\u201d\u201e"), ord('"'))
 INVISIBLE = re.compile("[\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]")
 OTHER_DIGIT = re.compile(r"[^\D0-9]")
 OTHER_SPACE = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
-# An apostrophe, or a space of these, may separate thousands; an ordinary space does not.
+# Apostrophes and these special spaces may separate thousands; an ordinary space does not.
 THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:(?:'|{OTHER_SPACE.pattern})\d{{3}})+(?!\d)")
-# What people and LaTeX write around an answer, and what replaces it.
+# Notation of people and of LaTeX around an answer, with its replacement.
 TEXT = r"\\(?:text|textbf|mathrm|mbox) *\{"
 PLAIN_FORMS = [
     # A unit in LaTeX: 5\,\mathrm{m/s} is 5 m/s.
@@ -71,16 +71,16 @@ LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
     """Returns the texts of answers without special tokens, but with the markers of thoughts.
 
-    Some tokenizers have these as special tokens, too, and a thought would run into what follows it.
-    Where an answer has a header (gpt-oss), its text is what follows the last one.
+    Some tokenizers have these markers as special tokens, and without them a thought would run into
+    the answer. Where answers have headers (gpt-oss), the text begins after the last header.
     """
     header = header_of(tokenizer)
     if header:
         answers = [ids[answer_start(header, ids) :] for ids in answers]
     markers = " ".join(map(" ".join, thoughts.MARKERS))
     special = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special and token.content not in markers
     }
     kept = [[token for token in ids if token not in special] for ids in answers]
@@ -89,16 +89,16 @@ def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def header_of(tokenizer) -> list[int]:
-    """Returns what a model writes between the generation prompt and an answer without thinking.
+    """Returns the header that a model writes between the generation prompt and a plain answer.
 
-    It is `<|channel|>final<|message|>` for gpt-oss. Most templates write nothing there, or no
-    special token, or an empty thought: then it is empty.
+    For gpt-oss it is `<|channel|>final<|message|>`. It is empty for most templates, which write
+    nothing there, or no special token, or an empty thought.
     """
     answer = {"role": "assistant", "content": QUESTION["content"]}
     try:
         prompt = render(tokenizer, [QUESTION], add_generation_prompt=True)
         whole = render(tokenizer, [QUESTION, answer])
-    except Exception:  # a template raises what it likes
+    except Exception:  # a template may raise anything
         return []
     before = whole.rpartition(QUESTION["content"])[0]
     header = before.removeprefix(prompt) if before.startswith(prompt) else ""
@@ -110,23 +110,22 @@ def header_of(tokenizer) -> list[int]:
 def answer_start(header: list[int], ids: list[int]) -> int:
     """Returns where the answer in a response begins: after the last header, else 0.
 
-    It is the end if there are only headers of thinking: the response was cut in that.
+    A response that has only headers of thinking was cut off; the answer would begin at its end.
     """
     ends = range(len(ids), len(header) - 1, -1)
-    without = len(ids) if header[-1] in ids else 0
-    return next((end for end in ends if ids[end - len(header) : end] == header), without)
+    without_header = len(ids) if header[-1] in ids else 0
+    return next((end for end in ends if ids[end - len(header) : end] == header), without_header)
 
 
 def is_right(response: str, answer: str | float | list, prompt: str = "") -> bool:
-    """Returns whether a response has the final answer of an answer; of a list, of any entry.
+    """Whether a response has the same final answer as `answer`, or as one entry of a list.
 
-    If it is a number, that of the response must hold exactly one number, of the same value: 1,200
-    is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text. docs/evaluation.md
-    has a table of what is read as what.
+    If the right answer is a number, the response's must hold exactly one number, of the same value:
+    1,200 is 1200; 18.0, $18 and 18 dollars are 18. All else is text, see docs/evaluation.md.
 
     Args:
-        answer: as the data has it, or as `dataset.answer_text` keeps it.
-        prompt: its end may have opened a thought: a response that was cut in it is no answer.
+        answer: as in the data, or as `dataset.answer_text` keeps it.
+        prompt: it may end by opening a thought. A response cut off within that has no answer.
     """
     opener, _ = thoughts.opened_by(prompt)
     stated = plain(final_answer(usual_characters(opener + response)))
@@ -143,7 +142,7 @@ def is_right(response: str, answer: str | float | list, prompt: str = "") -> boo
 
 
 def usual_characters(text: str) -> str:
-    """Returns a text in the characters that it would have on a plain keyboard."""
+    """Returns a text in the characters of a plain keyboard."""
     if not text.isascii():
         text = INVISIBLE.sub("", text).translate(ALIKE)
         text = OTHER_DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text)
@@ -156,12 +155,12 @@ def final_answer(text: str) -> str:
 
     That is the last of these in the text:
 
-        \boxed{...}, \fbox{...}  what is in the braces
+        \boxed{...}, \fbox{...}  the content of the braces
         #### (GSM8K)            the rest of the line, or the next line if that is empty
-        <answer>...</answer>    the final answer of what is between them
+        <answer>...</answer>    the final answer of the text between them
 
-    If there is none, it is what follows the last "the answer is" or "answer:" that something
-    follows, or else the whole text. What thinking is: `thoughts.outside_thoughts`.
+    If there is none, it is the text after the last "the answer is" or "answer:" that is followed by
+    something, else the whole text. `thoughts.outside_thoughts` removes the thinking.
     """
     answer = thoughts.outside_thoughts(text)
     box_at, boxed = last_box(answer)
@@ -179,25 +178,25 @@ def final_answer(text: str) -> str:
     return statements[-1] if statements else answer
 
 
-# These read a text once, whatever is in it: a policy that degenerates repeats marks endlessly.
+# These read a text only once: a degenerate policy repeats marks endlessly.
 def last_box(text: str) -> tuple[int, str]:
-    """Returns where the last whole `\\boxed{...}` begins, and what it holds; -1 and "" if none."""
-    boxes = {box.end() - 1: box.start() for box in BOX.finditer(text)}  # by the place of the brace
+    """Returns the start of the last whole `\\boxed{...}` and its content; -1 and "" if none."""
+    boxes = {box.end() - 1: box.start() for box in BOX.finditer(text)}  # by the opening brace
     unclosed = []
-    closed_at = {}  # by the place of the brace that is closed there
+    closed_at = {}  # positions of closing braces by those of their opening braces
     for brace in BRACE.finditer(text):
         if brace[0] == "{":
             unclosed.append(brace.start())
         elif unclosed:
             closed_at[unclosed.pop()] = brace.start()
-    for place, start in reversed(boxes.items()):
-        if place in closed_at:
-            return start, text[place + 1 : closed_at[place]]
+    for brace_at, start in reversed(boxes.items()):
+        if brace_at in closed_at:
+            return start, text[brace_at + 1 : closed_at[brace_at]]
     return -1, ""
 
 
 def last_hashes(text: str) -> tuple[int, str]:
-    """Returns where the last `####` is that marks an answer, and the answer; -1 and "" if none.
+    """Returns the position of the last `####` that marks an answer, and the answer; else -1, "".
 
     If other lines follow the answer, it must be a number: otherwise `####` begins a heading.
     """
@@ -205,7 +204,7 @@ def last_hashes(text: str) -> tuple[int, str]:
     below: list[str] = []  # the lines below that are not blank, the nearest last
     for line in reversed(text.splitlines(keepends=True)):
         start -= len(line)
-        # An answer that goes on with another mark is no number, so the last of a line decides.
+        # A number is not followed by another mark, so the last mark of a line decides.
         before, mark, answer = line.rpartition(HASHES)
         if mark:
             n_following = len(below)
@@ -246,7 +245,7 @@ def number_in(text: str) -> Decimal | None:
 
 
 def as_text(text: str) -> str:
-    """Returns a text in the form in which it is compared: (B) and B) become b."""
+    """Returns a text in the form used for comparison: (B) and B) become b."""
     text = " ".join(text.split())
     text = LONE_SPACE.sub("", text)  # (3, 4) is (3,4), and 1 1/2 is not 11/2
     text = text.rstrip(".").casefold()

@@ -8,7 +8,7 @@ from common.shared_args import SharedArgs, arg
 
 @dataclass
 class RolloutArgs(SharedArgs):
-    """What recipes take that learn from their own samples."""
+    """The arguments of recipes that learn from their own samples."""
 
     rollout_batch_size: int = arg(128, "prompts of one rollout, over all processes", at_least=1)
     n_samples_per_prompt: int = arg(1, "responses to each prompt", at_least=1)
@@ -46,7 +46,7 @@ class RolloutArgs(SharedArgs):
 
 @dataclass
 class RewardArgs(RolloutArgs):
-    """What recipes take whose samples are scored by a reward model, by functions, or by both."""
+    """The arguments of recipes whose samples are scored by a reward model or by functions."""
 
     reward_model_name_or_path: str | None = arg(None, "a reward model with one label")
     reward_function: list[str] | None = arg(None, "one or several MODULE:NAME, see docs/ppo.md")

@@ -1,4 +1,4 @@
-"""The model whose responses are sampled, and what else decides them."""
+"""What sampling needs to know: the model, its tokenizer, and its run."""
 
 from typing import Any, NamedTuple
 
@@ -16,22 +16,22 @@ class Response(NamedTuple):
     """One generated response."""
 
     ids: list[int]  # up to and including its first stop token
-    # Under the distribution that each token was drawn from; none if it was chosen greedily.
+    # Each token's log-prob in the distribution that it was drawn from; empty if greedy.
     logps: list[float]
 
 
 class SamplingContext:
-    """What sampling needs to know: a model that responds, its tokenizer, and its run.
+    """A model that responds, its tokenizer, and its run.
 
     Args:
         run: a `Run`; its `accelerator` and `args` are enough to generate.
         model: the trained one, prepared.
-        data: the run's sets. These are None where answers are generated for exact match alone.
+        data: the run's sets. This and what follows are None for generating exact match alone.
         packer: lays out samples for the models that read them.
-        means: takes what is logged about sampling.
+        means: receives values to log about sampling.
 
     Attributes:
-        unwrapped: the module inside `model`; its own `model` is that of transformers.
+        unwrapped: the module inside `model`; its own `model` is the transformers model.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class SamplingContext:
         return rendering.stop_tokens(self.tokenizer, self.unwrapped.model)
 
     def pad_token(self) -> int:
-        """Returns what fills rows up: the pad token, unless it was added without an embedding."""
-        most = self.unwrapped.model.get_input_embeddings().num_embeddings - 1
-        return min(self.tokenizer.pad_token_id, most)
+        """Returns the token for padding: the pad token, unless that has no embedding."""
+        last_token = self.unwrapped.model.get_input_embeddings().num_embeddings - 1
+        return min(self.tokenizer.pad_token_id, last_token)
 
     def tokens_without_probability(self) -> list[int]:
-        """Returns what is never drawn: beyond `LogProbModel.vocabulary`; placeholders of images."""
+        """Returns tokens that are never drawn: beyond `vocabulary`, and placeholders of images."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
-        never = []
+        placeholders = []
         if getattr(self.tokenizer, "processor", None) is not None:
             from preference_recipes.data import images  # only here: text needs none
 
-            never = images.tokens_of(self.tokenizer.processor)
-        return never + list(range(self.unwrapped.vocabulary, n_logits))
+            placeholders = images.tokens_of(self.tokenizer.processor)
+        return placeholders + list(range(self.unwrapped.vocabulary, n_logits))

@@ -1,9 +1,9 @@
-"""What differs between the log-probs of the sampler and those of training: logged, and corrected.
+"""Logs how the sampler's log-probs differ from those of training, and corrects for it.
 
-A vLLM server computes with other kernels, perhaps in another precision, and with `--rollouts_ahead`
-with earlier weights. So the samples come from a distribution q other than the policy before the
-update, p. An expectation over p is one over q in which each sample is weighted by p/q. Such ratios
-may be huge, so they are cut: a little bias for much less variance.
+A vLLM server computes with other kernels, perhaps in another precision and, with
+`--rollouts_ahead`, with earlier weights. So the samples come from a distribution q other than the
+policy before the update, p. An expectation over p equals one over q in which each sample is
+weighted by p/q. Such ratios may be huge, so they are cut: a little bias for much less variance.
 """
 
 import torch
@@ -19,9 +19,9 @@ def reweight(
     """Returns the losses, weighted where a server sampled, and values to log about the sampler.
 
     Args:
-        losses: of the policy, `[samples, length]` or `[samples, 1]`.
-        logps: of the policy before the update, which took itself for the sampler.
-        experience: `Rollout.experience` of the same samples.
+        losses: `[samples, length]` or `[samples, 1]`.
+        logps: from the policy before the update, which is taken for the sampler.
+        experience: `Rollout.experience` for the same samples.
         on_policy: whether the policy is still the one that sampled, up to rounding.
     """
     mask = experience["mask"].to(logps.dtype)
@@ -29,9 +29,9 @@ def reweight(
     if on_policy:
         values = sampler_differences(logps, experience["sampler_logps"], mask)
     if args.vllm_url:
-        weights, measured = importance_weights(logps, experience["sampler_logps"], mask, args)
+        weights, ratio_values = importance_weights(logps, experience["sampler_logps"], mask, args)
         losses = losses * weights
-        values |= measured
+        values |= ratio_values
     return losses, values
 
 
@@ -47,18 +47,18 @@ def importance_weights(
     none: 1 for all.
     """
     correction = args.sampler_correction
-    largest = args.sampler_correction_max
+    bound = args.sampler_correction_max
     log_ratios = (logps - sampler_logps) * (mask > 0)
     if correction == "sequence_mask":
         log_ratios = log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
     elif correction == "none":
         log_ratios = torch.zeros_like(log_ratios)
     ratios = log_ratios.exp()
-    is_cut = ratios > largest
+    is_cut = ratios > bound
     if correction == "token_mask":
-        is_cut |= ratios < 1 / largest
+        is_cut |= ratios < 1 / bound
     if correction == "token_truncate":
-        ratios = ratios.clamp(max=largest)
+        ratios = ratios.clamp(max=bound)
     else:
         ratios = ratios.masked_fill(is_cut, 0.0)
     name = "sampling/importance_sampling_ratio"
@@ -72,7 +72,7 @@ def importance_weights(
 def sampler_differences(
     logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, tuple]:
-    """Returns values to log: how far the sampler's log-probs are from those of training."""
+    """Returns values to log: how much the sampler's log-probs differ from those of training."""
     difference = (logps - sampler_logps).abs()
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": (difference, mask), f"{name}/max": (difference, mask, "max")}

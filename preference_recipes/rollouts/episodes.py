@@ -24,30 +24,30 @@ from preference_recipes.rollouts.samples import Samples, repeat_each, share_of_g
 
 @dataclasses.dataclass
 class Episode:
-    """One conversation; `ids` are its tokens after the prompt, of the model or the template."""
+    """One conversation. `ids` are its tokens after the prompt, from the model or the template."""
 
-    prompt: list[int]  # token ids of what the model reads first
+    prompt: list[int]  # token ids that the model reads first
     messages: list[dict]  # so far
-    images: list[bytes] = dataclasses.field(default_factory=list)  # of the prompt
+    images: list[bytes] = dataclasses.field(default_factory=list)  # in the prompt
     ids: list[int] = dataclasses.field(default_factory=list)
     is_sampled: list[bool] = dataclasses.field(default_factory=list)  # whether the model drew it
     logps: list[float] = dataclasses.field(default_factory=list)  # the sampler's, else 0
     turns: int = 0  # answers of the model
-    calls: int = 0  # of tools
+    calls: int = 0  # calls of tools
     failed_calls: int = 0
     is_live: bool = True  # continues
-    ended: bool = False  # by itself, and not at a limit
+    ended: bool = False  # ended by itself, not at a limit
 
     @property
     def n_sampled(self) -> int:
         return sum(self.is_sampled)
 
-    def places_left(self, args) -> int:
+    def tokens_left(self, args) -> int:
         return args.max_length - len(self.prompt) - len(self.ids)
 
     def room(self, args) -> int:
-        """How many tokens the model may still draw."""
-        return min(args.max_new_tokens - self.n_sampled, self.places_left(args))
+        """Returns how many tokens the model may still draw."""
+        return min(args.max_new_tokens - self.n_sampled, self.tokens_left(args))
 
     def add(self, ids: list[int], logps: list[float], is_sampled: bool) -> None:
         self.ids += ids
@@ -59,37 +59,37 @@ class EpisodeRunner:
     """Plays the episodes of a run with the environment of `--environment`.
 
     Args:
-        generator: draws tokens, see `sampler.Transformers`.
+        generator: draws tokens, see `sampler.LocalGenerator`.
     """
 
     def __init__(self, context: SamplingContext, generator: Any, user_class: UserClass):
         self.context = context
         self.generator = generator
         self.user_class = user_class
-        # The latest samples' environments by row. Each process has those of its own prompts.
+        # The environments of the latest samples by row; each process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
     def run(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Plays an episode for each sample, see `Sampler.sample`. All processes must call it.
 
-        The k-th number of an episode decides the k-th token that the model draws in it; with a
-        server the number at the start of an answer decides the whole answer.
+        The k-th number of an episode decides the k-th token that the model draws in it. With a
+        server, the number at the start of an answer decides the whole answer.
         """
         self.close()
         context = self.context
         _, per_prompt, max_new_tokens = uniforms.shape
-        # After the numbers of an episode come zeros, whose tokens `add_answer` cuts off.
+        # An episode's numbers are followed by zeros; `add_answer` cuts their tokens off.
         draws = np.pad(uniforms.reshape(-1, max_new_tokens), ((0, 0), (0, max_new_tokens)))
 
-        def play_mine() -> dict[int, Episode]:
+        def play() -> dict[int, Episode]:
             episodes = self.begin(prompts, per_prompt)
             while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
                 self.take_turn(live, draws, temperature)
             return episodes
 
         with self.generator.ready():
-            mine = distributed.all_or_none(context.accelerator, True, play_mine)
-        episodes = distributed.gather_rows(mine)
+            own_episodes = distributed.all_or_none(context.accelerator, True, play)
+        episodes = distributed.gather_rows(own_episodes)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
@@ -99,49 +99,49 @@ class EpisodeRunner:
             per_prompt=per_prompt,
             sampler_logps=[episode.logps if temperature else [] for episode in episodes],
             is_sampled=[episode.is_sampled for episode in episodes],
-            # A checkpoint takes plain values, and no other class of string.
+            # A checkpoint holds only plain values, not even subclasses of `str`.
             messages=json.loads(json.dumps([e.messages for e in episodes], default=str)),
             statistics=statistics(episodes),
             images=[episode.images for episode in episodes],
         )
 
     def begin(self, prompts: dict, per_prompt: int) -> dict[int, Episode]:
-        """Makes and resets this process's environments; returns their episodes by number."""
-        mine = share_of_groups(self.context.accelerator, len(prompts["row"]), per_prompt)
-        self.instances = {number: self.user_class.make() for number in mine}
+        """Makes and resets this process's environments; returns their episodes by row."""
+        rows = share_of_groups(self.context.accelerator, len(prompts["row"]), per_prompt)
+        self.instances = {row: self.user_class.make() for row in rows}
         calls = environments.Calls(self.context.args.environment_timeout)
-        for number, instance in self.instances.items():
-            columns = json.loads(prompts["columns"][number // per_prompt])
-            calls.start(number, instance.reset, **columns)
+        for row, instance in self.instances.items():
+            columns = json.loads(prompts["columns"][row // per_prompt])
+            calls.start(row, instance.reset, **columns)
         return {
-            number: self.opening(prompts, number // per_prompt, added)
-            for number, added in calls.wait().items()
+            row: self.opening(prompts, row // per_prompt, reset_result)
+            for row, reset_result in calls.wait().items()
         }
 
-    def opening(self, prompts: dict, place: int, added: str | list[dict] | None) -> Episode:
-        """Returns an episode of the prompt at a place, with the text or messages of `reset`."""
+    def opening(self, prompts: dict, index: int, reset_result: str | list[dict] | None) -> Episode:
+        """Returns the episode of a prompt, with the text or messages that `reset` added."""
         args = self.context.args
-        option = f"--environment {self.user_class.name}, data row {prompts['row'][place]}"
-        row = json.loads(prompts["columns"][place])  # anew: `reset` may have changed its own
-        prompt = row["prompt"]
+        option = f"--environment {self.user_class.name}, data row {prompts['row'][index]}"
+        columns = json.loads(prompts["columns"][index])  # again: `reset` may have changed its copy
+        prompt = columns["prompt"]
         if isinstance(prompt, str):
             if not args.strings_as_messages:
                 refuse(f"{option}: the prompt is a string: give --strings_as_messages")
             prompt = formats.transcript_turns(prompt) or prompt
         messages = as_messages(prompt, "user")
-        episode = Episode(prompts["prompt_ids"][place], messages)
+        episode = Episode(prompts["prompt_ids"][index], messages)
         if "images" in prompts:
-            episode.images = prompts["images"][place] or []
-        if added is None:
+            episode.images = prompts["images"][index] or []
+        if reset_result is None:
             return episode
-        if isinstance(added, str):
+        if isinstance(reset_result, str):
             *earlier, last = messages
-            episode.messages = [*earlier, {**last, "content": last["content"] + added}]
+            episode.messages = [*earlier, {**last, "content": last["content"] + reset_result}]
         else:
-            episode.messages = [*messages, *as_messages(added, "user")]
-        tools = self.user_class.tools or row.get("tools")
+            episode.messages = [*messages, *as_messages(reset_result, "user")]
+        tools = self.user_class.tools or columns.get("tools")
         episode.prompt = chat.encode_prompt(self.context.tokenizer, episode.messages, tools).ids
-        if episode.places_left(args) <= 0:
+        if episode.tokens_left(args) <= 0:
             refuse(f"{option}: with what `reset` added, --max_length leaves no room to answer")
         return episode
 
@@ -149,31 +149,31 @@ class EpisodeRunner:
         """Generates an answer in each live episode, and lets the environment reply to it.
 
         Environments reply while other answers are still generated. `draws` are `[episodes,
-        numbers]`; an answer's begin where those of the one before ended.
+        numbers]`; an answer's numbers follow those of the episode's last answer.
         """
         args = self.context.args
-        numbers = list(live)  # of the episodes, by row
+        rows = list(live)
         longest = max(episode.room(args) for episode in live.values())
         uniforms = np.stack([draws[n, e.n_sampled :][:longest] for n, e in live.items()])
         ids = [episode.prompt + episode.ids for episode in live.values()]
         calls = environments.Calls(args.environment_timeout)
         images = [episode.images for episode in live.values()]
-        for row, response in self.generator.generate_own(ids, uniforms, temperature, images):
-            number = numbers[row]
-            episode = live[number]
+        for index, response in self.generator.generate_own(ids, uniforms, temperature, images):
+            row = rows[index]
+            episode = live[row]
             self.add_answer(episode, response)
             if episode.is_live:
-                calls.start(number, self.reply, self.instances[number], episode)
-        for number, messages in calls.wait().items():
-            self.continue_or_end(live[number], messages)
+                calls.start(row, self.reply, self.instances[row], episode)
+        for row, messages in calls.wait().items():
+            self.continue_or_end(live[row], messages)
 
     def add_answer(self, episode: Episode, response: Response) -> None:
-        """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
+        """Adds an answer to an episode. Without a stop token it was cut, which ends the episode."""
         tokenizer = self.context.tokenizer
         tools = self.user_class.tools
         room = episode.room(self.context.args)
         ids = response.ids[:room]
-        logps = response.logps[:room] or [0.0] * len(ids)  # a greedy one has none
+        logps = response.logps[:room] or [0.0] * len(ids)  # greedy answers have none
         is_whole = ids[-1] in self.context.stop_tokens()
         text = rendering.decode(tokenizer, ids[:-1] if is_whole else ids)  # no stop token
         message = {"role": "assistant", "content": text}
@@ -186,7 +186,7 @@ class EpisodeRunner:
         episode.is_live = is_whole
 
     def reply(self, instance: Any, episode: Episode) -> Any:
-        """Passes the last answer to the environment, or calls the tools that it asks for."""
+        """Passes the last answer to the environment, or calls the tools that it names."""
         message = episode.messages[-1]
         if not self.user_class.tools:
             return instance.step(message)
@@ -196,38 +196,38 @@ class EpisodeRunner:
         return messages
 
     def continue_or_end(self, episode: Episode, messages: list[dict] | None) -> None:
-        """Adds what the environment said to an episode; without a message it ends."""
-        if not messages:  # also an answer that calls nothing
+        """Adds the environment's messages to an episode; if there are none, it ends."""
+        if not messages:  # or the answer called nothing
             episode.is_live = False
             episode.ended = True
             return
         args = self.context.args
         messages = as_messages(messages, "user")
         ids = replies.ids_after_answer(self.context.tokenizer, messages, self.user_class.tools)
-        has_room = episode.room(args) > 0 and episode.places_left(args) > len(ids)
+        has_room = episode.room(args) > 0 and episode.tokens_left(args) > len(ids)
         if episode.turns >= args.max_turns or not has_room:
-            episode.is_live = False  # truncated: nobody reads the reply
+            episode.is_live = False  # truncated: the model would not read the reply
             return
         episode.add(ids, [0.0] * len(ids), is_sampled=False)
         episode.messages += messages
 
     def call(self, method: str) -> list:
-        """Returns what a method of each of this process's environments that has it returns."""
+        """Calls a method of this process's environments that have it; returns the results."""
         calls = environments.Calls(self.context.args.environment_timeout)
-        for number, instance in self.instances.items():
+        for row, instance in self.instances.items():
             if hasattr(instance, method):
-                calls.start(number, getattr(instance, method))
+                calls.start(row, getattr(instance, method))
         return list(calls.wait().values())
 
     def close(self) -> None:
-        """Closes the environments of the latest samples; an error in that is of no consequence."""
+        """Closes the environments of the latest samples, and ignores any errors."""
         with contextlib.suppress(Exception, SystemExit):
             self.call("close")
         self.instances = {}
 
 
 def statistics(episodes: list[Episode]) -> dict[str, torch.Tensor]:
-    """Returns what is logged of episodes, by tag, `[episodes]` each."""
+    """Returns values of episodes to log, by tag, `[episodes]` each."""
     values = {
         "environment/turns": [episode.turns for episode in episodes],
         "environment/tool_calls": [episode.calls for episode in episodes],

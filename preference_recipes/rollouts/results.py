@@ -1,4 +1,4 @@
-"""What log lines and `samples.jsonl` say of responses: of a rollout, and of held-out prompts."""
+"""What log lines and `samples.jsonl` contain about responses, in rollouts and evaluations."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ def log_responses(
     prefix: str,
     values: dict[str, torch.Tensor],
 ) -> None:
-    """Adds what is known of a rollout to the next log line. All processes must call it.
+    """Adds a rollout's values to the next log line. All processes must call it.
 
     Args:
         scores: None: nothing scores the responses.
-        prefix: of the tags of their lengths.
-        values: by tag, each of any shape and the same on every process; NaN counts nowhere.
+        prefix: begins the tags of the lengths.
+        values: by tag, each of any shape and the same on every process; NaN is not counted.
     """
     lengths = samples.mask.sum(1)
     context.means.add_rollout(values | parts_of(scores) | samples.statistics)
@@ -44,7 +44,7 @@ def parts_of(scores: Scores | None) -> dict[str, torch.Tensor]:
 def held_out_results(
     context: SamplingContext, samples: Samples, scores: Scores | None, eval_set, prefix: str
 ) -> tuple[dict[str, float], list[dict]]:
-    """Returns the line of a held-out set's evaluation, and its samples for `samples.jsonl`."""
+    """Returns a held-out set's log line, and its samples for `samples.jsonl`."""
     values: dict[str, Any] = {} if scores is None else {"scores": scores.total}
     values |= {"length": samples.mask.sum(1), "eos_rate": samples.ended, **samples.statistics}
     if "answer" in eval_set.column_names:
@@ -58,7 +58,7 @@ def held_out_results(
     line = {}
     for name, column in values.items():
         numbers = np.asarray(column, dtype=float)
-        if not np.isnan(numbers).all():  # NaN counts nowhere
+        if not np.isnan(numbers).all():  # NaN is not counted
             line[prefix + name] = float(np.nanmean(numbers))
     return line, samples.examples(context.tokenizer, scores, prefix.rstrip("/"))
 
@@ -68,42 +68,42 @@ def exact_match(
 ) -> tuple[dict[str, float], list[dict]]:
     """Answers a held-out set's prompts by greedy decoding; returns the share that is right, by tag.
 
-    Also what was answered, for `samples.jsonl`. Asked are the first `--exact_match_rows` rows with
-    an `answer`, unless a prompt leaves no position for one. All processes must call it.
+    It also returns the answers, for `samples.jsonl`. It takes the first `--exact_match_rows` rows
+    with an `answer` whose prompt leaves a position for one. All processes must call it.
     """
     args = run.args
     context = SamplingContext(run, model, tokenizer)
-    most = architecture.longest_row(context.unwrapped.model)
-    with_answer = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    asked = with_answer[: args.exact_match_rows]
+    limit = architecture.longest_row(context.unwrapped.model)
+    rows_with_answer = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
+    first_rows = rows_with_answer[: args.exact_match_rows]
     lengths = list(map(len, eval_set["prompt_ids"][:]))  # `[:]`: a column reads slowly by row
-    answered = [row for row in asked if lengths[row] < most]
-    if left_out := len(asked) - len(answered):
-        print_once(f"{prefix}exact_match: left out ({most} positions are too few): {left_out} rows")
-    if not answered:
+    usable = [row for row in first_rows if lengths[row] < limit]
+    if n_left := len(first_rows) - len(usable):
+        print_once(f"{prefix}exact_match: left out ({limit} positions are too few): {n_left} rows")
+    if not usable:
         return {}, []
     names = {"row", "prompt_ids", "answer", "images"} & {*eval_set.column_names}
-    rows = eval_set.select_columns(sorted(names))[answered]
+    columns = eval_set.select_columns(sorted(names))[usable]
     responses = generate(
         context,
-        rows["prompt_ids"],
+        columns["prompt_ids"],
         args.max_new_tokens,
         batch_size=8 * args.micro_train_batch_size,
-        images=[files or [] for files in rows.get("images", [])],
+        images=[files or [] for files in columns.get("images", [])],
     )
     response_ids = [response.ids for response in responses]
     texts = decode_answers(tokenizer, response_ids)
-    prompts = tokenizer.batch_decode(rows["prompt_ids"])
+    prompts = tokenizer.batch_decode(columns["prompt_ids"])
     examples = [
         {
             "source": prefix.rstrip("/"),
-            "row": rows["row"][number],
-            "prompt": prompts[number],
-            "response": tokenizer.decode(response_ids[number]),
+            "row": columns["row"][index],
+            "prompt": prompts[index],
+            "response": tokenizer.decode(response_ids[index]),
             "answer": " or ".join(answer.split(dataset.ANSWER_SEPARATOR)),
-            "right": is_right(texts[number], answer, prompts[number]),
+            "right": is_right(texts[index], answer, prompts[index]),
         }
-        for number, answer in enumerate(rows["answer"])
+        for index, answer in enumerate(columns["answer"])
     ]
     share = sum(example["right"] for example in examples) / len(examples)
     return {f"{prefix}exact_match": share}, examples

@@ -1,4 +1,4 @@
-"""A rollout and its updates: where a run is in its prompts, which samples an update takes."""
+"""A rollout and its updates: a run's position in its prompts, and the samples of an update."""
 
 import dataclasses
 import math
@@ -10,20 +10,20 @@ from common import batches, checkpointable, display, pluralize, progress, refuse
 from common.metrics import Means
 from preference_recipes.rollouts.samples import Samples
 
-# Random numbers are drawn from [seed, rollout, stream, ...]: each purpose has a stream of its own.
+# Random numbers are seeded by [seed, rollout, stream, ...], with one stream for each purpose.
 SAMPLING_STREAM = 1
 ORDER_STREAM = 2
 
 
-# ============================================================ what a run carries
+# ============================================================ the state of a run
 @checkpointable
 @dataclasses.dataclass
 class Rollout:
-    """Samples and what their updates need to know about them; on the CPU of every process."""
+    """Samples, and the values that their updates need, on the CPU of every process."""
 
     samples: Samples
     started_at: int  # `global_step` before the rollout's first update
-    # By name `[samples, longest response]`, or `[samples, 1]` if all tokens have the same value.
+    # By name: `[samples, longest response]`, or `[samples, 1]` if all tokens have the same value.
     experience: dict[str, torch.Tensor]
     is_trained: torch.Tensor  # bool `[samples]`
 
@@ -34,10 +34,9 @@ class Rollout:
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
 
     def rows_of_next_update(self, state: "RolloutState", args) -> np.ndarray:
-        """Returns which samples form the next update: groups in a seeded order, anew in each pass.
+        """Returns the rows of the next update. Each pass has a new seeded order of the groups.
 
-        Updates differ in size by at most one sample: a small leftover would get a whole optimizer
-        step of its own.
+        Updates differ by at most one sample: a small leftover would get a whole optimizer step.
         """
         n_updates = self.updates_per_pass(args)
         pass_number, update_of_pass = divmod(state.updates_made, n_updates)
@@ -49,18 +48,18 @@ class Rollout:
         return np.array_split(trained, n_updates)[update_of_pass]
 
     def n_tokens(self, rows: np.ndarray) -> int:
-        """Returns the tokens of some samples, prompts and responses."""
+        """Returns how many tokens these samples have, prompts and responses."""
         return int(self.samples.lengths[rows].sum())
 
 
 @checkpointable
 @dataclasses.dataclass
 class RolloutState(progress.PromptProgress):
-    """Where a run is in its prompts and rollouts. A checkpoint holds it."""
+    """A run's position in its prompts and rollouts. A checkpoint holds it."""
 
-    rollouts_seen: int = 0  # finished ones: all their updates are made
-    updates_made: int = 0  # of the current rollout
-    rollout: Rollout | None = None  # whose updates are being made; None: the next one is due
+    rollouts_seen: int = 0  # finished rollouts, whose updates are all made
+    updates_made: int = 0  # in the current rollout
+    rollout: Rollout | None = None  # the current one; None: the next one is due
 
     def state(self) -> "RolloutState":
         return self
@@ -69,21 +68,21 @@ class RolloutState(progress.PromptProgress):
         vars(self).update(vars(saved))
 
     def take_prompts(self, train, seed: int, max_prompts: int) -> dict:
-        """Returns the columns of the next prompts, at most to the end of the epoch.
+        """Returns the columns of the next prompts, at most up to the end of the epoch.
 
         The order is that of a data set's rows, see `batches.rows_of_update`.
         """
-        epoch, place = divmod(self.prompts_seen, len(train))
+        epoch, start = divmod(self.prompts_seen, len(train))
         order = batches.epoch_order(len(train), seed, epoch)
-        rows = order[place : place + max_prompts]
+        rows = order[start : start + max_prompts]
         self.prompts_seen += len(rows)
         return train[rows]
 
     def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
         """Returns the numbers that decide the tokens of the rollout, see `Sampler.sample`.
 
-        `[prompts, responses to each, max_new_tokens]` in [0, 1). They depend on the seed, the
-        rollout and its round alone, not on how many processes there are.
+        They are `[prompts, responses to each, max_new_tokens]` in [0, 1), and depend only on the
+        seed, the rollout and its round, not on how many processes there are.
         """
         seeds = [args.seed, self.rollouts_seen, SAMPLING_STREAM, round_number]
         shape = (n_prompts, args.n_samples_per_prompt, args.max_new_tokens)
@@ -107,7 +106,7 @@ class RolloutState(progress.PromptProgress):
 
 
 def skip_rollout(run, state: RolloutState, means: Means) -> None:
-    """Goes past a rollout that has nothing to train on, with a warning.
+    """Skips a rollout that has nothing to train on, with a warning.
 
     The run ends after a whole epoch of such prompts. If it ends without any update, it fails.
     """
@@ -123,14 +122,14 @@ def skip_rollout(run, state: RolloutState, means: Means) -> None:
             "update, so the run ends here"
         )
     if run.finished and run.global_step == 0:
-        run.log(means.reduce_and_reset())  # so that the rewards are in the log
+        run.log(means.reduce_and_reset())  # the rewards belong in the log
         refuse(f"{message}. The run has applied no update")
     display.write(f"WARNING: {message}")
 
 
 # ============================================================ how many updates
 def count_updates(args, n_prompts: int) -> int:
-    """Returns the updates of so many prompts, cut into rollouts, of which the last may be short."""
+    """Returns how many updates these prompts make, in rollouts of which the last may be short."""
     n_full, rest = divmod(n_prompts, args.rollout_batch_size)
 
     def in_rollout(prompts: int) -> int:
@@ -141,17 +140,17 @@ def count_updates(args, n_prompts: int) -> int:
 
 
 def describe_updates(args, run: progress.Progress, may_be_fewer: bool = False) -> str:
-    """Returns the arithmetic of a run's updates, in words; with left out groups `may_be_fewer`."""
+    """Describes how many updates a run makes. They `may_be_fewer` if groups are left out."""
     n_prompts = run.n_rows
     prompts = args.rollout_batch_size
     samples = prompts * args.n_samples_per_prompt
-    most = "at most " if may_be_fewer else ""
+    at_most = "at most " if may_be_fewer else ""
     return (
         f"a rollout: {pluralize(prompts, 'prompt')}, {pluralize(samples, 'sample')}, "
-        f"{most}{pluralize(count_updates(args, prompts), 'update')}; "
+        f"{at_most}{pluralize(count_updates(args, prompts), 'update')}; "
         f"an epoch: {pluralize(math.ceil(n_prompts / prompts), 'rollout')}, "
-        f"{most}{pluralize(count_updates(args, n_prompts), 'update')}; "
-        f"{'' if args.max_steps else most}{pluralize(run.total_steps, 'update')} in all"
+        f"{at_most}{pluralize(count_updates(args, n_prompts), 'update')}; "
+        f"{'' if args.max_steps else at_most}{pluralize(run.total_steps, 'update')} in all"
     )
 
 
@@ -159,8 +158,8 @@ def check_rollout_size(args) -> None:
     """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples < args.train_batch_size and not args.preview:
-        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
+        smallest = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
         refuse(
             f"a rollout has {samples} samples, fewer than --train_batch_size "
-            f"{args.train_batch_size}. Smallest valid size: --rollout_batch_size {least}"
+            f"{args.train_batch_size}. Smallest valid size: --rollout_batch_size {smallest}"
         )

@@ -1,4 +1,4 @@
-"""Draws the samples of a run: by transformers or vLLM servers, maybe with an environment."""
+"""Draws the samples of a run by transformers or vLLM servers, maybe with an environment."""
 
 import math
 from collections.abc import Iterator
@@ -21,25 +21,26 @@ class Sampler(SamplingContext):
     """Draws samples of a policy: an answer to each prompt or, with an environment, an episode.
 
     All processes must call its methods, and get the same samples. A checkpoint holds its `state`:
-    what servers have sampled ahead.
+    samples that servers have drawn ahead.
 
     Args:
+        run, model, tokenizer, data, packer, means: see `SamplingContext`.
         environment: MODULE:CLASS; None: there is none.
 
     Attributes:
-        generator: of the tokens: transformers, or the servers of `--vllm_url`.
-        episodes: plays them; None: a sample is one answer.
+        generator: generates the tokens, here or on the servers of `--vllm_url`.
+        episodes: plays the episodes; None: a sample is one answer.
     """
 
-    def __init__(self, *context, environment: str | None = None):
-        super().__init__(*context)
-        self.generator = Servers(self) if self.args.vllm_url else Transformers(self)
+    def __init__(self, run, model, tokenizer, data, packer, means, environment: str | None = None):
+        super().__init__(run, model, tokenizer, data, packer, means)
+        self.generator = Servers(self) if self.args.vllm_url else LocalGenerator(self)
         self.episodes: EpisodeRunner | None = None
         if environment is not None:
             user_class = environments.load(environment)
             try:
                 replies.check_turns(self.tokenizer, user_class.tools)
-            except BadRow as error:  # the chat template has no place for its turns
+            except BadRow as error:  # the chat template cannot write its turns
                 refuse(f"--environment {environment}: {error}")
             self.episodes = EpisodeRunner(self, self.generator, user_class)
         self.state = self.generator.state
@@ -49,10 +50,10 @@ class Sampler(SamplingContext):
         """Draws responses to prompts.
 
         Args:
-            prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text), `row`
-                (its number) and maybe `images`, each prompt once.
+            prompts: columns of the data, each prompt once: `prompt_ids`, `columns` (the row as a
+                JSON text), `row` (its number) and maybe `images`.
             uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see
-                `SampleByUniform`; a server draws with seeds that are made from them.
+                `SampleByUniform`; a server gets seeds that are made from them.
         """
         if self.episodes is not None:
             return self.episodes.run(prompts, uniforms, temperature)
@@ -88,7 +89,7 @@ class Sampler(SamplingContext):
         return self.sample(eval_set[:], unused, temperature=0.0)
 
 
-class Transformers:
+class LocalGenerator:
     """Generates in the run's own processes, by transformers. `Servers` has the same methods."""
 
     def __init__(self, context: SamplingContext):
@@ -115,17 +116,17 @@ class Transformers:
     def generate_own(
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images: list
     ) -> Iterator[tuple[int, Response]]:
-        """Yields the number of each prompt with its response, once that has ended.
+        """Yields the index of each prompt with its response, once that has ended.
 
         For this process alone. `uniforms` are `[prompts, tokens]`.
         """
         longest = uniforms.shape[1]
-        at_once = generation.responses_at_once(self.context, prompts, longest)
+        batch_size = generation.responses_at_once(self.context, prompts, longest)
         lengths = np.array([len(prompt) for prompt in prompts])
-        longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
-        for numbers in np.array_split(longest_first, math.ceil(len(prompts) / at_once)):
+        longest_first = np.argsort(-lengths, kind="stable")  # as in `batches.split`
+        for indices in np.array_split(longest_first, math.ceil(len(prompts) / batch_size)):
             yield from generation.generate_some(
-                self.context, prompts, numbers.tolist(), longest, temperature, uniforms, images
+                self.context, prompts, indices.tolist(), longest, temperature, uniforms, images
             )
 
     # One process cannot sample and train at once, so nothing is sampled ahead.

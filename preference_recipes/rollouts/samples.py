@@ -18,17 +18,17 @@ from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts.answers import decode_answers
 from preference_recipes.rollouts.context import SamplingContext
 
-# What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted.
+# Tokens, padding counted, that a process scores at once where `--score_batch_size` is 0.
 SCORED_TOKENS = 2**15
 
 
 @checkpointable
 @dataclass
 class Samples:
-    """Prompts with one response each, the same on every process. A sample's row is its place here.
+    """Prompts with one response each, the same on every process. A sample's index here is its row.
 
-    `is_sampled` says of each token of a response whether the model drew it: nothing is learned from
-    those of an environment, or of other speakers in completions of the data.
+    `is_sampled` marks the tokens of a response that the model drew. Nothing is learned from tokens
+    of an environment, or of other speakers in completions of the data.
     """
 
     prompts: list[list[int]]  # token ids
@@ -36,13 +36,13 @@ class Samples:
     row_json: list[str]  # the prompt's row in the data, as a JSON text
     row_numbers: list[int]  # its number, from 1
     ended: torch.Tensor  # bool `[samples]`, whether the response ends with a stop token
-    per_prompt: int = 1  # how many samples, side by side, answer the same prompt
+    per_prompt: int = 1  # how many consecutive samples answer the same prompt
     sampler_logps: list[list[float]] = field(default_factory=list)  # see `context.Response`
     is_sampled: list[list[bool]] = field(default_factory=list)
-    messages: list[list[dict]] = field(default_factory=list)  # of episodes, prompt included
+    messages: list[list[dict]] = field(default_factory=list)  # episodes, prompt included
     images: list[list[bytes]] = field(default_factory=list)  # files, if any prompt has some
-    # `[samples]` by tag, for the log; not kept by `select_groups` and `joined`.
-    statistics: dict[str, torch.Tensor] = field(default_factory=dict)  # of episodes
+    # Values of episodes for the log, `[samples]` by tag; `select_groups` and `joined` drop them.
+    statistics: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.is_sampled:
@@ -66,12 +66,12 @@ class Samples:
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
     def lengths_for_split(self, packer: Packer) -> np.ndarray:
-        """Returns the lengths by which an update's samples are sorted and cut, `[samples]`."""
+        """Returns the lengths by which an update is split into micro-batches, `[samples]`."""
         return self.group_lengths if packer.share else self.lengths
 
     @property
     def mask(self) -> torch.Tensor:
-        """bool `[samples, longest response]`, where a response has a token that the model drew."""
+        """bool `[samples, longest response]`, true where the model drew a token."""
         return pad_sequence([torch.tensor(flags) for flags in self.is_sampled], batch_first=True)
 
     @property
@@ -81,7 +81,7 @@ class Samples:
         return pad_sequence(rows, batch_first=True)
 
     def response_numbers(self, rows: list[int]) -> list[int]:
-        """Returns the numbers of some samples among those of the same prompt, from 1."""
+        """Returns the numbers of samples among those of the same prompt, from 1."""
         return [row % self.per_prompt + 1 for row in rows]
 
     def make_batch(self, rows: list[int], packer: Packer) -> dict:
@@ -94,42 +94,41 @@ class Samples:
     def collate(
         self, rows: list[int], experience: dict[str, torch.Tensor], packer: Packer
     ) -> tuple[dict, dict]:
-        """Returns some of the samples as models read them, and their part of `experience`."""
+        """Returns samples as a batch that models read, and their part of `experience`."""
         batch = self.make_batch(rows, packer)
         longest = batch["mask"].shape[1]
         values = {
-            name: batches.send(tensor[rows, :longest], packer.device)
+            name: batches.to_device(tensor[rows, :longest], packer.device)
             for name, tensor in experience.items()
         }
         return batch, values
 
     def scoring_batches(self, context: SamplingContext) -> Iterator[tuple[list[int], dict]]:
-        """Yields this process's micro-batches: the rows of their samples, and what models read.
+        """Yields this process's micro-batches: the rows of their samples, and the batches.
 
-        A process without any reads a padding row, since the others wait for it: `rows` is empty.
+        A process without samples gets a padding row, for which `rows` is empty: others wait for it.
         """
         size = context.args.score_batch_size
-        most = 0 if size else SCORED_TOKENS
-        numbers = np.arange(len(self))
-        for rows, weights in batches.split(
-            context.accelerator, numbers, self.group_lengths, size, max_tokens=most
+        max_tokens = 0 if size else SCORED_TOKENS
+        for rows, is_real in batches.split(
+            context.accelerator, np.arange(len(self)), self.group_lengths, size, max_tokens
         ):
-            yield rows if weights.any() else [], self.make_batch(rows, context.packer)
+            yield rows if is_real.any() else [], self.make_batch(rows, context.packer)
 
     @torch.no_grad()
     def compute_logps(
         self, context: SamplingContext, names: tuple[str, ...], reference: Reference | None
     ) -> dict[str, torch.Tensor]:
-        """Returns the model's outputs of these names, and with a reference `ref_logps`.
+        """Returns the model's outputs of these names and, with a reference, `ref_logps`.
 
-        Each is `[samples, longest response]`, zero where the model drew nothing, the same on every
-        process. Values that are not finite stop the run. All processes must call it.
+        Each is `[samples, longest response]`, zero where the model drew nothing, and the same on
+        every process. Values that are not finite stop the run. All processes must call it.
         """
         all_names = [*names, "ref_logps"] if reference else list(names)
         if not all_names:
             return {}
         temperature = context.args.temperature
-        outputs = {}  # by sample, tensors [response length, names], on the CPU
+        outputs = {}  # by sample: [response length, names], on the CPU
         with checks.evaluation_mode(context.model):
             for rows, batch in self.scoring_batches(context):
                 per_token = []
@@ -140,7 +139,7 @@ class Samples:
                     per_token.append(reference.logps(batch, temperature))
                 stacked = torch.stack(per_token, 2).cpu()
                 for row, values, is_token in zip(rows, stacked, batch["mask"].cpu()):
-                    # What an environment wrote before the model's last token keeps its places.
+                    # Up to the model's last token, tokens of an environment stay in, as zeros.
                     end = int(is_token.nonzero()[-1]) + 1
                     outputs[row] = torch.where(is_token[:end, None], values[:end], 0.0)
         padded = pad_sequence(distributed.gather_rows(outputs), batch_first=True)
@@ -151,7 +150,7 @@ class Samples:
     def check_finite(self, context: SamplingContext, **values: torch.Tensor) -> None:
         """Stops the run if a value `[samples, length or 1]` is not finite, and names its data row.
 
-        The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
+        That includes the sampler's log-probs: where a logit is NaN, the drawn token is meaningless.
         """
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
         sums = sum(tensors.values())  # [samples, longest response], finite only if all parts are
@@ -159,7 +158,7 @@ class Samples:
         stopping.check_finite(context.run, [losses], tensors)
 
     def select_groups(self, is_kept: torch.Tensor) -> "Samples":
-        """Returns the samples of the prompts that are kept, bool `[prompts]`."""
+        """Returns the samples of the prompts that `is_kept`, bool `[prompts]`, marks."""
         is_kept = is_kept.repeat_interleave(self.per_prompt)
         flags = is_kept.tolist()
         lists: dict[str, Any] = {
@@ -181,10 +180,10 @@ class Samples:
         return replace(parts[0], ended=ended, statistics={}, **lists)
 
     def answers(self, tokenizer) -> list[str]:
-        """Returns the text of each response, of an episode that of its last answer."""
+        """Returns the text of each response; for an episode, the text of its last answer."""
         answers = []
         for response, is_sampled in zip(self.responses, self.is_sampled):
-            # The tokens at the end that the model drew.
+            # The last answer: the tokens at the end that the model drew.
             n_drawn = len(list(takewhile(bool, reversed(is_sampled))))
             answers.append(response[len(response) - n_drawn :])
         return decode_answers(tokenizer, answers)
@@ -203,7 +202,7 @@ class Samples:
                 example["messages"] = self.messages[row]
             if scores is not None:
                 example["score"] = scores.total[row].item()
-                # NaN: a function returned None. JSON has no NaN.
+                # NaN, which JSON lacks, means that a function returned None.
                 example["rewards"] = {
                     name: None if part[row].isnan() else part[row].item()
                     for name, part in scores.parts.items()
@@ -213,12 +212,12 @@ class Samples:
 
 
 def share_of_groups(accelerator, n_prompts: int, per_prompt: int) -> list[int]:
-    """Returns the rows of this process's samples, a prompt's all on one process; maybe none."""
+    """Returns the rows of this process's samples, maybe none. A prompt's samples stay together."""
     groups = np.arange(n_prompts * per_prompt).reshape(-1, per_prompt)
     share = np.array_split(groups, accelerator.num_processes)[accelerator.process_index]
     return share.flatten().tolist()
 
 
 def repeat_each(values: list, times: int) -> list:
-    """Returns a list in which each value occurs `times` times, side by side."""
+    """Returns a list in which each value is repeated `times` times in a row."""
     return [value for value in values for _ in range(times)]

@@ -1,4 +1,4 @@
-"""Rollouts that teachers read: models here, or vLLM servers that tell their top tokens."""
+"""Rollouts that teachers read: local models, or vLLM servers that return their top tokens."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -13,36 +13,36 @@ from torch import nn
 from common import Refused, checkpointable, distributed, refuse
 from preference_recipes.models import teachers
 from preference_recipes.models.packing import Packer
-from preference_recipes.models.teachers import TeacherQuery, Teachers, TopLogps
+from preference_recipes.models.teachers import LocalTeachers, TeacherQuery, TopLogps
 from preference_recipes.rollouts.rollout_state import Rollout
 from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.rollouts.vllm import Server
 
-REQUESTS_AT_ONCE = 32  # of each process: an answer is a text of some kilobytes a token
+REQUESTS_AT_ONCE = 32  # per process: an answer has some kilobytes of text per token
 
 
 @checkpointable
 @dataclass
 class TaughtRollout(Rollout):
-    """A rollout, and what its teachers need to know.
+    """A rollout, and the inputs of its teachers.
 
-    `experience` also has `teacher`, the number of each sample's teacher.
+    `experience` also has `teacher`, the index of each sample's teacher.
     """
 
     teachers: list[str]  # the name of each sample's teacher
-    teacher_prompts: list[list[int]]  # what its teacher reads before the response
-    top_logps: list | None = None  # what servers say, see `AllTeachers.ask`; None: not asked yet
+    teacher_prompts: list[list[int]]  # what each sample's teacher reads before the response
+    top_logps: list | None = None  # the servers' answers, see `AllTeachers.ask`; None: not asked
 
     def lengths_as_read(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the samples' lengths `[N]`, with the longer prompt: student's or teacher's.
+        """Returns the samples' lengths `[N]` with the student's or teacher's prompt, if longer.
 
-        It adds the same to all samples of a prompt, so they stay side by side where they are.
+        All samples of a prompt get the same addition, so sorting still keeps them together.
         """
         prompts = zip(self.samples.prompts, self.teacher_prompts)
-        return lengths + [max(len(taught) - len(own), 0) for own, taught in prompts]
+        return lengths + [max(len(teacher) - len(student), 0) for student, teacher in prompts]
 
     def queries(self, rows: Iterable[int]) -> list[TeacherQuery]:
-        """Returns what the teachers of some samples are asked."""
+        """Returns the queries to the teachers of these samples."""
         samples = self.samples
         return [
             TeacherQuery(
@@ -55,16 +55,16 @@ class TaughtRollout(Rollout):
         ]
 
 
-class AllTeachers(Teachers):
-    """Those here and, with `--teacher_url`, those behind servers. All processes must ask them."""
+class AllTeachers(LocalTeachers):
+    """Local teachers and, with `--teacher_url`, those on servers. All processes must ask them."""
 
     def __init__(self, accelerator: Accelerator, args, tokenizer, model: nn.Module):
-        """Exits if a server is not what it should be. `model` is the student."""
+        """Exits if a server is unsuitable. `model` is the student."""
         super().__init__(accelerator, args, tokenizer, model)
         self.accelerator = accelerator
         self.args = args
         self.top_k = min(args.teacher_top_k, self.student.vocabulary)
-        self.servers: dict[str, list[Server]] = {}  # of each served teacher
+        self.servers: dict[str, list[Server]] = {}  # by teacher
         for name, urls in teachers.sources(args).items():
             for url in urls if isinstance(urls, list) else ():
                 server = Server(url)
@@ -79,36 +79,37 @@ class AllTeachers(Teachers):
     def prove(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
         """Returns the names of a server's model and of its weights.
 
-        Refuses one with another tokenizer, or that does not tell what will be asked.
+        Refuses a server with another tokenizer, or whose answers lack what is needed.
         """
         model, *_ = server.send("/v1/models", method="GET")["data"]
-        if (longest := model["max_model_len"]) <= max_length:  # it adds a token of its own
+        if (longest := model["max_model_len"]) <= max_length:  # it adds a token
             refuse(f"--max_length {max_length}: {server.url} has --max-model-len {longest}")
         text = tokenizer.decode(sorted(tokenizer.get_vocab().values()))
         ids = tokenizer.encode(text, add_special_tokens=False)
         request = {"prompt": text, "add_special_tokens": False}
-        for own, their in itertools.zip_longest(ids, server.send("/tokenize", request)["tokens"]):
-            if own != their:
-                pair = f"in the text of all tokens the student has id {own}, it has {their}"
-                refuse(f"{server.url} has another tokenizer: {pair}")
+        server_ids = server.send("/tokenize", request)["tokens"]
+        for student_id, server_id in itertools.zip_longest(ids, server_ids):
+            if student_id != server_id:
+                pair = f"the student has id {student_id}, it has {server_id}"
+                refuse(f"{server.url} has another tokenizer: in the text of all tokens {pair}")
         answer = ids[1:max_length]
         self.ask_server(TeacherQuery("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
 
     def assign(self, samples: Samples, columns: dict, global_step: int) -> TaughtRollout:
-        """Returns the rollout of some samples, with who teaches each, and what that teacher reads.
+        """Returns the rollout of these samples, with the teacher of each, and what that one reads.
 
         Args:
-            columns: of their prompts in the data, each once.
+            columns: columns of the data for the samples' prompts, each prompt once.
         """
-        # With several teachers, the data name each row's.
+        # With several teachers, the data name the teacher of each row.
         names = columns.get("teacher", [teachers.UNNAMED] * len(columns["row"]))
         names = repeat_each(names, samples.per_prompt)
-        # Without --teacher_prompt a teacher reads what the student reads.
+        # Without --teacher_prompt, teachers read the student's prompt.
         prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
-        known = list(teachers.sources(self.args))
+        all_names = list(teachers.sources(self.args))
         experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
-        experience["teacher"] = torch.tensor([[known.index(name)] for name in names])
+        experience["teacher"] = torch.tensor([[all_names.index(name)] for name in names])
         return TaughtRollout(
             samples,
             global_step,
@@ -119,9 +120,9 @@ class AllTeachers(Teachers):
         )
 
     def ask(self, rollout: TaughtRollout, on_failure: Callable | None = None) -> None:
-        """Asks servers about a rollout, if they teach some of it and were not asked yet.
+        """Asks servers about a rollout, if they teach any of it and were not asked yet.
 
-        Where they fail, `on_failure` may save the samples first, so that a resumed run asks again.
+        If they fail, `on_failure` may save the samples first, so that a resumed run asks again.
         """
         if rollout.top_logps is not None:
             return
@@ -131,9 +132,9 @@ class AllTeachers(Teachers):
             return
         accelerator = self.accelerator
         rows = range(accelerator.process_index, len(queries), accelerator.num_processes)
-        mine = [queries[row] for row in rows]
+        own_queries = [queries[row] for row in rows]
         try:
-            answers = distributed.all_or_none(accelerator, True, self.ask_all, mine)
+            answers = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
         except Refused:
             if on_failure is not None and rollout.started_at:
                 on_failure()
@@ -141,18 +142,18 @@ class AllTeachers(Teachers):
         rollout.top_logps = distributed.gather_rows(dict(zip(rows, answers)))
 
     def read(self, rollout: TaughtRollout, rows: list[int], batch: dict, packer: Packer) -> list:
-        """Returns what the teachers say of some samples; `batch` is what the student reads."""
-        told = [rollout.top_logps[row] for row in rows]
-        return self.outputs(batch, rollout.queries(rows), told, packer)
+        """Returns the teachers' outputs for these samples; `batch` is what the student reads."""
+        server_logps = [rollout.top_logps[row] for row in rows]
+        return self.outputs(batch, rollout.queries(rows), server_logps, packer)
 
     def ask_all(self, queries: list[TeacherQuery]) -> list[TopLogps | None]:
-        """Returns what servers say; those of one teacher share its queries."""
-        chosen: list[Server | None] = []
-        for number, query in enumerate(queries):
+        """Returns the servers' answers; the servers of one teacher share its queries."""
+        server_of_query: list[Server | None] = []
+        for index, query in enumerate(queries):
             servers = self.servers.get(query.teacher, [None])
-            chosen.append(servers[number % len(servers)])
+            server_of_query.append(servers[index % len(servers)])
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            return list(pool.map(self.ask_server, queries, chosen))
+            return list(pool.map(self.ask_server, queries, server_of_query))
 
     def ask_server(self, query: TeacherQuery, server: Server | None) -> TopLogps | None:
         if server is None:
@@ -161,24 +162,24 @@ class AllTeachers(Teachers):
         request = {"model": server.model, "prompt": ids, "prompt_logprobs": self.top_k}
         request |= {"return_token_ids": True, "max_tokens": 1, "temperature": 0.0}
         choice = server.send("/v1/completions", request)["choices"][0]
-        told = choice.get("prompt_logprobs") or []
-        is_whole = choice.get("prompt_token_ids") == ids and len(told) == len(ids)
+        prompt_logps = choice.get("prompt_logprobs") or []
+        is_whole = choice.get("prompt_token_ids") == ids and len(prompt_logps) == len(ids)
         rows_of_ids = []
         rows_of_logps = []
-        for place in itertools.compress(itertools.count(len(query.prompt)), query.loss_mask):
-            # One entry more than `top_k` if the token itself is not among these.
-            entries = told[place] if is_whole else {}
-            own = entries.get(str(ids[place]))
+        for position in itertools.compress(itertools.count(len(query.prompt)), query.loss_mask):
+            # There is one entry more than `top_k` if the token itself is not among these.
+            entries = prompt_logps[position] if is_whole else {}
+            own_entry = entries.get(str(ids[position]))
             top = sorted(entries.items(), key=lambda entry: entry[1]["rank"])[: self.top_k]
             ranks = [entry["rank"] for _, entry in top]
-            if own is None or ranks != list(range(1, self.top_k + 1)):
+            if own_entry is None or ranks != list(range(1, self.top_k + 1)):
                 refuse(f"{server.url} does not tell {self.top_k} log-probs of each token asked")
             rows_of_ids.append([int(token) for token, _ in top])
-            rows_of_logps.append([entry["logprob"] for _, entry in top] + [own["logprob"]])
+            rows_of_logps.append([entry["logprob"] for _, entry in top] + [own_entry["logprob"]])
         top_ids = torch.tensor(rows_of_ids, dtype=torch.int32)
         logps = torch.tensor(rows_of_logps)
         totals = logps[:, :-1].exp().sum(1)
         if not totals.max() <= 1.001 or top_ids.max() >= self.student.vocabulary:
-            others = f"tokens beyond the {self.student.vocabulary} of the student"
-            refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {others}")
+            problem = f"tokens beyond the {self.student.vocabulary} of the student"
+            refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {problem}")
         return top_ids, logps

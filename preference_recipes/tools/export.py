@@ -1,18 +1,18 @@
-"""Takes the actor out of a checkpoint.
+"""Exports the actor of a checkpoint.
 
     python -m preference_recipes.tools.export CHECKPOINT OUT [--dtype bfloat16]
     python -m preference_recipes.tools.export CHECKPOINT OUT --critic
     python -m preference_recipes.tools.export CHECKPOINT OUT --merge
 
 CHECKPOINT is a folder such as `runs/dpo/.../checkpoints/global_step_000100`. It is checked against
-its manifest, and those files of the actor that the manifest names are copied, bit for bit unless
-`--dtype` converts them. OUT is then an ordinary Hugging Face folder. This works offline, without a
-GPU, and reads no pickle. With `--critic` it is PPO's critic, a sequence classifier with one label.
+its manifest, and the actor's files that the manifest names are copied, bit for bit unless `--dtype`
+converts them. OUT is then an ordinary Hugging Face folder. This works offline, without a GPU, and
+reads no pickle. `--critic` exports PPO's critic, a sequence classifier with one label.
 
-After `--lora_r` OUT is an ordinary folder of peft. With `--merge` it is a whole model, the
-adapter added to its base in fp32. The base is where the adapter's config says, or the folder of
-`--base`; one that has changed since the run is refused. `--merge` also takes an adapter in the
-place of a checkpoint: a folder, such as a run's `actor/`, or a hub name.
+After `--lora_r` OUT is an ordinary folder of peft. With `--merge` it is a whole model: the adapter
+is added to its base in fp32. The base is at the path in the adapter's config, or in the folder of
+`--base`. A base that has changed since the run is refused. `--merge` also takes an adapter instead
+of a checkpoint: a folder, such as a run's `actor/`, or a hub name.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def export(
             adapter's folder or hub name.
         out: must not exist, or be an empty folder.
         dtype: one of `DTYPES`; None: the weights stay as they are.
-        base: of the adapter; None: that of its config.
+        base: the adapter's base; None: the one in its config.
     """
     out = out.resolve()  # a link would be replaced by a folder next to it
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -66,7 +66,7 @@ def export(
 
 
 def copy_model(checkpoint: Path, model: str, out: Path) -> None:
-    """Copies the files of a model that a checkpoint's manifest names, after checking all of it."""
+    """Copies a model's files that a checkpoint's manifest names, after checking the checkpoint."""
     fault = folders.fault_of(checkpoint)
     if fault:
         refuse(f"{checkpoint} is not a whole checkpoint: {fault}")
@@ -83,7 +83,7 @@ def copy_model(checkpoint: Path, model: str, out: Path) -> None:
 
 
 def merge(adapter: str, out: Path, base: str | None = None) -> None:
-    """Writes the model that an adapter makes of its base to a folder, in fp32, with its tokenizer.
+    """Adds an adapter to its base, and writes the model to a folder in fp32, with its tokenizer.
 
     `adapter` is a folder or a hub name; for `base` see `export`.
     """
@@ -120,31 +120,31 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     else:
         auto_class = load.class_for(base, tokenizer)
         model = load.from_pretrained(auto_class, base, dtype=torch.float32)
-    now = load.describe_weights(base, model.config)
+    new = load.describe_weights(base, model.config)
     file = folder / saving.BASE_FILE
-    before = folders.read_json(file)["fingerprint"] if file.is_file() else now
-    if before.partition(" ")[0] != now.partition(" ")[0]:  # one on the hub, the other in a folder
-        print(f"NOTE: the adapter was trained on {before}; {base} has {now}: not compared")
-    elif before != now:
-        refuse(f"{base} is not the adapter's base any more: that had {before}, this has {now}")
+    old = folders.read_json(file)["fingerprint"] if file.is_file() else new
+    if old.partition(" ")[0] != new.partition(" ")[0]:  # a hub's commit, a folder's hash
+        print(f"NOTE: the adapter was trained on {old}; {base} has {new}: not compared")
+    elif old != new:
+        refuse(f"{base} is not the adapter's base any more: that had {old}, this has {new}")
     model = peft.PeftModel.from_pretrained(model, folder).eval()
     ids = torch.linspace(0, model.get_input_embeddings().num_embeddings - 1, 32).long()[None]
     with torch.no_grad():
         expected = model(ids).logits
-        merged = model.merge_and_unload(safe_merge=True)  # it refuses what is not finite
+        merged = model.merge_and_unload(safe_merge=True)  # it refuses weights that are not finite
         difference = (merged(ids).logits - expected).abs().max().item()
     largest = expected.abs().max().item()
     # peft 0.21 merges the adapters of all layers that share a matrix, such as tied embeddings.
-    if not difference <= 1e-3 * largest:  # also where one is not finite
+    if not difference <= 1e-3 * largest:  # NaN must fail, too
         refuse(
             f"the whole model would be another one: its logits differ by up to {difference:.3g} "
             f"from those of base and adapter, which are up to {largest:.3g} in size. Load the "
             "adapter with peft instead, or make one that leaves alone what several layers share"
         )
-    if config.task_type == "SEQ_CLS":  # transformers finds the last token by it
+    if config.task_type == "SEQ_CLS":  # by it transformers finds the last token
         merged.config.pad_token_id = tokenizer.pad_token_id
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    moments = folder / saving.MOMENTS_FILE  # of a reward model
+    moments = folder / saving.MOMENTS_FILE  # reward models have it
     if moments.is_file():
         merged.config.update(json.loads(moments.read_text(encoding="utf-8")))
     if merged.can_generate():

@@ -1,4 +1,4 @@
-"""Papers as changes of a recipe: the files `forks/NAME.diff`."""
+"""Papers as diffs to a recipe: the files `forks/NAME.diff`."""
 
 import re
 import shutil
@@ -24,9 +24,9 @@ def recipe_of(name: str) -> str:
 
 
 def patched(recipe: str, chosen: list[str]) -> str:
-    """Returns the text of a recipe with the changes of forks, one after the other.
+    """Returns the text of a recipe to which forks are applied one after the other.
 
-    Exits if a fork is of another recipe, or if two of them change the same lines.
+    Exits if a fork changes another recipe, or if two forks change the same lines.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{recipe}.py")

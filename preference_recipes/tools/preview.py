@@ -1,6 +1,6 @@
-"""`--preview N`: what a run would make of the first rows of its data, without a model.
+"""`--preview N`: shows how a run would read the first rows of its data, without a model.
 
-The rows go through the run's own `Converter`, so what is shown is what would be trained on.
+The rows go through the run's own `Converter`, so the output shows what would be trained on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from common import distributed, pluralize
 from preference_recipes.data import files, rendering
 from preference_recipes.data.dataset import Converter, Data
 
-SEPARATOR = "\u2502"  # a line that texts hardly hold
+SEPARATOR = "\u2502"  # a character that texts hardly contain
 
 
 class Part(NamedTuple):
-    """A part of a row as a model reads it, and for each of its tokens whether it is trained on."""
+    """A part of a row as a model reads it, and which of its tokens are trained on."""
 
     name: str
     ids: list[int]
@@ -41,8 +41,8 @@ def show_preview(accelerator, args, data: Data) -> None:
 def print_preview(args, data: Data) -> None:
     for name in args.dataset_name:
         rows = files.find(name, args.dataset_split)
-        some = rows.select(range(min(args.preview, len(rows))))
-        for index, row in enumerate(some):
+        first_rows = rows.select(range(min(args.preview, len(rows))))
+        for index, row in enumerate(first_rows):
             values = replace(data.converter, folder=rows.folder).convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
             print("\n".join(describe_row(row, values, data.converter)))
@@ -54,11 +54,11 @@ def print_preview(args, data: Data) -> None:
 
 
 def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
-    """Returns lines: a row as given, and what the converter made of it, as text and as tokens."""
+    """Returns lines: a row as given, and its conversion, as text and as tokens."""
     tokenizer = converter.tokenizer
-    short = lambda value: f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
-    shown = json.dumps(row, ensure_ascii=False, default=short)
-    lines = [f"  as given   {shown}"]
+    as_string = lambda value: f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
+    given = json.dumps(row, ensure_ascii=False, default=as_string)
+    lines = [f"  as given   {given}"]
     for part in sequences_of(values):
         lines += [
             f"  {part.name}: {pluralize(len(part.ids), 'token')}, "
@@ -76,8 +76,8 @@ def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
 
 
 def sequences_of(values: dict) -> list[Part]:
-    """Returns the parts of a row, as any recipe's row function returned it, that a model reads."""
-    if "loss_mask" in values:  # of SFT, whose rows may hold several sequences
+    """Returns the parts that a model reads, of a row from any recipe's row function."""
+    if "loss_mask" in values:  # SFT, whose rows may hold several sequences
         ends = np.cumsum(values["sequence_lengths"][:-1], dtype=int)
         columns = (np.split(np.asarray(values[name]), ends) for name in ("input_ids", "loss_mask"))
         return [
@@ -88,7 +88,7 @@ def sequences_of(values: dict) -> list[Part]:
     for name in ("prompt", "teacher_prompt", "chosen", "rejected", "completion"):
         ids = list(values.get(f"{name}_ids", []))
         is_trained = list(values.get(f"{name}_loss_mask", [False] * len(ids)))
-        if is_reward_row and name != "prompt":  # the loss takes the score, read at the last token
+        if is_reward_row and name != "prompt":  # the loss reads the score at the last token
             is_trained = [False] * (len(ids) - 1) + [True]
         if ids:
             parts.append(Part(name, ids, is_trained))
@@ -102,14 +102,14 @@ def images_in(part: Part, files: list[bytes], tokenizer) -> list[str]:
     from preference_recipes.data import images  # only here: text needs none
 
     lines = []
-    places = images.places_of(tokenizer.processor, part.ids)
+    positions = images.image_positions(tokenizer.processor, part.ids)
     for number, file in enumerate(files, 1):
         [spelling] = images.spellings(tokenizer.processor, [file])
         n_tokens = images.count_tokens(tokenizer, spelling)
         width, height = images.opened(file).size
         size = f"{width} x {height} pixels, {pluralize(n_tokens, 'token')}"
-        lines += [f"    image {number}  {size}, from token {n + 1} on" for n in places[:1]]
-        places = places[n_tokens:]
+        lines += [f"    image {number}  {size}, from token {at + 1} on" for at in positions[:1]]
+        positions = positions[n_tokens:]
     return lines
 
 

@@ -174,7 +174,7 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
         assert data["row"] == [number for number, row in enumerate(rows, 1) if row["chosen"]], name
-        for key in expected[0].keys() - set(dataset.NOT_KEPT):
+        for key in expected[0].keys() - set(dataset.ONLY_COUNTED):
             assert data[key] == [row[key] for row in expected], (name, key)
     for kind in ("jsonl", "parquet", "csv", "jsonl.gz"):
         write(tmp_path / kind / f"part-1.{kind}", rows[2:])

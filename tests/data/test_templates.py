@@ -715,8 +715,8 @@ def saved(folder, name: str = "qwen2_5") -> str:
 def test_variables_of_the_template_are_saved_with_it(tmp_path):
     folder = saved(tmp_path / "model", "qwen3")
     values = {"enable_thinking": False}
-    plain = load.tokenizer_of(folder)
-    tokenizer = load.tokenizer_of(folder, None, json.dumps(values))
+    plain = load.load_tokenizer(folder)
+    tokenizer = load.load_tokenizer(folder, None, json.dumps(values))
     tokenizer.save_pretrained(tmp_path / "actor")
     again = AutoTokenizer.from_pretrained(tmp_path / "actor")
 
@@ -748,7 +748,7 @@ def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
     values["c"] = {"quo\"te'": "\\n\n{{ x }} %} é😀"}
     template = tmp_path / "own.jinja"
     template.write_text("{{ [a, b, c] | tojson }}{{ a is none }}")
-    tokenizer = load.tokenizer_of(saved(tmp_path / "model"), str(template), json.dumps(values))
+    tokenizer = load.load_tokenizer(saved(tmp_path / "model"), str(template), json.dumps(values))
     rendered = tokenizer.apply_chat_template([user("a")], tokenize=False)
     assert rendered.endswith("True")
     assert json.loads(rendered.removesuffix("True")) == list(values.values())
@@ -756,14 +756,14 @@ def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
 
 def test_a_date_is_that_of_the_run(tmp_path):
     folder = saved(tmp_path / "model", "own_dated")
-    on = lambda date: load.tokenizer_of(folder, date=date)
+    on = lambda date: load.load_tokenizer(folder, date=date)
     rows = [sft(on(date), *CHAT) for date in ("2020-02-29", "2020-02-29", "2021-03-01")]
     assert rows[0] == rows[1] and "29 Feb 2020" in on("2020-02-29").decode(rows[0]["input_ids"])
     assert "01 Mar 2021" in on("2020-02-29").decode(rows[2]["input_ids"])
     assert rendering.fingerprint(on("2020-02-29")) != rendering.fingerprint(on("2021-03-01"))
     # Where no date is printed, the day is no part of what the ids depend on.
     undated = saved(tmp_path / "undated")
-    first, second = (load.tokenizer_of(undated, date=date) for date in ("2020-02-29", "2021-03-01"))
+    first, second = (load.load_tokenizer(undated, date=d) for d in ("2020-02-29", "2021-03-01"))
     assert rendering.fingerprint(first) == rendering.fingerprint(second) and first.chat_date is None
     # The saved tokenizer prints the day on which it is used.
     on("2020-02-29").save_pretrained(tmp_path / "actor")

@@ -97,7 +97,7 @@ def test_a_key_that_is_read_in_a_late_row_only_is_read(tokenizer, values):
 
 
 def test_of_a_large_set_the_first_rows_are_looked_at(tokenizer, monkeypatch):
-    monkeypatch.setattr(unread, "MOST_ROWS", 3)
+    monkeypatch.setattr(unread, "MAX_ROWS", 3)
     rows = itertools.repeat({"id": 1, "prompt": "a", "completion": "b"}, 10)
     found = sft(tokenizer, {"prompt": "a", "completion": "b"}, *rows)
     assert found == 'not read: "id"'

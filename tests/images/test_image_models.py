@@ -45,7 +45,7 @@ def folder_of(tmp_path_factory):
 
 
 def loaded(folder: str) -> tuple[LogProbModel, object]:
-    tokenizer = load.tokenizer_of(folder)
+    tokenizer = load.load_tokenizer(folder)
     return LogProbModel(load.causal_lm(folder, tokenizer, ARGS)).eval(), tokenizer
 
 
@@ -215,5 +215,5 @@ def test_a_set_of_texts_is_read_as_by_a_model_of_texts(folder_of):
 def test_a_tower_is_not_trained_beside_adapters(folder_of, accelerator):
     args = types.SimpleNamespace(**vars(ARGS) | {"lora_r": 2, "train_vision": True})
     args.model_name_or_path = folder_of("llava")
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.load_tokenizer(args.model_name_or_path)
     refuses("--train_vision", "--lora_r", call=lambda: prepare.policy(accelerator, args, tokenizer))

@@ -16,7 +16,7 @@ from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts import environments, episodes
-from preference_recipes.rollouts.rewards import given_to_functions
+from preference_recipes.rollouts.rewards import function_arguments
 from preference_recipes.rollouts.samples import Samples
 from rollout.bare_runs import bare_sampler
 from runs import slow_but
@@ -32,7 +32,7 @@ def prompts_of(tmp_path_factory):
     @functools.cache
     def made(family: str):
         folder = str(save_vlm(family, tmp_path_factory.mktemp(family)))
-        tokenizer = load.tokenizer_of(folder)
+        tokenizer = load.load_tokenizer(folder)
         settings = dict(max_length=900, max_new_tokens=NEW)
         converter = Converter(prompt_row, tokenizer, {}, settings, "")
         rows = [{"prompt": row["messages"][:-1], "images": row["images"]} for row in some_rows()]
@@ -134,7 +134,7 @@ def test_reward_functions_see_images_and_samples_name_their_files(prompts_of, ac
         images=files,
     )
     sampler = bare_sampler(accelerator, tokenizer)
-    given = given_to_functions(sampler, samples, [1, 2], ["prompt", "images"])
+    given = function_arguments(sampler, samples, [1, 2], ["prompt", "images"])
     assert [image.size for image in given["images"][0]] == [(32, 64), (48, 48)]
     assert given["images"][1] == []
     assert given["prompts"][0][0]["content"] == "Compare \ufffc with \ufffc."

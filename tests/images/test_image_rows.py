@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vlm(folder):
     """A tokenizer with a processor; a square image of 32 pixels is 16 tokens of it."""
-    return load.tokenizer_of(str(folder))
+    return load.load_tokenizer(str(folder))
 
 
 def converter(tokenizer, function=sft_row, refusal="", folder=".", **settings) -> Converter:
@@ -122,7 +122,7 @@ def test_images_stand_where_their_parts_are_in_any_turn_and_role(vlm):
 
 def test_what_is_next_to_an_image_is_tokenised_with_it(tmp_path):
     """Gemma 3 writes newlines before an image, which merge with those of the text before it."""
-    tokenizer = load.tokenizer_of(str(save_vlm("gemma3", tmp_path)))
+    tokenizer = load.load_tokenizer(str(save_vlm("gemma3", tmp_path)))
     row = {"messages": [turn("user", "Look:\n", IMAGE), *ANSWER], "images": [ONE]}
     ids = convert(row, tokenizer)["input_ids"]
     text = tokenizer.processor.apply_chat_template(row["messages"])
@@ -133,7 +133,7 @@ def test_what_is_next_to_an_image_is_tokenised_with_it(tmp_path):
 
 
 def test_a_template_that_writes_no_strings_gets_parts(tmp_path):
-    tokenizer = load.tokenizer_of(str(save_vlm("idefics3", tmp_path)))
+    tokenizer = load.load_tokenizer(str(save_vlm("idefics3", tmp_path)))
     values = convert({"messages": say("user", "Why?") + say("assistant", "So.")}, tokenizer)
     assert tokenizer.decode(values["input_ids"]) == "User:Why?<|im_end|>\nAssistant:So.<|im_end|>"
 
@@ -157,7 +157,7 @@ def test_both_answers_of_a_pair_have_the_images_of_their_prompt(vlm):
         "rejected": say("user", "How many?") + other,
     }
     expected = convert(pair, vlm, function=preference_row)
-    assert len(images.places_of(vlm.processor, expected["prompt_ids"])) == 16
+    assert len(images.image_positions(vlm.processor, expected["prompt_ids"])) == 16
     assert convert(inside, vlm, function=preference_row) == expected
     assert convert({**before, "image": ONE}, vlm, function=preference_row) == expected
     labelled = convert({**WITH_COLUMN, "label": True, "images": [ONE]}, vlm, function=labelled_row)

@@ -77,7 +77,7 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     given = {"ref_model_name_or_path": tmp_path / "reference", "save_steps": 1}
     if name == "ppo":
         name_of_base = str(inputs / "model")
-        tokenizer = load.tokenizer_of(name_of_base)
+        tokenizer = load.load_tokenizer(name_of_base)
         model = scores.score_model(name_of_base, tokenizer, SharedArgs(), new_head=True)
         model.save_pretrained(tmp_path / "reward")
         given |= ROLLOUTS | {"reward_model_name_or_path": tmp_path / "reward"}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from architectures import build
 from preference_recipes.models import architecture, checks, logprobs
-from preference_recipes.models.logprobs import ByChunks, LogProbJob, LogProbModel
+from preference_recipes.models.logprobs import ChunkedHead, LogProbJob, LogProbModel
 from runs import ASSETS, code_of_page
 from test_packing import CPU, ON_CPU
 
@@ -87,16 +87,16 @@ def test_the_head_under_half_precision(dtype, softcap, monkeypatch):
     monkeypatch.setattr(logprobs, "product_dtype", lambda hidden: hidden.dtype)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300 * 7)
     job = LogProbJob(targets, 0.7, softcap)
-    logits = job.read(slice(None), *inputs)
+    logits = job.forward_chunk(slice(None), *inputs)
     torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=2e-6)
-    found_logps, *_ = job.values(slice(None), logits)
+    found_logps, *_ = job.outputs(slice(None), logits)
     assert found_logps.dtype == torch.float32
     torch.testing.assert_close(found_logps.double(), exact_logps, rtol=1e-6, atol=1e-6)
 
     (exact_logps * weights).sum().backward()
     expected = raw.grad @ weight, raw.grad.T @ hidden, raw.grad.sum(0)
     learned = [tensor.clone().requires_grad_() for tensor in inputs]
-    (logps,) = ByChunks.apply(*learned, job)
+    (logps,) = ChunkedHead.apply(*learned, job)
     for grad, of_fp64 in zip(torch.autograd.grad((logps * weights).sum(), learned), expected):
         assert (grad.double() - of_fp64).norm() <= 2 * torch.finfo(dtype).eps * of_fp64.norm()
 
@@ -116,7 +116,7 @@ def test_no_logits_of_the_whole_sequence_exist(monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 20_000 * 10)
     with Watch():
         job = LogProbJob(torch.arange(50), extra_outputs=tuple(logprobs.EXTRA_OUTPUTS))
-        logps, *_ = ByChunks.apply(hidden, weight, None, job)
+        logps, *_ = ChunkedHead.apply(hidden, weight, None, job)
         logps.sum().backward()
     assert max(sizes) == 20_000 * 10
 

@@ -364,10 +364,10 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
     model.save_pretrained(name)
     model.config.save_pretrained(name)
     AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(name)
-    tokenizer = load.tokenizer_of(str(inputs / "model"))
+    tokenizer = load.load_tokenizer(str(inputs / "model"))
     args = SharedArgs()
     ways = [
-        load.tokenizer_of,
+        load.load_tokenizer,
         lambda name: load.causal_lm(name, tokenizer, args),
         lambda name: load.causal_lm(name, tokenizer, args, frozen=True),
         lambda name: scores.score_model(name, tokenizer, args, new_head=True),
@@ -379,7 +379,7 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
     monkeypatch.setattr(
         load, "find_adapter_config_file", lambda name: name if name == "org/name" else find(name)
     )
-    runs.refuses("'org/name' is an adapter", call=lambda: load.tokenizer_of("org/name"))
+    runs.refuses("'org/name' is an adapter", call=lambda: load.load_tokenizer("org/name"))
 
     # That command takes a hub name, too.
     monkeypatch.setattr("huggingface_hub.snapshot_download", {"org/name": name}.get)

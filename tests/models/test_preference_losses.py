@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from common import batches
 from common.batches import MicroBatch, Rows
-from preference_recipes.models.logprobs import ByChunks, LogProbJob
+from preference_recipes.models.logprobs import ChunkedHead, LogProbJob
 from preference_recipes.models.packing import Packer
 from recipes import load
 from runs import LAUNCHERS, launch, recipe, short_run, tiny_llama, training_lines, write_jsonl
@@ -70,7 +70,7 @@ def losses_of_tokens(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     targets = torch.randint(60, (7,))
 
     def model(batch, extra_outputs):
-        found = ByChunks.apply(
+        found = ChunkedHead.apply(
             hidden, weight, None, LogProbJob(targets, extra_outputs=extra_outputs)
         )
         return dict(zip(("logps", *extra_outputs), found))

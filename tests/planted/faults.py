@@ -128,28 +128,28 @@ common/arguments.py contracts/test_stopping.py::test_what_a_resumed_run_of_any_r
     yaml_to_flags(words[0], parser) + words[1:] >> words[1:] + yaml_to_flags(words[0], parser)
     abs(size - 4) >> abs(size - 8)
 common/actor.py contracts/test_saved_actors.py::test_the_direction_of_a_metric contracts/test_saved_actors.py::test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends
-    sign * value > before >> value > before
+    sign * value > previous_best >> value > previous_best
     stop_after <= self.best.since >> stop_after < self.best.since
 preference_recipes/models/logprobs.py models/test_logprobs.py models/test_architectures.py::test_log_probs_and_gradients_are_those_of_its_own_logits
     1 - (block / self.softcap) ** 2 >> 1 - block / self.softcap
-    grad_first[part, None] * ctx.job.multiplier >> grad_first[part, None]
+    grad_first[chunk, None] * ctx.job.multiplier >> grad_first[chunk, None]
     grad_bias += grad.sum(0) >> grad_bias = grad.sum(0)
     self.softcap / temperature >> self.softcap
 recipes/distill.py rollout/test_distillation.py
     masked_fill_(gap > 0, beta) >> masked_fill_(gap < 0, beta)
 preference_recipes/models/distillation.py rollout/test_distillation.py
     grad *= steepness >> pass
-    (self.rest(part) - own_rest) >> self.rest(part)
+    (self.rest(chunk) - student_rest) >> self.rest(chunk)
 preference_recipes/models/distillation.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
-    self.ids[part, 0]).float() >> self.ids[part, -1]).float()
+    self.ids[chunk, 0]).float() >> self.ids[chunk, -1]).float()
 preference_recipes/models/packing.py models/test_packing.py
     keys == prompt_pieces[:, None, :, None] >> keys <= prompt_pieces[:, None, :, None]
-    place, len(prompt), next(pieces) >> place, 0, next(pieces)
+    offset, len(prompt), next(pieces) >> offset, 0, next(pieces)
     np.count_nonzero(pieces) >> pieces.size
 preference_recipes/models/reference.py models/test_frozen_models.py::test_precomputed_log_probs_change_no_bit
-    is_real = weights > 0 >> is_real = weights > -1
+    is_real = is_real.bool() >> is_real = is_real > -1
 preference_recipes/models/scores.py models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run
-    places = batch["last_token_index"] >> places = batch["last_token_index"] - 1
+    token_index = batch["last_token_index"] >> token_index = batch["last_token_index"] - 1
 preference_recipes/models/checks.py models/test_logprobs.py::test_modes_come_back_as_they_were models/test_packing.py
     model.modules() if module.training] >> model.modules()]
     if min(windows) < max_length or not takes_masks >> if not takes_masks
@@ -172,17 +172,17 @@ preference_recipes/data/rendering.py data/test_data.py::test_tokenised_once_and_
     \0{tokenizer.chat_template} >>
 preference_recipes/data/dataset.py data/test_data.py::test_tokenised_once_and_again_when_anything_changes data/test_unread.py::test_the_line_about_a_set_says_what_is_not_read
     converter.settings,\n >> \n
-    [*notes, *filter(None, [not_read])] >> notes
+    [*notes, *filter(None, [unread_note])] >> notes
 preference_recipes/data/files.py users/test_bad_input.py::test_files_that_cannot_be_read
-    len(found) < len(pairs) >> len(found) < 0
+    len(result) < len(pairs) >> len(result) < 0
 preference_recipes/rollouts/rollout_state.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     self.rollouts_seen, SAMPLING_STREAM >> 0, SAMPLING_STREAM
     self.prompts_seen += len(rows) >> self.prompts_seen += max_prompts
     trained = rows[self.is_trained[rows].numpy()] >> trained = rows
 preference_recipes/rollouts/results.py rollout/test_answers.py
-    (sorted(names))[answered] >> (sorted(names))[: len(answered)]
+    (sorted(names))[usable] >> (sorted(names))[: len(usable)]
 preference_recipes/rollouts/correction.py rollout/test_grpo_values.py
-    is_cut |= ratios < 1 / largest >> pass
+    is_cut |= ratios < 1 / bound >> pass
     (logps - sampler_logps) * (mask > 0) >> logps - sampler_logps
 preference_recipes/rollouts/generation.py rollout/test_generation.py::test_sampling_is_the_inverse_of_the_cumulative_probability
     right=True) >> right=False)
@@ -195,8 +195,8 @@ preference_recipes/rollouts/episodes.py rollout/test_environments.py::test_what_
     draws[n, e.n_sampled :][:longest] >> draws[n, :longest]
     [0.0] * len(ids), is_sampled=False >> [0.0] * len(ids), is_sampled=True
     episode.turns >= args.max_turns >> episode.turns > args.max_turns
-preference_recipes/rollouts/rewards.py rollout/test_rewards.py::test_what_a_function_changes_reaches_neither_samples_nor_the_next_one
-    copy.deepcopy(given, kept) >> dict(given)
+preference_recipes/rollouts/reward_functions.py rollout/test_rewards.py::test_what_a_function_changes_reaches_neither_samples_nor_the_next_one
+    copy.deepcopy(arguments, uncopied) >> dict(arguments)
 preference_recipes/rollouts/rewards.py rollout/test_ppo.py::test_every_logged_number_of_a_run
     (scores - self.mean) / self.std >> scores - self.mean
 preference_recipes/rollouts/vllm.py rollout/test_vllm.py::test_answers_that_are_refused

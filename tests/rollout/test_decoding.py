@@ -42,7 +42,7 @@ def shared(monkeypatch):
 
     def noted(self, prompt_of_row):
         arrange(self, prompt_of_row)
-        seen.append((len(self.places), len(self.rows)))
+        seen.append((len(self.slots), len(self.rows)))
 
     monkeypatch.setattr(sharing.SharedPrompts, "arrange", noted)
     return seen
@@ -59,7 +59,7 @@ def expect_drawn_by_generate(monkeypatch, found, *how, atol=2e-5, **more) -> Non
 def as_a_gpu_records_them(monkeypatch):
     """Steps run one by one. Small numbers of places, so that some steps see more of them than others."""
     monkeypatch.setattr(decoding, "RECORDED_ON", {"cpu", "meta"})
-    monkeypatch.setattr(decoding, "PLACES", 8)
+    monkeypatch.setattr(decoding, "SLOTS", 8)
     monkeypatch.setattr(decoding.Decoder, "stream", "none is needed")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(decoding.Decoder, "replay", lambda self: self.step())
@@ -145,7 +145,7 @@ def test_log_probs_of_steps_are_those_of_whole_passes_under_autocast(
     if prompts is GROUPS:
         request.getfixturevalue("shared")
     monkeypatch.setattr(accelerator, "autocast", lambda: torch.autocast("cpu", dtype))
-    monkeypatch.setattr(generation.SampleByUniform, "tokens", of_given_tokens)
+    monkeypatch.setattr(generation.SampleByUniform, "draw", of_given_tokens)
     sampler, *_ = sampler_of(accelerator, tokenizer, name)
     found = draw(sampler, 1.0, prompts=prompts)
     atol = 0.1 if prompts is GROUPS else 2e-2
@@ -165,7 +165,7 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, shares, monkeypatch,
         there = pretended_device.DEVICE
         model.to(there)
         ids = torch.tensor([prompt[:2] for prompt in PROMPTS]).to(there)
-        model(ids[:, :-1], use_cache=True, **{decoding.CACHE: cache})
+        model(ids[:, :-1], use_cache=True, **{decoding.CACHE_ARGUMENT: cache})
         uniforms = torch.rand(len(PROMPTS), 8, dtype=torch.float64).to(there)
         draw = generation.SampleByUniform(uniforms, temperature=1.0)
         padding = np.zeros(len(PROMPTS), dtype=int)
@@ -184,7 +184,7 @@ def test_a_step_asks_nothing_of_the_host(accelerator, name, shares, monkeypatch,
 
 
 class CountedStep:
-    """Notes whether it ran or was recorded. Three tokens more, and it reads other places."""
+    """Notes whether it ran or was recorded. Three tokens more, and it reads more slots."""
 
     rows, read, is_recorded, keep, recording, n_drawn = 4, 125, True, None, False, 1
     drawn = torch.zeros(4, 8)
@@ -192,7 +192,7 @@ class CountedStep:
     def __init__(self):
         self.calls = []
 
-    def places(self, tokens):
+    def n_slots(self, tokens):
         return 128 if tokens <= 128 else 256
 
     def __call__(self):

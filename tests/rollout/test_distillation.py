@@ -11,8 +11,8 @@ import recipes
 from architectures import build
 from plain_rollouts import coarsened
 from preference_recipes.models import distillation, logprobs, packing
-from preference_recipes.models.distillation import DistillModel, Head, TeacherOutput, TeachingJob
-from preference_recipes.models.logprobs import ByChunks
+from preference_recipes.models.distillation import DistillJob, DistillModel, Head, TeacherOutput
+from preference_recipes.models.logprobs import ChunkedHead
 
 BETAS = (0.0, 0.1, 0.5, 1.0)
 # Multiplier and soft cap of the student's logits, and of the teacher's.
@@ -92,9 +92,9 @@ def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | Non
     if k:
         output = top_output(head.logps(given["teacher_hidden"])[0], given["targets"], k)
     of_student = (multiplier / temperature, softcap / temperature)
-    job = TeachingJob(given["targets"], *of_student, output, *formula_of(beta))
+    job = DistillJob(given["targets"], *of_student, output, *formula_of(beta))
     hidden, weight, bias = learned
-    first, *others = ByChunks.apply(hidden, weight[:cut], bias[:cut], job)
+    first, *others = ChunkedHead.apply(hidden, weight[:cut], bias[:cut], job)
     gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
     return first.detach(), dict(zip(job.names[1:], others)), gradients
 
@@ -175,7 +175,7 @@ def test_the_top_tokens_give_a_bound_from_below_and_all_of_them_the_divergence(b
     bound, error = torch.zeros(50), torch.full((50,), 1e-14)
     for k in range(1, 13):
         output = top_output(teacher, targets, k)
-        filled = output.read(slice(None), student)
+        filled = output.all_logps(slice(None), student)
         last, bound = bound, compare(student, filled, targets)["learned"]
         assert (bound - last + error).min() >= 0
         # What is left of 1 is rounded, and so is the divergence.

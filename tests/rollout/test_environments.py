@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def play(accelerator, tokenizer):
-    """Plays two prompts' episodes with an environment; returns the sampler, what it got, the samples."""
+    """Plays two episodes, with columns named like our arguments; returns the sampler, what it got, the samples."""
 
     def played(make, per_prompt=2, dtype=None, **settings):
         model = LlamaForCausalLM.from_pretrained(runs.ASSETS / "model", dtype=torch.float32).eval()
@@ -90,7 +90,7 @@ def play(accelerator, tokenizer):
         tools = [] if has_step else [environments.get_json_schema(instance.add)]
         user_class = environments.UserClass("E", make, False, tools)
         sampler.episodes = episodes.EpisodeRunner(sampler, sampler.generator, user_class)
-        rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
+        rows = [{"prompt": say("user", t), "index": 0, "function": 0} for t in ("1+2=", "30+4=")]
         prompts = {
             "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"]).ids for row in rows],
             "columns": [json.dumps(row) for row in rows],

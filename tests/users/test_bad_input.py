@@ -189,7 +189,7 @@ def copy(model, folder, **config):
 
 
 def test_weights_that_would_be_random_are_refused(model, tmp_path):
-    tokenizer = load.tokenizer_of(str(model))
+    tokenizer = load.load_tokenizer(str(model))
     torn = copy(model, tmp_path / "torn")
     state = load_file(model / "model.safetensors")
     state.pop("lm_head.weight")
@@ -197,13 +197,13 @@ def test_weights_that_would_be_random_are_refused(model, tmp_path):
     refuses("lm_head", "at random", call=lambda: load.causal_lm(str(torn), tokenizer, DEFAULTS))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
-    refuses("no_eos", "no EOS", call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")))
+    refuses("no_eos", "no EOS", call=lambda: load.load_tokenizer(str(tmp_path / "no_eos")))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     """transformers makes an empty one of this, by which every text has no tokens."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    refuses("holds no tokenizer", call=lambda: load.tokenizer_of(str(tmp_path)))
+    refuses("holds no tokenizer", call=lambda: load.load_tokenizer(str(tmp_path)))
 
 
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
@@ -237,11 +237,11 @@ def own(model, tmp_path, monkeypatch):
 
 def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
     """Not even if a pipe says `y` where transformers would ask."""
-    tokenizer = load.tokenizer_of(str(model))
+    tokenizer = load.load_tokenizer(str(model))
     for name, call in [
         ("model", lambda: load.causal_lm(own["model"], tokenizer, DEFAULTS)),
         ("model", lambda: scores.score_model(own["model"], tokenizer, DEFAULTS)),
-        ("tokenizer", lambda: load.tokenizer_of(own["tokenizer"])),
+        ("tokenizer", lambda: load.load_tokenizer(own["tokenizer"])),
         ("model", lambda: export.merge(own["adapter"], tmp_path / "merged")),
     ]:
         refuses(repr(own[name]), "cannot be loaded", "custom code", call=call)
@@ -277,7 +277,7 @@ def test_a_tokenizer_is_never_that_of_mistral_common(model, monkeypatch):
         return of_transformers(name, **settings)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    load.refuse_another_vocabulary(str(model), load.tokenizer_of(str(model)))
+    load.refuse_another_vocabulary(str(model), load.load_tokenizer(str(model)))
     assert asked == [False, False]
 
 
@@ -285,7 +285,7 @@ def test_a_reward_model_is_no_policy(tmp_path):
     """With tied embeddings transformers would load it without complaint."""
     for tied in (True, False):
         folder = tiny_llama(tmp_path / str(tied), tie_word_embeddings=tied)
-        tokenizer = load.tokenizer_of(str(folder))
+        tokenizer = load.load_tokenizer(str(folder))
         scorer = scores.score_model(str(folder), tokenizer, DEFAULTS, new_head=True)
         scorer.save_pretrained(folder)
         call = lambda: load.causal_lm(str(folder), tokenizer, DEFAULTS)  # noqa: B023
@@ -294,7 +294,7 @@ def test_a_reward_model_is_no_policy(tmp_path):
 
 
 def test_a_reference_with_another_tokenizer(model, tmp_path):
-    tokenizer = load.tokenizer_of(str(model))
+    tokenizer = load.load_tokenizer(str(model))
     copied = tiny_llama(tmp_path / "copied")
     load.causal_lm(str(copied), tokenizer, DEFAULTS)
     # A token that only one of both has is no other tokenizer.
@@ -314,7 +314,7 @@ def test_a_reference_with_another_tokenizer(model, tmp_path):
 
 def test_tokens_without_an_embedding(model, tmp_path):
     """In the data, or where a policy may draw what others read. A padded or unused rest passes."""
-    tokenizer = load.tokenizer_of(str(model))
+    tokenizer = load.load_tokenizer(str(model))
     tokenizer.add_tokens([f"<{n}>" for n in range(len(tokenizer), 266)])  # of 264 embeddings
     tokenizer.pad_token = "<265>"  # nothing draws it
     padded, grown = (tiny_llama(tmp_path / str(n), vocab_size=n) for n in (300, 265))
@@ -343,8 +343,8 @@ def test_tokens_without_an_embedding(model, tmp_path):
 def test_rows_beyond_a_table_of_positions_are_refused(name, model, tmp_path):
     """Rotary positions have no end."""
     architectures.build(name).save_pretrained(tmp_path)
-    load.tokenizer_of(str(model)).save_pretrained(tmp_path)
-    tokenizer = load.tokenizer_of(str(tmp_path))
+    load.load_tokenizer(str(model)).save_pretrained(tmp_path)
+    tokenizer = load.load_tokenizer(str(tmp_path))
     call = lambda most: load.causal_lm(str(tmp_path), tokenizer, SharedArgs(max_length=most))
     call(64)
     if name == "llama":
@@ -358,7 +358,7 @@ def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
     state = load_file(folder / "model.safetensors")
     state |= {"tower.a": torch.ones(2), "tower.b": torch.ones(2)}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    tokenizer = load.tokenizer_of(str(folder))
+    tokenizer = load.load_tokenizer(str(folder))
     for _ in range(2):  # policy and reference
         load.causal_lm(str(folder), tokenizer, DEFAULTS)
     said = capsys.readouterr().out

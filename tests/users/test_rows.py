@@ -221,7 +221,7 @@ def test_a_checkpoint_has_the_parts_under_a_second_name(run):
 
 def test_a_part_is_written_when_enough_samples_wait(tmp_path, monkeypatch):
     """So that a long run does not keep them in memory."""
-    monkeypatch.setattr(values, "SAMPLES_OF_A_PART", 10)
+    monkeypatch.setattr(values, "SAMPLES_PER_PART", 10)
     run = small_run(tmp_path, values_steps=1).run
     recorder = run.recorder("train")
     for _ in range(7):
