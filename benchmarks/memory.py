@@ -41,7 +41,7 @@ CONFIGS = [
     "ds_zero3.yaml",
 ]
 # What `optim.parameter_groups` reads.
-DECAY = argparse.Namespace(weight_decay=0.1, optimizer="adamw")
+DECAY = argparse.Namespace(weight_decay=0.1)
 MODEL = dict(
     hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=8192
 )  # and the number of layers

@@ -1,43 +1,30 @@
-"""Parameter groups, AdamW and Muon, and the schedule of the learning rate."""
+"""Parameter groups, AdamW, and the schedule of the learning rate."""
 
 import math
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers.pytorch_utils import Conv1D
 
-from common import engine, refuse
 from common.progress import share_of
 
 
 def parameter_groups(model: nn.Module, args, **settings) -> list[dict]:
     """Returns parameter groups with weight decay on matrices only, not on biases and norms.
 
-    With `--optimizer muon` the weights of hidden layers are a group with `adjust_lr_fn`. Their
-    type identifies these layers: output layers and score heads have types of their own.
-
     Args:
         settings: further settings of all groups, such as `lr`.
     """
-    decays = {"weight_decay": args.weight_decay, **settings}
-    matrices = {"params": [], **decays}
+    matrices = {"params": [], "weight_decay": args.weight_decay, **settings}
     vectors = {"params": [], "weight_decay": 0.0, **settings}
-    # Muon's updates get the size of AdamW's, so that its learning rate and weight decay fit.
-    hidden = {"params": [], "adjust_lr_fn": "match_rms_adamw", **decays}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         path, _, own_name = name.rpartition(".")
         owner = model.get_submodule(path)
-        is_hidden = type(owner) in (nn.Linear, Conv1D) and "lora_" not in path
-        group = matrices
-        if not is_matrix(parameter, own_name, owner):
-            group = vectors
-        elif args.optimizer == "muon" and is_hidden:
-            group = hidden
+        group = matrices if is_matrix(parameter, own_name, owner) else vectors
         group["params"].append(parameter)
-    return [group for group in (matrices, vectors, hidden) if group["params"]]
+    return [group for group in (matrices, vectors) if group["params"]]
 
 
 def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
@@ -53,40 +40,13 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
 
 
 def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
-    """Returns the optimizer of the groups. AdamW is fused on a GPU, which is faster.
+    """Returns AdamW for the groups, fused on a GPU, which is faster.
 
     With torch's loss scaler for fp16 the fused kernel would skip updates unnoticed by accelerate.
     """
     is_fused = accelerator.device.type != "cpu" and accelerator.scaler is None
     fused = is_fused or None  # None: torch's default
-    settings = {"lr": args.learning_rate, "eps": args.adam_epsilon, "fused": fused}
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **settings)
-    if engine.is_sharded(accelerator):
-        refuse(
-            "--optimizer muon: DeepSpeed and FSDP2 give an optimizer pieces of matrices, and Muon "
-            "needs them whole: launch with accelerate_configs/ddp.yaml, or use adamw"
-        )
-    return MuonAndAdamW(groups, settings)
-
-
-class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon for the groups that have `adjust_lr_fn`, and AdamW for the others, as one."""
-
-    def __init__(self, groups: list[dict], settings: dict):
-        for_muon = [group for group in groups if "adjust_lr_fn" in group]
-        others = [group for group in groups if "adjust_lr_fn" not in group]
-        self.muon = torch.optim.Muon(for_muon, lr=settings["lr"])
-        self.adamw = torch.optim.AdamW(others, **settings)
-        super().__init__(self.adamw.param_groups + self.muon.param_groups, {})
-
-    def step(self, closure=None) -> None:
-        # Loading a checkpoint replaces the groups and the state.
-        self.muon.state = self.adamw.state = self.state
-        self.muon.param_groups = [group for group in self.param_groups if "adjust_lr_fn" in group]
-        self.adamw.param_groups = [group for group in self.param_groups if "betas" in group]
-        self.muon.step()
-        self.adamw.step()
+    return torch.optim.AdamW(groups, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
 
 
 def warmup_updates(args, total_updates: int) -> int:

@@ -71,7 +71,6 @@ class UpdateArgs:
     lr_scheduler_type: SchedulerType = arg("linear", "a schedule of transformers")
     warmup_steps: float = arg(0.03, "updates of warm-up; below 1: a share of all", at_least=0)
     weight_decay: float = arg(0.0, "on matrices only, not on biases and norms", at_least=0)
-    optimizer: Literal["adamw", "muon"] = arg("adamw", "muon: Muon on hidden matrices, else AdamW")
     adam_epsilon: float = arg(1e-8, "Adam's epsilon", at_least=0)
     max_grad_norm: float = arg(1.0, "gradient clipping; 0: none", at_least=0)
     gradient_checkpointing: bool = arg(False, "saves memory, costs time")

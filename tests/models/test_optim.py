@@ -1,6 +1,7 @@
-"""AdamW and Muon as the recipes make them, and the same values under every engine."""
+"""AdamW as the recipes make it, Muon as its fork does, and the same values under every engine."""
 
 import re
+import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,7 @@ from preference_recipes.models.logprobs import LogProbModel
 
 GPU = SimpleNamespace(device=torch.device("cuda"), scaler=None)
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None, distributed_type=DistributedType.NO)
-ARGS = SimpleNamespace(learning_rate=0.01, adam_epsilon=1e-6, weight_decay=0.1, optimizer="adamw")
-MUON = SimpleNamespace(**vars(ARGS) | {"optimizer": "muon"})
+ARGS = SimpleNamespace(learning_rate=0.01, adam_epsilon=1e-6, weight_decay=0.1)
 
 
 def test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler():
@@ -77,7 +77,9 @@ def test_muon_steps_the_matrices_of_hidden_layers_alone(tmp_path):
     adamw = torch.optim.AdamW(decays, lr=0.01, eps=1e-6)
     momentum = {name: torch.zeros_like(named[name]) for name in hidden}
 
-    optimizer = optim.build(CPU, optim.parameter_groups(model, MUON), MUON)
+    args = SimpleNamespace(**vars(ARGS), optimizer="muon")
+    fork = runpy.run_path(str(runs.forked("muon")))
+    optimizer = fork["build_optimizer"](CPU, model, args)
     for _ in range(2):
         for name, parameter in named.items():
             parameter.grad = torch.randn_like(parameter)
@@ -105,7 +107,7 @@ def chats(tmp_path_factory):
 def train(folder, name: str, launcher="plain", check=True, **more):
     given = dict(optimizer="muon", learning_rate=0.003, micro_train_batch_size=4, save_steps=2)
     flags = runs.short_run(folder, "sft", folder / name, **given | more)
-    done = runs.launch(runs.LAUNCHERS[launcher], runs.recipe("sft"), *flags, check=check)
+    done = runs.launch(runs.LAUNCHERS[launcher], runs.forked("muon"), *flags, check=check)
     return folder / name if check else done.stdout
 
 

@@ -29,6 +29,7 @@ ON = {
     "gdpo": "--reward_scaling each",
     "gkd": "--on_policy_share 0.5 --columns completion=answer",
     "maxrl": "--advantage_std mean",
+    "muon": "--optimizer muon",
     "off_policy": "--off_policy_limit 0.01",
     "sapo": "--loss_type sapo --average sequence",
     "sdft": f"--model_name_or_path {ASSETS}/model --dataset_name {ASSETS}/prompts_train.jsonl "
@@ -36,7 +37,8 @@ ON = {
     "sdpo": "--sdpo_weight 0.3 --sdpo_teacher ema --ema_decay 0.5",
 }
 # The proof samples three responses a prompt, gkd takes one: test_distill.py runs it on the engines.
-PROVED = sorted(ON.keys() - {"gkd"})
+# Muon refuses engines that cut matrices: test_optim.py runs it on DDP.
+PROVED = sorted(ON.keys() - {"gkd", "muon"})
 # A checkpoint holds what these add.
 STATEFUL = {"adaptive_kl", "curriculum", "ema", "sdft", "sdpo"}
 
