@@ -29,16 +29,16 @@ class ActorSaver:
     """Saves the trained model as an ordinary folder: at intervals, the best one, and at the end.
 
     `model` is the prepared module. What is saved is the transformers model inside it,
-    `unwrapped.model`. `also` holds further models inside, such as PPO's critic, by folder name.
+    `unwrapped.model`. `others` holds further models inside, such as PPO's critic, by folder name.
     """
 
     def __init__(
-        self, run: Run, model: nn.Module, tokenizer, also: Mapping[str, nn.Module] | None = None
+        self, run: Run, model: nn.Module, tokenizer, others: Mapping[str, nn.Module] | None = None
     ):
         self.run = run
         self.model = model
         self.tokenizer = tokenizer
-        self.also = dict(also or {})
+        self.others = dict(others or {})
         self.unwrapped = engine.unwrapped(run.accelerator, model)
         self.best = Best()
 
@@ -77,9 +77,9 @@ class ActorSaver:
                 folders.rotate(actors, args.save_actor_limit)
 
     def write_into(self, parent: Path) -> None:
-        """Writes the actor in its training precision to `parent/actor`, and `also` beside it."""
+        """Writes the actor in its training precision to `parent/actor`, and `others` beside it."""
         run = self.run
-        by_name = {"actor": self.unwrapped.model, **self.also}
+        by_name = {"actor": self.unwrapped.model, **self.others}
         models = {parent / name: model for name, model in by_name.items()}
         saving.save(run.accelerator, run.args, self.model, models, self.tokenizer)
 

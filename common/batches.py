@@ -42,7 +42,7 @@ def int_column(dataset, name: str) -> np.ndarray:
 class MicroBatch(NamedTuple):
     """The samples that one process runs forward and backward at once."""
 
-    rows: list[int]  # indices into the data set, or into the rollout
+    rows: list[int]  # indices into the data set, its sequences (SFT) or the rollout
     is_real: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row
 
 

@@ -32,7 +32,7 @@ class Checkpoint:
         means: the values of the next log line.
         must_match: the data, and models that are not trained. A run resumes only from a checkpoint
             with the same `fingerprints` of these, and the same arguments. None is left out.
-        others: the recipe's own state, by name, such as `rollout=state`. `state()` of each returns
+        states: the recipe's own, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `checkpointable`. `load_state` restores it.
     """
@@ -45,7 +45,7 @@ class Checkpoint:
         scheduler,
         means: Means,
         must_match: list,
-        **others,
+        **states,
     ):
         self.run = run
         self.accelerator = run.accelerator
@@ -54,7 +54,7 @@ class Checkpoint:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.means = means
-        self.others = others
+        self.states = states
         self.is_deepspeed = engine.zero_stage(run.accelerator) > 0
         self.folder = run.output_dir / "checkpoints"
         # `global_step` of the last checkpoint in the run's own folder; None: there is none yet.
@@ -113,7 +113,7 @@ class Checkpoint:
         if self.means.recorder is not None:
             self.means.recorder.write()
         # The main process writes what is the same on all; all help to collect it.
-        others = {name: part.state() for name, part in self.others.items()}
+        states = {name: part.state() for name, part in self.states.items()}
         state = {
             "arguments": self.identity,
             "progress": {name: getattr(self.run, name) for name in COUNTERS},
@@ -124,7 +124,7 @@ class Checkpoint:
             "open_sums": gather_object([self.means.state()]),
         }
         if accelerator.is_main_process:
-            for name, content in others.items():
+            for name, content in states.items():
                 torch.save(content, temporary / f"{name}.pt")
             (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
             earlier = [self.folder, *folders.by_step(self.folder)][-1]
@@ -242,7 +242,7 @@ class Checkpoint:
 
         # 3. The recipe's state. The main process wrote it, so its tensors were on the first GPU.
         device = {"cuda:0": str(accelerator.device)}
-        for name, part in self.others.items():
+        for name, part in self.states.items():
             part.load_state(torch.load(path / f"{name}.pt", weights_only=True, map_location=device))
         updates = f"{self.run.global_step} updates, {self.run.skipped_steps} skipped"
         ended = ". The run had ended there" if self.run.finished else ""

@@ -68,7 +68,7 @@ def repeat(message: str) -> None:
 
 @contextlib.contextmanager
 def exits_with_a_message():
-    """Runs a user's code: where it exits without a word, the message is the line that did."""
+    """Runs a user's code. If it exits without a message, the message quotes the line that did."""
     try:
         yield
     except SystemExit as end:

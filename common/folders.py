@@ -42,7 +42,7 @@ def remove_if_unused(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path):
-    """Names what the disk does not take. If it is temporary (`.name`), removes what is there."""
+    """Turns a failed write into a refusal that names the path; what is temporary (`.name`) goes."""
     try:
         yield
     except Exception as error:

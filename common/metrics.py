@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from common.values import NOTHING, Recorder
+from common.values import IDENTITY, Recorder
 
 Reduce = Literal["mean", "min", "max"]
 
@@ -24,7 +24,7 @@ def weighted(value: torch.Tensor, weights: torch.Tensor, reduce: Reduce) -> torc
     """Returns what `Sums` hold of values, with how much each counts, of the same shape."""
     weights = weights.double()
     # The value of a padding row may be inf, and inf times its weight of 0 is NaN.
-    counted = torch.where(weights > 0, value.double(), NOTHING[reduce])
+    counted = torch.where(weights > 0, value.double(), IDENTITY[reduce])
     if reduce == "mean":
         number = (counted * weights).sum()
     else:
@@ -42,9 +42,9 @@ def merge(sums: Sums, others: Sums) -> None:
 
 
 class Means:
-    """The exact means of the next log line, and those of an update until it is applied.
+    """Collects exact means for the next log line; an update's values join only once it is applied.
 
-    `add` fills `pending`. An update that is applied moves it to `open`, of which
+    `add` fills `pending`. An update that is applied moves it to `since_last_line`, of which
     `reduce_and_reset` makes a line. An evaluation has a `Means` of its own: it adds, and reduces.
 
     Every process must add the same tags in the same order. Adding never makes a GPU wait: no value
@@ -58,18 +58,24 @@ class Means:
         self.accelerator = accelerator
         self.recorder = recorder
         self.pending: Sums = {}  # of the current update; dropped if it is skipped
-        self.open: Sums = {}  # of the updates applied since the last line
+        self.since_last_line: Sums = {}  # of the updates applied since the last line
         self.last_update: dict[str, float] = {}  # values of the last applied update alone
 
-    def add(self, values: dict[str, Any], weights: torch.Tensor, *numbers: Sequence[int]) -> None:
+    def add(
+        self,
+        values: dict[str, Any],
+        weights: torch.Tensor,
+        row_numbers: Sequence[int] = (),
+        response_numbers: Sequence[int] | None = None,
+    ) -> None:
         """Adds values of the samples of a micro-batch.
 
         Args:
             values: by tag, `[samples]`. Or a tuple `(values, counts)` of any one shape, such as
                 log-probs and a mask; or `(values, counts, "max")`, or "min", to log no mean.
             weights: `[samples]`, 0 for a padding row.
-            numbers: of each sample's row in the data file and, where responses are sampled, of the
-                response to it, both from 1; the recorder needs them.
+            row_numbers, response_numbers: for the recorder, of each sample: its row in the data
+                file, and where responses are sampled the response to it, both from 1.
         """
         ones = torch.ones_like(weights)
         complete = {}
@@ -80,7 +86,7 @@ class Means:
             of_rows = weights.reshape(-1, *[1] * (counts.ndim - 1))
             merge(self.pending, {name: (reduce, weighted(value, counts * of_rows, reduce))})
         if self.recorder is not None:
-            self.recorder.add(complete, weights, *numbers)
+            self.recorder.add(complete, weights, row_numbers, response_numbers)
 
     def add_rollout(self, values: dict[str, torch.Tensor], reduce: Reduce = "mean") -> None:
         """Adds values of a rollout to the next log line, even if its first update is skipped.
@@ -92,7 +98,7 @@ class Means:
             value = value.to(self.accelerator.device)
             # Every process holds the whole rollout: one of them counts it.
             counts = ~value.isnan() & self.accelerator.is_main_process
-            merge(self.open, {name: (reduce, weighted(value, counts, reduce))})
+            merge(self.since_last_line, {name: (reduce, weighted(value, counts, reduce))})
 
     def close_update(self, applied: bool, update: Any, **values: float | torch.Tensor) -> None:
         """Keeps the values of an update that was applied, and drops those of a skipped one.
@@ -100,7 +106,7 @@ class Means:
         `values` are those of this update alone, such as `grad_norm`; its loss scale is one, too.
         """
         if applied:
-            merge(self.open, self.pending)
+            merge(self.since_last_line, self.pending)
             self.last_update = {name: float(value) for name, value in values.items()}
             if update.loss_scale is not None:
                 self.last_update["loss_scale"] = update.loss_scale
@@ -114,8 +120,10 @@ class Means:
         A tag under which nothing counted is left out. If there is a `loss`, the values of the last
         applied update are among them. All processes must call it.
         """
-        merge(self.open, self.pending)  # of an evaluation; in training `close_update` emptied it
-        sums, self.open, self.pending = self.open, {}, {}
+        merge(
+            self.since_last_line, self.pending
+        )  # of an evaluation; in training `close_update` emptied it
+        sums, self.since_last_line, self.pending = self.since_last_line, {}, {}
         if self.recorder is not None:
             self.recorder.close_update(applied=True)  # of an evaluation, or at the end
         if not sums:
@@ -137,12 +145,15 @@ class Means:
 
     def state(self) -> dict[str, list]:
         """Returns the open sums of this process for a checkpoint; `load_state` takes them over."""
-        return {name: [reduce, *numbers.tolist()] for name, (reduce, numbers) in self.open.items()}
+        return {
+            name: [reduce, *numbers.tolist()]
+            for name, (reduce, numbers) in self.since_last_line.items()
+        }
 
     def load_state(self, state: dict[str, list]) -> None:
         for name, (reduce, *numbers) in state.items():
             tensor = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
-            self.open[name] = (reduce, tensor)
+            self.since_last_line[name] = (reduce, tensor)
 
 
 class Flop(NamedTuple):

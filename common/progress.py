@@ -36,7 +36,7 @@ class Progress:
     tokens: int = 0  # of them, without padding; in DPO and reward a pair's prompt counts twice
     position: PromptProgress | None = None  # in the prompts; where rollouts may lead to no update
     stopped_early: bool = False  # by `--stop_after`
-    has_changed: bool = True  # whether the last update was made, and applied
+    last_was_applied: bool = True  # whether the last update was made, and applied
     consecutive_skips: int = 0  # since the last applied update
 
     def __post_init__(self):
@@ -45,7 +45,7 @@ class Progress:
 
     @property
     def updates_seen(self) -> int:
-        """Updates applied or skipped: the position in the data, but in recipes that sample."""
+        """Updates applied or skipped: the position in the data, except in recipes that sample."""
         return self.global_step + self.skipped_steps
 
     @property
@@ -80,7 +80,7 @@ class Progress:
 
     def update_done(self, applied: bool, samples: int, tokens: int) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
-        self.has_changed = applied
+        self.last_was_applied = applied
         if not applied:
             self.skipped_steps += 1
             self.consecutive_skips += 1
@@ -92,7 +92,7 @@ class Progress:
 
     def skip_rollout(self) -> None:
         """Notes that a rollout was consumed without an update: the model is as it was."""
-        self.has_changed = False
+        self.last_was_applied = False
 
     def due(self, interval: float, first: bool = False) -> bool:
         """Whether something is due now: after every `interval` applied updates, and at the end.
@@ -103,13 +103,13 @@ class Progress:
             interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.
             first: whether it is also due after the first update.
         """
-        every = self.every(interval)
+        every = self.interval_in_updates(interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        if self.has_changed:
+        if self.last_was_applied:
             return at_multiple or self.finished or (first and self.global_step == 1)
         return self.finished and not at_multiple and self.global_step > 0
 
-    def every(self, interval: float) -> int:
+    def interval_in_updates(self, interval: float) -> int:
         """Returns an interval, which may be a share of all updates, as a number of updates."""
         return share_of(self.total_steps, interval) if interval < 1 else int(interval)
 

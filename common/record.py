@@ -58,7 +58,7 @@ def write(accelerator, args) -> None:
 
 
 def write_card(folder: Path, args) -> None:
-    """Writes a model card into an actor's folder. It reveals no folder of the user's."""
+    """Writes a model card into an actor's folder. It contains no local paths."""
     recipe = Path(sys.argv[0]).stem
     model, *data = map(without_folder, (args.model_name_or_path, *args.dataset_name))
     is_adapter = (folder / "adapter_config.json").exists()

@@ -22,9 +22,9 @@ from common.values import Recorder
 
 @dataclasses.dataclass
 class Update:
-    """One update."""
+    """One optimizer step: which rows, cut how, and what the engine will divide by."""
 
-    rows: np.ndarray  # its samples, by row number, over all processes
+    rows: np.ndarray  # its samples over all processes: indices into the data set, or the rollout
     micro_batches: list[batches.MicroBatch]  # those of this process
     engine_divisor: int  # what the engine divides the summed losses by: micro-batches x processes
     n_tokens: int  # over all processes
@@ -107,9 +107,9 @@ class Run(Progress):
         rows = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
         sequences = data.sequences_of(rows)
         n_tokens = int(data.lengths[sequences].sum())
-        return self.update_of(rows, data.lengths, n_tokens, sequences)
+        return self.make_update(rows, data.lengths, n_tokens, sequences)
 
-    def update_of(
+    def make_update(
         self,
         rows: np.ndarray,
         lengths: np.ndarray,

@@ -18,7 +18,7 @@ from common import folders
 VALUES = "values.parquet"
 COUNT = ":count"  # the suffix of the column with a metric's counts
 # Identity element of each reduction.
-NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
+IDENTITY = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 SAMPLES_PER_PART = 4096  # per process; fewer before a checkpoint and at the end
 INTEGER, TEXT, NUMBER = pyarrow.int32(), pyarrow.string(), pyarrow.float64()
 SAMPLE = pyarrow.schema(
@@ -46,7 +46,7 @@ class Recorder:
     @torch.no_grad()
     def add(self, values: dict, weights: torch.Tensor, rows: list, responses=None) -> None:
         """Keeps each sample's values if this update is to be recorded; see `Means.add`."""
-        interval = self.run.every(self.run.args.values_steps)
+        interval = self.run.interval_in_updates(self.run.args.values_steps)
         if not self.source.startswith("eval") and (self.run.global_step + 1) % interval:
             return
         schema = SAMPLE
@@ -54,7 +54,7 @@ class Recorder:
         shape = (len(weights), -1)
         for name, (numbers, counts, reduce) in values.items():
             counts = counts.double().reshape(shape)
-            kept = torch.where(counts > 0, numbers.double().reshape(shape), NOTHING[reduce])
+            kept = torch.where(counts > 0, numbers.double().reshape(shape), IDENTITY[reduce])
             mean = (kept * counts).sum(1) / counts.sum(1)
             columns += [{"mean": mean, "min": kept.amin(1), "max": kept.amax(1)}[reduce]]
             columns += [counts.sum(1)]

@@ -21,7 +21,7 @@ and m = (1 - beta) s + beta t:
 
 Shapes: N samples of a rollout, T tokens in the longest response. What belongs to tokens is [N, T],
 and zero past the end of a response; or [N, 1] if all tokens have the same. An update reads some of
-the N rows. `compare` and `gradient` see n of their tokens at a time, and the V of the vocabulary.
+the N rows. Of their tokens `token_values` sees n at a time, with all V of the vocabulary.
 
 The demo, offline:
     python recipes/distill.py
@@ -72,7 +72,7 @@ class Args(RolloutArgs):
         None, "several teachers, NAME=PATH each; the column `teacher` names a row's own"
     )
     teacher_url: list[str] | None = arg(None, "vLLM servers of a teacher, or NAME=URL each")
-    teacher_top_k: int = arg(64, "tokens that a server tells", only_with="teacher_url", at_least=1)
+    teacher_top_k: int = arg(64, "tokens a server returns", only_with="teacher_url", at_least=1)
     teacher_prompt: str | None = arg(None, "column with the teacher's prompt")
     loss_type: Literal["divergence", "sampled"] = arg(
         "divergence", "over the vocabulary, or a policy gradient on sampled tokens"
@@ -93,10 +93,10 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-def compare(
+def token_values(
     student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> dict[str, torch.Tensor]:
-    """Returns values of each token by name, `[n]`: `learned`, which has a gradient, then others.
+    """Returns values of each token by name, `[n]`: `objective`, which has a gradient, then others.
 
     That is the divergence of arXiv:2306.13649 eq. 1 or, with `--loss_type sampled`, the student's
     log-prob of the token. Only a chunk of an update's tokens is compared at a time.
@@ -118,16 +118,16 @@ def compare(
         "teacher_logps": teacher.gather(1, targets[:, None]).squeeze(1),
     }
     if args.loss_type == "sampled":
-        learned = values["logps"]
+        objective = values["logps"]
     elif args.beta == 1:
-        learned = values["reverse_kl"]
+        objective = values["reverse_kl"]
     elif args.beta == 0:
-        learned = values["forward_kl"]
+        objective = values["forward_kl"]
     else:
         student_gap, teacher_gap = gaps_to_mixture(gap, args.beta)
-        learned = args.beta * (p_teacher * teacher_gap).sum(-1)
-        learned += (1 - args.beta) * (p_student * student_gap).sum(-1)
-    return {"learned": learned, **values}
+        objective = args.beta * (p_teacher * teacher_gap).sum(-1)
+        objective += (1 - args.beta) * (p_student * student_gap).sum(-1)
+    return {"objective": objective, **values}
 
 
 def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,12 +140,14 @@ def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch
     return gap.clamp(max=0) - below_larger, -gap.clamp(min=0) - below_larger
 
 
-def gradient(
+def objective_gradient(
     student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """Returns the gradient of `learned` by the student's logits, `[n, V]`; see `compare`.
+    """Returns the gradient of `objective` by the student's logits, `[n, V]`; see `token_values`.
 
-    It is written by hand because autograd would keep `[n, V]` tensors of all chunks.
+    It is s - t at beta 0, and s (g - sum of s g) at beta 1, with g = log s - log t. In between g is
+    (1 - beta) (log s - log m): the derivatives through m cancel. It is written by hand because
+    autograd would keep `[n, V]` tensors of all chunks.
     """
     p_student = student.exp()
     if args.loss_type == "sampled":  # one_hot(target) - s
@@ -180,7 +182,7 @@ def token_losses(
     teacher_outputs: list,
     experience: dict,
     args: Args,
-    on_policy: bool,
+    on_policy: bool = True,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and values to log about them.
@@ -190,28 +192,29 @@ def token_losses(
         experience: `Rollout.experience` of the same samples.
         on_policy: whether no update was applied since the rollout was made. Then the log-probs
             of this very pass are the old ones, so all ratios are exactly 1.
-        in_training: False in an evaluation, which does not ask who drew the tokens.
+        in_training: False in an evaluation, where no losses are weighted.
     """
     output = model(
         batch,
         args.temperature,
         teacher_outputs=teacher_outputs,
-        compare=partial(compare, args=args),
-        gradient=partial(gradient, args=args),
+        token_values=partial(token_values, args=args),
+        objective_gradient=partial(objective_gradient, args=args),
     )
     mask = experience["mask"]
-    losses = output["learned"]  # the divergence, unless:
     values = {}
-    if args.loss_type == "sampled":
-        logps = output["learned"]
+    if args.loss_type == "divergence":
+        losses = output["objective"]
+        if in_training and on_policy:
+            # It needs no weight: its gradient does not depend on how a token was drawn.
+            sampler_logps = experience["sampler_logps"]
+            values = correction.sampler_differences(output["logps"], sampler_logps, mask)
+    else:
+        logps = output["objective"]
         old_logps = logps.detach() if on_policy else experience["logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
             losses, values = correction.reweight(losses, old_logps, experience, args, on_policy)
-    elif in_training and on_policy:
-        # It needs no weight: its gradient does not depend on how a token was drawn.
-        sampler_logps = experience["sampler_logps"]
-        values = correction.sampler_differences(output["logps"], sampler_logps, mask)
     values |= {
         "loss": (losses, mask),
         "kl/reverse": (output["reverse_kl"], mask),
@@ -221,7 +224,7 @@ def token_losses(
         "teacher/agreement": (output["agreement"], mask),
     }
     for number, name in enumerate(teachers.names(args)):  # none if one teacher has all rows
-        is_taught_by = experience["teacher"] == number
+        is_taught_by = experience["teacher_index"] == number
         values[f"kl/reverse/{name}"] = (output["reverse_kl"], mask * is_taught_by)
     return losses, values
 
@@ -241,7 +244,7 @@ def make_rollout(
     }
     results.log_responses(sampler, samples, None, "completions", values)
     run.write_samples(samples.examples(sampler.tokenizer, None, "rollout"))
-    rollout = all_teachers.assign(samples, columns, run.global_step)
+    rollout = all_teachers.make_rollout(samples, columns, run.global_step)
     if args.loss_type == "sampled" and rollout.n_updates(args) > 1:
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         with run.timed("score"):
@@ -266,7 +269,7 @@ def main():
     accelerator = launch.make_accelerator(args, "distill")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(
-        accelerator, args, tokenizer, function=prompts.taught_row, **teachers.row_settings(args)
+        accelerator, args, tokenizer, function=prompts.distill_row, **teachers.row_settings(args)
     )
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
@@ -290,7 +293,7 @@ def main():
 
     all_teachers = AllTeachers(accelerator, args, tokenizer, model)
     models = [model, *(teacher.model for teacher in all_teachers.by_name.values())]
-    packer = checks.make_packer(
+    packer = checks.tested_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
@@ -315,23 +318,23 @@ def main():
         if state.rollout is None:
             state.rollout = make_rollout(run, sampler, all_teachers, state)
         with run.timed("teacher"):  # the student's servers sample the next one meanwhile
-            all_teachers.ask(state.rollout, on_failure=checkpoint.save)
+            all_teachers.query_servers(state.rollout, on_failure=checkpoint.save)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = state.rollout.rows_of_next_update(state, args)
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.lengths_as_read(samples.lengths_for_split(packer))
-        update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
+        update = run.make_update(update_rows, lengths, state.rollout.n_tokens(update_rows))
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
-        on_policy = run.global_step == state.rollout.started_at
+        on_policy = run.global_step == state.rollout.step_when_sampled
         for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[row] for row in rows]
                 token_weights = experience["mask"] * is_real[:, None]
             with run.timed("teacher"):  # what the teachers say about the same tokens
-                outputs = all_teachers.read(state.rollout, rows, batch, packer)
+                outputs = all_teachers.outputs_for(state.rollout, rows, batch, packer)
             with accelerator.accumulate(model):
                 losses, values = token_losses(model, batch, outputs, experience, args, on_policy)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
@@ -373,19 +376,19 @@ def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str,
     packer = sampler.packer
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(sampler.model):
+    with run.timed("paused"), prepare.evaluation_mode(sampler.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
-            rollout = all_teachers.assign(samples, eval_set[:], run.global_step)
-            all_teachers.ask(rollout)
+            rollout = all_teachers.make_rollout(samples, eval_set[:], run.global_step)
+            all_teachers.query_servers(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, is_real in run.split(
                 range(len(samples)), rollout.lengths_as_read(samples.lengths)
             ):
                 batch, experience = samples.collate(rows, rollout.experience, packer)
-                outputs = all_teachers.read(rollout, rows, batch, packer)
+                outputs = all_teachers.outputs_for(rollout, rows, batch, packer)
                 _, values = token_losses(
-                    sampler.model, batch, outputs, experience, run.args, True, in_training=False
+                    sampler.model, batch, outputs, experience, run.args, in_training=False
                 )
                 row_numbers = [samples.row_numbers[row] for row in rows]
                 means.add(values, is_real, row_numbers, samples.response_numbers(rows))

@@ -60,9 +60,7 @@ class Args(SharedArgs):
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo"] = arg(
         "sigmoid", "sigmoid is DPO's own; for the others see docs/dpo.md"
     )
-    gamma: float = arg(
-        1.0, "the margin of the chosen answer", only_with="loss_type=simpo", at_least=0
-    )
+    gamma: float = arg(1.0, "SimPO's target margin", only_with="loss_type=simpo", at_least=0)
     label_smoothing: float = arg(
         0.0, "how likely a label is wrong", only_with=WITH_SMOOTHING, at_least=0, below=0.5
     )
@@ -151,7 +149,7 @@ def collate(columns: dict, packer: Packer) -> dict:
 
     `mask` `[2 * pairs, tokens]` says which tokens of the answers count; see `Packer.make_batch`.
     """
-    prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
+    prompts = columns["prompt_ids"] * 2  # for the chosen answers, then for the rejected ones
     ids = columns["chosen_ids"] + columns["rejected_ids"]
     loss_mask = columns["chosen_loss_mask"] + columns["rejected_loss_mask"]
     images = columns["images"] * 2 if "images" in columns else None
@@ -249,7 +247,7 @@ def main():
     if args.loss_type not in REFERENCE_FREE:
         reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model if reference else None]
-    packer = checks.make_packer(
+    packer = checks.tested_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
@@ -321,7 +319,7 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(model):
+    with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):

@@ -7,7 +7,7 @@
 Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
 
     1. sample n responses to each prompt, a group                       make_rollout
-    2. score them, leave out groups whose advantages are all zero       groups_with_advantage
+    2. score them, leave out groups whose advantages are all zero       has_advantage
     3. advantage A = (score - mean of its group) / standard deviation   advantages_of
     4. updates of train_batch_size samples, r_t = pi(a_t)/pi_old(a_t)   sample_losses
 
@@ -79,7 +79,7 @@ class Args(RewardArgs):
         "group", "subtracted from a score: the mean of its group, of the others, or 0"
     )
     advantage_std: Literal["batch", "group", "none"] = arg(
-        "batch", "the standard deviation that advantages are divided by: of the rollout, the group"
+        "batch", "divides advantages by a standard deviation: of the rollout, of the group; none"
     )
     train_vision: bool = arg(False, "also train what reads the images: docs/images.md")
     drop_equal_groups: bool = arg(True, "leave out groups without any advantage")
@@ -94,7 +94,7 @@ class Args(RewardArgs):
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
 
 
-def groups_with_advantage(scores: torch.Tensor, args: Args) -> torch.Tensor:
+def has_advantage(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups are kept, bool `[G]`: those with an advantage other than zero.
 
     With a KL every group has a gradient. Source: DAPO, arXiv:2503.14476 section 3.2.
@@ -224,7 +224,7 @@ def sample_losses(
 
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
-    # is not: its ratios correct from the old policy, and leave out what a server's differ from it.
+    # is not: its own ratios correct for the old policy, and the server's difference is ignored.
     losses, values = correction.reweight(losses, old_logps, experience, args, on_policy)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
@@ -256,17 +256,17 @@ def make_rollout(
         samples = sampler.sample_rollout(state, prompts)
     with run.timed("score"):
         scores = grader.score(sampler, samples)
-    totals = scores.total.view(-1, args.n_samples_per_prompt)  # [G, n]
-    is_kept = groups_with_advantage(totals, args)
+    group_scores = scores.total.view(-1, args.n_samples_per_prompt)  # [G, n]
+    is_kept = has_advantage(group_scores, args)
     log_rollout(run, sampler, samples, scores, is_kept)
     samples = samples.select_groups(is_kept)
-    totals = totals[is_kept]
+    group_scores = group_scores[is_kept]
 
     # With --mask_truncated responses without an end only count in the mean of their group.
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
         return None
-    advantages = advantages_of(totals, is_trained.view_as(totals), args)
+    advantages = advantages_of(group_scores, is_trained.view_as(group_scores), args)
     experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
     experience["advantages"] = advantages.view(-1, 1)
     rollout = Rollout(samples, run.global_step, experience, is_trained)
@@ -333,7 +333,7 @@ def main():
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
     grader = Grader(accelerator, args, tokenizer, data)
     models = [model, grader.model, reference.model if reference else None]
-    packer = checks.make_packer(
+    packer = checks.tested_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
@@ -363,11 +363,11 @@ def main():
             # All processes agree on the samples of this update. Each takes its share of them.
             update_rows = state.rollout.rows_of_next_update(state, args)
             lengths = samples.lengths_for_split(packer)
-            update = run.update_of(update_rows, lengths, state.rollout.n_tokens(update_rows))
+            update = run.make_update(update_rows, lengths, state.rollout.n_tokens(update_rows))
             # The loss is a mean over these samples, each as often as it counts.
             mask = state.rollout.experience["mask"][update_rows]
             denominator = int(sample_counts(mask, args).sum())
-            on_policy = run.global_step == state.rollout.started_at
+            on_policy = run.global_step == state.rollout.step_when_sampled
             for rows, is_real in update.micro_batches:
                 with run.timed("data"):
                     batch, experience = samples.collate(rows, state.rollout.experience, packer)
@@ -408,6 +408,7 @@ def main():
 
 
 # ============================================================ evaluation
+@torch.no_grad()
 def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     line = {}

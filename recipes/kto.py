@@ -83,19 +83,19 @@ def kto_loss(
 
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns answers as a model reads them, the good ones first, and which row each belongs to."""
-    good = [place for place, ids in enumerate(columns["chosen_ids"]) if ids]
-    bad = [place for place, ids in enumerate(columns["rejected_ids"]) if ids]
-    places = good + bad
-    prompts = [columns["prompt_ids"][place] for place in places]
-    ids = [ids for ids in columns["chosen_ids"] + columns["rejected_ids"] if ids]
+    good = [row for row, ids in enumerate(columns["chosen_ids"]) if ids]
+    bad = [row for row, ids in enumerate(columns["rejected_ids"]) if ids]
+    row_of_answer = good + bad  # in this micro-batch
+    prompts = [columns["prompt_ids"][row] for row in row_of_answer]
+    answers = [ids for ids in columns["chosen_ids"] + columns["rejected_ids"] if ids]
     loss_mask = [
         flags for flags in columns["chosen_loss_mask"] + columns["rejected_loss_mask"] if flags
     ]
-    images = [columns["images"][place] for place in places] if "images" in columns else None
-    batch = packer.make_batch(prompts, ids, loss_mask=loss_mask, images=images)
+    images = [columns["images"][row] for row in row_of_answer] if "images" in columns else None
+    batch = packer.make_batch(prompts, answers, loss_mask=loss_mask, images=images)
     batch["is_good"] = batches.to_device([True] * len(good) + [False] * len(bad), packer.device)
-    batch["places"] = batches.to_device(places, packer.device)
-    batch["rows"] = [columns["row"][place] for place in places]
+    batch["row_of_answer"] = batches.to_device(row_of_answer, packer.device)
+    batch["rows"] = [columns["row"][row] for row in row_of_answer]
     return batch
 
 
@@ -125,12 +125,12 @@ def estimate_kl(
     means = Means(run.accelerator)
     next_rows = np.roll(rows, -1)  # after the last row comes the first
     lengths = data.lengths[rows] + data.lengths[next_rows]  # prompt and answers are of two rows
-    with checks.evaluation_mode(model):
+    with prepare.evaluation_mode(model):
         for places, is_real in run.split(range(len(rows)), lengths):
             columns = with_prompts(data[next_rows[places]], data[rows[places]], run.args.max_length)
             batch = collate(columns, packer)
             log_ratios = model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
-            means.add({"kl": log_ratios}, is_real[batch["places"]])
+            means.add({"kl": log_ratios}, is_real[batch["row_of_answer"]])
     return max(means.reduce_and_reset()["kl"], 0.0)
 
 
@@ -186,7 +186,7 @@ def main():
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]
-    packer = checks.make_packer(
+    packer = checks.tested_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
 
@@ -211,7 +211,7 @@ def main():
         for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch = collate(train[rows], packer)
-                answer_weights = is_real[batch["places"]]
+                answer_weights = is_real[batch["row_of_answer"]]
             with accelerator.accumulate(model):
                 losses, values = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["rows"], losses, answer_weights)
@@ -258,7 +258,7 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(model):
+    with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             # Shuffled, because in a file the next row may answer the same prompt.
@@ -267,7 +267,7 @@ def evaluate(
             for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[rows], packer)
                 _, values = answer_losses(model, reference, batch, kl, run.args)
-                means.add(values, is_real[batch["places"]], batch["rows"])
+                means.add(values, is_real[batch["row_of_answer"]], batch["rows"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:

@@ -91,8 +91,8 @@ class Args(RewardArgs):
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimates KL(policy || reference) of each token from the sampled token alone.
 
-    k1 and k3 are unbiased if the policy itself sampled the tokens. With `--kl_in loss` it did so
-    until the rollout's first update.
+    k1 and k3 are unbiased if the policy itself sampled the tokens. With `--kl_in loss` that holds
+    up to the rollout's first update.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -383,12 +383,12 @@ def main():
         reference = Reference(accelerator, args, tokenizer, model, with_values=False)
     grader = Grader(accelerator, args, tokenizer, data)
     models = [model, grader.model, reference.model if reference else None]
-    packer = checks.make_packer(
+    packer = checks.tested_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
     sampler = Sampler(run, model, tokenizer, data, packer, means, environment=args.environment)
-    saver = ActorSaver(run, model, tokenizer, also={"critic": policy.critic.model})
+    saver = ActorSaver(run, model, tokenizer, others={"critic": policy.critic.model})
     must_match = [data, policy, grader, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(
         run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
@@ -415,10 +415,10 @@ def main():
             len(samples), args.train_batch_size, seed, state.updates_made
         )
         n_tokens = state.rollout.n_tokens(update_rows)
-        update = run.update_of(update_rows, samples.lengths, n_tokens)
+        update = run.make_update(update_rows, samples.lengths, n_tokens)
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
-        on_policy = run.global_step == state.rollout.started_at
+        on_policy = run.global_step == state.rollout.step_when_sampled
         for rows, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(rows, state.rollout.experience, packer)

@@ -175,7 +175,7 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(scorer, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer)
-    packer = checks.make_packer(
+    packer = checks.tested_packer(
         accelerator, [model], max_length=args.max_length, share=args.share_prompts
     )
 
@@ -238,11 +238,11 @@ def main():
 @torch.no_grad()
 def evaluate(
     run: Run, model: torch.nn.Module, moments: Moments, packer: Packer, held_out: dict[str, Rows]
-) -> None:
+) -> dict[str, float]:
     """Logs for each held-out set what training logs, and finds the moments of all scores."""
     line = {}
     all_sets = Means(run.accelerator)
-    with run.timed("paused"), checks.evaluation_mode(model):
+    with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):

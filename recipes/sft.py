@@ -53,7 +53,7 @@ from preference_recipes.tools.preview import show_preview
 @dataclass
 class Args(SharedArgs):
     loss_on: Literal["assistant", "completion", "all"] = arg(
-        "assistant", "every assistant turn; the last turn; every token"
+        "assistant", "every assistant turn; completion: the last one; all: every token"
     )
     loss_type: Literal["nll", "dft", "eaft"] = arg("nll", "dft, eaft: see docs/sft.md")
     train_vision: bool = arg(False, "also train what reads the images: docs/images.md")
@@ -181,7 +181,7 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    packer = checks.make_packer(accelerator, [model], data.processor)
+    packer = checks.tested_packer(accelerator, [model], data.processor)
 
     means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)
@@ -248,11 +248,11 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     line = {}
     examples = []
-    with run.timed("paused"), checks.evaluation_mode(model):
+    with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
-            for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
-                columns = eval_rows[rows]
+            for sequences, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
+                columns = eval_rows[sequences]
                 batch = collate(columns, packer)
                 _, values = token_losses(model, batch, run.args.loss_type)
                 means.add(values, is_real, columns["row"])

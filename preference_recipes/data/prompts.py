@@ -39,7 +39,7 @@ def prompt_row(
     }
 
 
-def taught_row(
+def distill_row(
     row: dict,
     tokenizer,
     max_length: int,

@@ -1,6 +1,5 @@
 """Trials before training: whether a model's log-probs are right, and whether prompts are shared."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from common import engine, refuse
-from preference_recipes.models import architecture
+from preference_recipes.models import architecture, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 
@@ -17,7 +16,7 @@ from preference_recipes.models.packing import Packer
 def check_logprobs(accelerator: Accelerator, model: nn.Module) -> None:
     """Compares a prepared model's log-probs with its own logits. All processes must call it."""
     batch = Packer(accelerator.device).make_batch([[0]], [list(range(1, 16))])
-    with evaluation_mode(model):
+    with prepare.evaluation_mode(model):
         output = model(batch, check=True)
     refuse_difference(accelerator, model, output["logps"], output["own_logps"])
 
@@ -37,7 +36,7 @@ def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: st
         refuse(f"{whole_model.config.name_or_path}{where}: {problem}: {reason}")
 
 
-def make_packer(
+def tested_packer(
     accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
 ) -> Packer:
     """Tries these models, and returns the packer for their batches. All processes must call it.
@@ -57,7 +56,7 @@ def make_packer(
         from preference_recipes.models import vision
 
         for model in readers:
-            with evaluation_mode(model):
+            with prepare.evaluation_mode(model):
                 logps, own_logps = vision.trial(accelerator, model, processor)
             refuse_difference(accelerator, model, logps, own_logps, ", with images")
         if accelerator.num_processes > 1:
@@ -99,7 +98,7 @@ def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) ->
             return torch.stack(list(output.values()), 1)
         return output
 
-    with evaluation_mode(prepared):
+    with prepare.evaluation_mode(prepared):
         unshared = outputs_of(ids[16:24], share=False)
         shared = outputs_of(ids[16:24], share=True)
         with_other_first = outputs_of(ids[32:], share=True)
@@ -107,15 +106,3 @@ def can_share(accelerator: Accelerator, prepared: nn.Module, max_length: int) ->
         return False
     # Another first answer must not change the others by a single bit: a leak may be small.
     return shared[1:].equal(with_other_first[1:])
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module):
-    """Puts all modules into evaluation mode inside the block, then restores their modes."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -1,8 +1,8 @@
 """A student that learns from its teachers' distributions over the next token, and these.
 
-The formula is a recipe's, see `compare` and `gradient` in recipes/distill.py: functions of both
-models' log-probs of all tokens. They are called for a chunk of positions at a time, inside the
-student's own forward and backward pass, so that the log-probs of all positions are never in memory.
+The formula is a recipe's: `token_values` and `objective_gradient` in recipes/distill.py, functions
+of both models' log-probs of all tokens. They are called for a chunk of positions at a time, inside
+the student's own passes, so that the log-probs of all positions are never in memory.
 """
 
 import math
@@ -67,7 +67,7 @@ class TeacherOutput:
         return teacher
 
     def overrides(self, chunk: slice, student: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns values that replace those which `compare` makes of `all_logps`, by name."""
+        """Returns values that replace those which `token_values` makes of `all_logps`, by name."""
         return {}
 
 
@@ -112,14 +112,14 @@ class TopKTeacherOutput:
 
 @dataclass
 class DistillJob:
-    """Lets `ChunkedHead` return the values of a recipe's `compare`; `names` are theirs."""
+    """Lets `ChunkedHead` return the values of a recipe's `token_values`; `names` are theirs."""
 
     targets: torch.Tensor  # `[n]`
     multiplier: float  # the student's
     softcap: float
     output: TeacherOutput | TopKTeacherOutput  # at exactly these targets
-    compare: Callable  # see `DistillModel.forward`
-    gradient: Callable
+    token_values: Callable  # see `DistillModel.forward`
+    objective_gradient: Callable
     names: tuple[str, ...] = ()  # filled in by `outputs`
     n_matrices: ClassVar[int] = 2
 
@@ -130,7 +130,9 @@ class DistillJob:
 
     def outputs(self, chunk: slice, state: tuple) -> list[torch.Tensor]:
         student, teacher, _ = state
-        parts = [self.compare(*block) for block in blocks(student, teacher, self.targets[chunk])]
+        parts = [
+            self.token_values(*block) for block in blocks(student, teacher, self.targets[chunk])
+        ]
         outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         outputs |= self.output.overrides(chunk, student)
         self.names = tuple(outputs)
@@ -141,7 +143,7 @@ class DistillJob:
         cap_slopes = [] if cap_slope is None else [cap_slope]
         inputs = (student, teacher, self.targets[chunk])
         for student_block, *others in blocks(*inputs, *cap_slopes):
-            grad = self.gradient(student_block, *others[:2])
+            grad = self.objective_gradient(student_block, *others[:2])
             for steepness in others[2:]:
                 grad *= steepness
             student_block.copy_(grad)
@@ -166,8 +168,8 @@ class DistillModel(LogProbModel):
         *args,
         as_teacher: bool = False,
         teacher_outputs: list[TeacherOutput | TopKTeacherOutput] | None = None,
-        compare: Callable | None = None,
-        gradient: Callable | None = None,
+        token_values: Callable | None = None,
+        objective_gradient: Callable | None = None,
         **kwargs,
     ):
         """Returns what `LogProbModel.forward` does, or what one of these arguments asks for.
@@ -178,11 +180,11 @@ class DistillModel(LogProbModel):
         Args:
             as_teacher: returns the input of the output layer before each target, `[targets, h]`.
             teacher_outputs: one for each teacher; together they cover every target once. Then this
-                returns the values of `compare` by name: fp32 `[answers, longest]`, zero where there
-                is no target.
-            compare: takes the log-probs of all tokens from student and teacher, `[n, v]`, and the
-                targets `[n]`; returns values by name, `[n]` each. Only the first has a gradient.
-            gradient: takes the same; returns its derivative by the student's logits, `[n, v]`.
+                returns what `token_values` does, by name: fp32 `[answers, longest]`, zero where
+                there is no target.
+            token_values: takes the log-probs of all tokens from student and teacher, `[n, v]`, and
+                the targets `[n]`; returns values by name, `[n]`. Only the first has a gradient:
+            objective_gradient: takes the same; returns it by the student's logits, `[n, v]`.
         """
         if teacher_outputs is None and not as_teacher:
             return super().forward(batch, temperature, *args, **kwargs)
@@ -197,7 +199,7 @@ class DistillModel(LogProbModel):
             for output in teacher_outputs:
                 target_index = output.target_index
                 targets = batch["targets"][target_index]
-                job = DistillJob(targets, *formula, output, compare, gradient)
+                job = DistillJob(targets, *formula, output, token_values, objective_gradient)
                 values = ChunkedHead.apply(hidden.index_select(0, target_index), weight, bias, job)
                 for name, value in zip(job.names, values):
                     all_values = values_by_name.get(name, value.new_zeros(len(batch["targets"])))

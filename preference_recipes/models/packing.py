@@ -43,7 +43,7 @@ PackedRow = list[list[int]]
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes batches of prompts and answers; see `checks.make_packer`."""
+    """Makes batches of prompts and answers; see `checks.tested_packer`."""
 
     device: torch.device  # where the batches go
     share: bool = False  # whether prompts are shared where that pays

@@ -148,3 +148,15 @@ def exact_buffers(accelerator, model: nn.Module):
     for name, buffer in model.named_buffers():
         if name in originals and buffer.dtype != originals[name].dtype:
             buffer.data = originals[name].to(accelerator.device)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module):
+    """Puts all modules into evaluation mode inside the block, then restores their modes."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

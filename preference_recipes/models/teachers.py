@@ -54,7 +54,7 @@ def sources(args) -> dict[str, str | list[str] | None]:
         expected = "one teacher, or several as --teacher NAME=PATH and --teacher_url NAME=URL"
         refuse(f"expected {expected}, each name once. Got {[*local_paths, *servers]}")
     if servers and args.temperature != 1:
-        refuse(f"--temperature {args.temperature:g}: a --teacher_url tells log-probs at 1 only")
+        refuse(f"--temperature {args.temperature:g}: a --teacher_url returns log-probs at 1 only")
     return all_sources or {UNNAMED: None}
 
 
@@ -71,7 +71,7 @@ def names(args) -> list[str]:
 
 
 def row_settings(args) -> dict[str, Any]:
-    """Returns the arguments of `prompts.taught_row`."""
+    """Returns the arguments of `prompts.distill_row`."""
     return {
         "max_new_tokens": args.max_new_tokens,
         "teacher_names": names(args),

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import DynamicCache
 
 from common import batches, distributed, engine
-from preference_recipes.models import architecture, checks
+from preference_recipes.models import architecture, prepare
 from preference_recipes.rollouts import decoding, sharing
 from preference_recipes.rollouts.context import Response, SamplingContext
 
@@ -277,7 +277,7 @@ def ready_to_generate(context: SamplingContext):
     model = context.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(torch.no_grad())
-        undo.enter_context(checks.evaluation_mode(model))
+        undo.enter_context(prepare.evaluation_mode(model))
         # A call takes missing settings from the model's own config: temperature, top-k, the kind of
         # cache ... Only the stop tokens may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)

@@ -49,7 +49,7 @@ def held_out_results(
     values |= {"length": samples.mask.sum(1), "eos_rate": samples.ended, **samples.statistics}
     if "answer" in eval_set.column_names:
         prompts = context.tokenizer.batch_decode(samples.prompts)
-        texts = samples.answers(context.tokenizer)
+        texts = samples.response_texts(context.tokenizer)
         values["exact_match"] = [
             is_right(text, answer, prompt) if answer else np.nan
             for text, answer, prompt in zip(texts, eval_set["answer"][:], prompts)

@@ -162,7 +162,7 @@ def function_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments that reward functions may take for these samples, by name."""
     data = [json.loads(samples.row_json[row]) for row in rows]
-    responses = samples.answers(sampler.tokenizer)
+    responses = samples.response_texts(sampler.tokenizer)
     # With several training sets, these rows may all lack some of the columns.
     names = dict.fromkeys([*columns, *itertools.chain.from_iterable(data)])
     arguments: dict[str, Any] = {name: [values.get(name) for values in data] for name in names}

@@ -43,8 +43,6 @@ class Sampler(SamplingContext):
             except BadRow as error:  # the chat template cannot write its turns
                 refuse(f"--environment {environment}: {error}")
             self.episodes = EpisodeRunner(self, self.generator, user_class)
-        self.state = self.generator.state
-        self.load_state = self.generator.load_state
 
     def sample(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Draws responses to prompts.
@@ -87,6 +85,12 @@ class Sampler(SamplingContext):
         """Returns the policy's greedy responses to a held-out set."""
         unused = np.zeros((len(eval_set), 1, self.args.max_new_tokens))  # nothing is drawn
         return self.sample(eval_set[:], unused, temperature=0.0)
+
+    def state(self):
+        return self.generator.state()
+
+    def load_state(self, state) -> None:
+        self.generator.load_state(state)
 
 
 class LocalGenerator:

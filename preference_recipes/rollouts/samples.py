@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import batches, checkpointable, distributed, stopping
 from preference_recipes.data.messages import IMAGE_COLUMNS
-from preference_recipes.models import checks
+from preference_recipes.models import prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
 from preference_recipes.rollouts.answers import decode_answers
@@ -129,7 +129,7 @@ class Samples:
             return {}
         temperature = context.args.temperature
         outputs = {}  # by sample: [response length, names], on the CPU
-        with checks.evaluation_mode(context.model):
+        with prepare.evaluation_mode(context.model):
             for rows, batch in self.scoring_batches(context):
                 per_token = []
                 if names:
@@ -179,7 +179,7 @@ class Samples:
         ended = torch.cat([part.ended for part in parts])
         return replace(parts[0], ended=ended, statistics={}, **lists)
 
-    def answers(self, tokenizer) -> list[str]:
+    def response_texts(self, tokenizer) -> list[str]:
         """Returns the text of each response; for an episode, the text of its last answer."""
         answers = []
         for response, is_sampled in zip(self.responses, self.is_sampled):

@@ -26,15 +26,17 @@ REQUESTS_AT_ONCE = 32  # per process: an answer has some kilobytes of text per t
 class TaughtRollout(Rollout):
     """A rollout, and the inputs of its teachers.
 
-    `experience` also has `teacher`, the index of each sample's teacher.
+    `experience` also has `teacher_index`, the index of each sample's teacher.
     """
 
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what each sample's teacher reads before the response
-    top_logps: list | None = None  # the servers' answers, see `AllTeachers.ask`; None: not asked
+    top_logps: list | None = (
+        None  # the servers' answers, see `AllTeachers.query_servers`; None: not asked
+    )
 
     def lengths_as_read(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the samples' lengths `[N]` with the student's or teacher's prompt, if longer.
+        """Returns the samples' lengths `[N]`, with the longer of student's and teacher's prompt.
 
         All samples of a prompt get the same addition, so sorting still keeps them together.
         """
@@ -68,7 +70,7 @@ class AllTeachers(LocalTeachers):
         for name, urls in teachers.sources(args).items():
             for url in urls if isinstance(urls, list) else ():
                 server = Server(url)
-                proof = (self.prove, server, tokenizer, args.max_length)
+                proof = (self.verify, server, tokenizer, args.max_length)
                 server.model, weights = distributed.on_main_process(accelerator, *proof)
                 self.servers.setdefault(name, []).append(server)
                 title = f"served teacher {name}".strip()
@@ -76,7 +78,7 @@ class AllTeachers(LocalTeachers):
                     refuse(f"{url} has {weights}, but the {title} is {self.fingerprints[title]}")
                 accelerator.print(f"{title}: {weights} at {url}, its top {self.top_k} tokens")
 
-    def prove(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
+    def verify(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
         """Returns the names of a server's model and of its weights.
 
         Refuses a server with another tokenizer, or whose answers lack what is needed.
@@ -96,7 +98,7 @@ class AllTeachers(LocalTeachers):
         self.ask_server(TeacherQuery("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
 
-    def assign(self, samples: Samples, columns: dict, global_step: int) -> TaughtRollout:
+    def make_rollout(self, samples: Samples, columns: dict, global_step: int) -> TaughtRollout:
         """Returns the rollout of these samples, with the teacher of each, and what that one reads.
 
         Args:
@@ -109,7 +111,7 @@ class AllTeachers(LocalTeachers):
         prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
         all_names = list(teachers.sources(self.args))
         experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
-        experience["teacher"] = torch.tensor([[all_names.index(name)] for name in names])
+        experience["teacher_index"] = torch.tensor([[all_names.index(name)] for name in names])
         return TaughtRollout(
             samples,
             global_step,
@@ -119,7 +121,7 @@ class AllTeachers(LocalTeachers):
             teacher_prompts=repeat_each(prompts, samples.per_prompt),
         )
 
-    def ask(self, rollout: TaughtRollout, on_failure: Callable | None = None) -> None:
+    def query_servers(self, rollout: TaughtRollout, on_failure: Callable | None = None) -> None:
         """Asks servers about a rollout, if they teach any of it and were not asked yet.
 
         If they fail, `on_failure` may save the samples first, so that a resumed run asks again.
@@ -136,12 +138,14 @@ class AllTeachers(LocalTeachers):
         try:
             answers = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
         except Refused:
-            if on_failure is not None and rollout.started_at:
+            if on_failure is not None and rollout.step_when_sampled:
                 on_failure()
             raise
         rollout.top_logps = distributed.gather_rows(dict(zip(rows, answers)))
 
-    def read(self, rollout: TaughtRollout, rows: list[int], batch: dict, packer: Packer) -> list:
+    def outputs_for(
+        self, rollout: TaughtRollout, rows: list[int], batch: dict, packer: Packer
+    ) -> list:
         """Returns the teachers' outputs for these samples; `batch` is what the student reads."""
         server_logps = [rollout.top_logps[row] for row in rows]
         return self.outputs(batch, rollout.queries(rows), server_logps, packer)

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import engine, refuse, saving
 from common.distributed import on_main_process
-from preference_recipes.models import checks
+from preference_recipes.models import prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.rollouts.context import Response, SamplingContext
 from preference_recipes.rollouts.rollout_state import RolloutState, count_updates
@@ -47,7 +47,7 @@ LARGEST_DIFFERENCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
 VISIBLE_CHANGE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 
 
-class Ahead(NamedTuple):
+class PendingRollout(NamedTuple):
     """A rollout that is being sampled while the run trains on the previous one."""
 
     requests: list[dict]  # one for each prompt
@@ -68,7 +68,7 @@ class Servers:
         self.synced_at: int | None = None  # `global_step` of these weights
         # Each server's last log-probs of a probe, and training's when the server first gave these.
         self.probes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.ahead: Ahead | None = None  # see `sample_ahead`
+        self.pending: PendingRollout | None = None  # see `sample_ahead`
         workers = self.on_main_process(self.workers)
         shortest = min(worker["max_model_len"] for worker in workers)
         if (longest := context.args.max_length) > shortest:  # it might silently cut responses
@@ -89,13 +89,13 @@ class Servers:
         """Returns the responses to all prompts, see `Sampler.sample`. `images` is ignored."""
         context = self.context
         requests = make_requests(context, prompts, uniforms, temperature)
-        if self.ahead is not None:
+        if self.pending is not None:
             # Even if requests differ: servers sample with one version of the weights at a time.
-            responses = self.on_main_process(self.ahead.answer)
-            if self.ahead.requests == requests:
-                staleness = context.run.global_step - self.ahead.weights_of
+            responses = self.on_main_process(self.pending.answer)
+            if self.pending.requests == requests:
+                staleness = context.run.global_step - self.pending.weights_of
                 context.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
-                self.ahead = None
+                self.pending = None
                 return responses
         self.synchronise()
         return self.on_main_process(self.ask, requests)
@@ -138,23 +138,23 @@ class Servers:
             background = ThreadPoolExecutor(1)
             answer = background.submit(self.ask, requests).result
             background.shutdown(wait=False)  # ends the thread once it has the answer
-        self.ahead = Ahead(requests, context.run.global_step, answer)
+        self.pending = PendingRollout(requests, context.run.global_step, answer)
 
     def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
 
         A resumed run could not sample it again, because its weights are gone.
         """
-        if self.ahead is None:
+        if self.pending is None:
             return None
-        responses = self.on_main_process(self.ahead.answer)
-        return {**self.ahead._asdict(), "answer": list(map(tuple, responses))}
+        responses = self.on_main_process(self.pending.answer)
+        return {**self.pending._asdict(), "answer": list(map(tuple, responses))}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         if state is None:
             return
         responses = [Response(*response) for response in state["answer"]]
-        self.ahead = Ahead(**{**state, "answer": lambda: responses})
+        self.pending = PendingRollout(**{**state, "answer": lambda: responses})
 
     def ask(self, requests: list[dict]) -> list[Response]:
         """Returns the responses to all requests, in their order; for this process alone."""
@@ -187,7 +187,7 @@ class Servers:
         if is_adapter:
             for server in self.servers:
                 server.model = ADAPTER
-        difference = max(map(self.prove, self.servers))
+        difference = max(map(self.verify, self.servers))
         self.synced_at = step
         seconds = time.perf_counter() - started
         if not context.run.finished:  # otherwise no training line follows
@@ -216,7 +216,7 @@ class Servers:
         return version
 
     @torch.no_grad()
-    def prove(self, server: "Server") -> float:
+    def verify(self, server: "Server") -> float:
         """Returns the mean absolute difference between a server's log-probs and training's.
 
         Refuses a server if that is too large, or if only training's log-probs have changed.
@@ -230,7 +230,7 @@ class Servers:
         responses = self.on_main_process(lambda: [server.complete(r)[0] for r in requests])
         packer = Packer(context.accelerator.device)
         batch = packer.make_batch(prompts, [response.ids for response in responses])
-        with checks.evaluation_mode(context.model):
+        with prepare.evaluation_mode(context.model):
             train_logps = context.model(batch, args.temperature)["logps"].cpu()
         server_logps = pad_sequence([torch.tensor(response.logps) for response in responses], True)
         difference = (server_logps - train_logps)[batch["mask"].cpu()].abs().mean().item()

@@ -42,7 +42,7 @@ def test_a_rollout_without_updates_is_not_logged_as_the_first_update_again():
     progress = Progress(100, 10, 1, 0)
     progress.update_done(True, 10, 1)
     due = []
-    for progress.has_changed in (True, False):
+    for progress.last_was_applied in (True, False):
         due.append((progress.due(1, first=True), progress.due(50, first=True)))
     assert due == [(True, True), (False, False)]
 

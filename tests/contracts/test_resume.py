@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
 from transformers import AutoModelForCausalLM
 
+import recipes
 import runs
 from common import folders, log
 from common.checkpoint import LOGS
@@ -115,6 +116,7 @@ def test_killed_and_resumed_is_the_run_never_killed(request, bench, name, launch
     assert "resumed from" in resume(bench(name), output, launcher, **changes).stdout
     expect_same(output, reference)
     if name == "grpo":  # the checkpoint is within a rollout; some groups were left out
+        recipes.load(name)  # so that torch knows the dataclasses
         file = reference / "checkpoints/global_step_000010/rollout.pt"
         state = torch.load(file, weights_only=True)
         assert state.rollouts_seen >= 3 and state.updates_made > 0
@@ -235,7 +237,7 @@ def test_what_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, name, wr
 def test_a_recipe_that_holds_something_more_does_not_go_on_without_it(tmp_path):
     small_run(tmp_path).save()
     resumed = small_run(tmp_path)
-    resumed.others["more"] = resumed.others["extra"]
+    resumed.states["more"] = resumed.states["extra"]
     with pytest.raises(FileNotFoundError, match="more"):
         resumed.load(resumed.folder / "global_step_000000")
 

@@ -17,13 +17,13 @@ from runs import write_rows as write
 from templates import left_out, load_rows
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-taught_row = runpy.run_path(str(forked("gkd")))["row_with_completion"]
+distill_row = runpy.run_path(str(forked("gkd")))["row_with_completion"]
 
 
 def completed_row(row, tokenizer, max_length, max_new_tokens, **settings):
     """A row of a distillation that learns from completions, too."""
     row = {**row, "label": None}
-    return taught_row(row, tokenizer, max_length, max_new_tokens, [], None, True, **settings)
+    return distill_row(row, tokenizer, max_length, max_new_tokens, [], None, True, **settings)
 
 
 SETTINGS = {

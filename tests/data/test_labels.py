@@ -8,7 +8,7 @@ from recipes import load
 from runs import forked, message, pair_of
 from templates import left_out
 
-taught_row = load("gkd", forked("gkd")).row_with_completion
+distill_row = load("gkd", forked("gkd")).row_with_completion
 ASK = message("user", "1+2=")
 SAY = message("assistant", "3")
 
@@ -72,4 +72,4 @@ def test_a_row_without_a_label_is_refused(tokenizer, label):
 def test_distillation_learns_no_completion_with_a_label(tokenizer):
     row = {"prompt": [ASK], "completion": [SAY], "label": 0}
     with pytest.raises(BadRow, match="'label'"):
-        taught_row(row, tokenizer, 64, 8, [], None, with_completion=True)
+        distill_row(row, tokenizer, 64, 8, [], None, with_completion=True)

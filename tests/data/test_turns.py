@@ -17,7 +17,7 @@ from templates import left_out
 
 LONG = 4000
 sft_row = load("sft").sft_row
-taught_row = load("gkd", forked("gkd")).row_with_completion
+distill_row = load("gkd", forked("gkd")).row_with_completion
 reward_row = load("reward").reward_row
 
 
@@ -69,7 +69,7 @@ def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
         assert all(part["content"] in whole for part in answer)
         assert row["rejected_loss_mask"] == [True] * len(row["rejected_ids"])
     row = {**given, "completion": answer}
-    taught = taught_row(row, tokenizer, LONG, 1000, [], None, with_completion=True)
+    taught = distill_row(row, tokenizer, LONG, 1000, [], None, with_completion=True)
     assert targets_of(taught["completion_ids"], taught["completion_loss_mask"]) == learned
     assert 0 < len(learned) < len(taught["completion_ids"])
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from architectures import build
-from preference_recipes.models import architecture, checks, logprobs
+from preference_recipes.models import architecture, checks, logprobs, prepare
 from preference_recipes.models.logprobs import ChunkedHead, LogProbJob, LogProbModel
 from runs import ASSETS, code_of_page
 from test_packing import CPU, ON_CPU
@@ -144,7 +144,7 @@ def test_modes_come_back_as_they_were(fails):
     model.model.layers[0].mlp.train()
     before = [module.training for module in model.modules()]
     try:
-        with checks.evaluation_mode(model):
+        with prepare.evaluation_mode(model):
             assert not any(module.training for module in model.modules())
             assert not fails
     except AssertionError:

@@ -75,7 +75,7 @@ recipes/grpo.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     sums / args.max_new_tokens >> sums / mask.shape[1]
     logps.detach() if on_policy >> logps if on_policy
     model(batch, args.temperature, >> model(batch, 1.0,
-    on_policy = run.global_step == state.rollout.started_at >> on_policy = True
+    on_policy = run.global_step == state.rollout.step_when_sampled >> on_policy = True
 recipes/grpo.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[grpo-own0]
     if applied:\n                scheduler.step() >> scheduler.step()
 recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
@@ -87,7 +87,7 @@ recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
 recipes/distill.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     teacher_logps - old_logps >> teacher_logps - logps
     int(state.rollout.experience["mask"][update_rows].sum()) >> update.n_tokens
-    experience["teacher"] == number >> experience["teacher"] >= number
+    experience["teacher_index"] == number >> experience["teacher_index"] >= number
         args.temperature,\n        teacher >> 1.0,\n        teacher
 recipes/distill.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[distill-own1]
     if applied:\n            scheduler.step() >> scheduler.step()
@@ -150,8 +150,9 @@ preference_recipes/models/reference.py models/test_frozen_models.py::test_precom
     is_real = is_real.bool() >> is_real = is_real > -1
 preference_recipes/models/scores.py models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run
     token_index = batch["last_token_index"] >> token_index = batch["last_token_index"] - 1
-preference_recipes/models/checks.py models/test_logprobs.py::test_modes_come_back_as_they_were models/test_packing.py
+preference_recipes/models/prepare.py models/test_logprobs.py::test_modes_come_back_as_they_were
     model.modules() if module.training] >> model.modules()]
+preference_recipes/models/checks.py models/test_packing.py
     if min(windows) < max_length or not takes_masks >> if not takes_masks
 preference_recipes/models/load.py users/test_bad_input.py::test_tokens_without_an_embedding
     sizes[smallest] <= token_id >> sizes[smallest] < token_id

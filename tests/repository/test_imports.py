@@ -1,11 +1,11 @@
-"""Arrows run one way: recipes -> rollouts -> models -> common, recipes -> data, rollouts -> data; no circle."""
+"""Arrows run one way: recipes -> rollouts -> models -> common, recipes, rollouts, models -> data; no cycle."""
 
 import ast
 from pathlib import Path
 
 from runs import REPOSITORY
 
-# What each room may import besides itself. `models` knows `data` for stop tokens and the cache of log-probs.
+# What each room may import besides itself. `models` knows `data` for stop tokens and images.
 MAY_IMPORT = {
     "common": set(),
     "data": {"common"},

@@ -23,9 +23,9 @@ distill = recipes.load("distill")
 
 
 def formula_of(beta: float | None) -> tuple[Callable, Callable]:
-    """The recipe's `compare` and `gradient`; None: of sampled tokens."""
+    """The recipe's `token_values` and `objective_gradient`; None: of sampled tokens."""
     args = distill.Args(loss_type="sampled" if beta is None else "divergence", beta=beta)
-    return partial(distill.compare, args=args), partial(distill.gradient, args=args)
+    return partial(distill.token_values, args=args), partial(distill.objective_gradient, args=args)
 
 
 # ---------------------------------------------------------------------------------------------- a plain reference
@@ -39,7 +39,7 @@ def dense_logps(hidden, weight, bias, multiplier, softcap, temperature) -> torch
 
 
 def dense(student, teacher, targets, beta) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What `compare` returns, by the definitions, from log-probs `[n, v]`."""
+    """What `token_values` returns, by the definitions, from log-probs `[n, v]`."""
     kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
     values = {
         "reverse_kl": kl(student, teacher),
@@ -85,7 +85,7 @@ def top_output(teacher, targets, k: int) -> distillation.TopKTeacherOutput:
 def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
     """What the recipe gives of these tensors, and the gradients of hidden states, weight and bias."""
     (multiplier, softcap), of_teacher = formulas
-    learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
+    trained = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
     of_teacher = [number / temperature for number in of_teacher]
     head = Head(given["teacher_weight"][:cut], given["teacher_bias"][:cut], *of_teacher)
     output = TeacherOutput(given["teacher_hidden"], head, torch.arange(0))
@@ -93,20 +93,20 @@ def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | Non
         output = top_output(head.logps(given["teacher_hidden"])[0], given["targets"], k)
     of_student = (multiplier / temperature, softcap / temperature)
     job = DistillJob(given["targets"], *of_student, output, *formula_of(beta))
-    hidden, weight, bias = learned
+    hidden, weight, bias = trained
     first, *others = ChunkedHead.apply(hidden, weight[:cut], bias[:cut], job)
-    gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
+    gradients = torch.autograd.grad((first * given["weights"]).sum(), trained)
     return first.detach(), dict(zip(job.names[1:], others)), gradients
 
 
 def exact(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
     """The same by `dense` in fp64."""
     given = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
-    learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
+    trained = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
     of_teacher = [given[f"teacher_{name}"] for name in ("hidden", "weight", "bias")]
     student, teacher = (
         dense_logps(hidden, weight[:cut], bias[:cut], *formula, temperature)
-        for (hidden, weight, bias), formula in zip((learned, of_teacher), formulas)
+        for (hidden, weight, bias), formula in zip((trained, of_teacher), formulas)
     )
     first, others = dense(student, teacher, given["targets"], beta)
     if k and k < cut:
@@ -115,7 +115,7 @@ def exact(given: dict, formulas, beta, temperature: float, cut: int, k: int | No
         of_coarse, values = dense(*coarse, torch.zeros_like(given["targets"]), beta)
         first = first if beta is None else of_coarse
         others |= {name: values[name] for name in ("reverse_kl", "forward_kl", "teacher_entropy")}
-    gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
+    gradients = torch.autograd.grad((first * given["weights"]).sum(), trained)
     return first.detach(), {name: value.detach() for name, value in others.items()}, gradients
 
 
@@ -176,7 +176,7 @@ def test_the_top_tokens_give_a_bound_from_below_and_all_of_them_the_divergence(b
     for k in range(1, 13):
         output = top_output(teacher, targets, k)
         filled = output.all_logps(slice(None), student)
-        last, bound = bound, compare(student, filled, targets)["learned"]
+        last, bound = bound, compare(student, filled, targets)["objective"]
         assert (bound - last + error).min() >= 0
         # What is left of 1 is rounded, and so is the divergence.
         ours = student.scatter(1, output.ids, -math.inf).logsumexp(1)
@@ -263,16 +263,20 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
         outputs.append(TeacherOutput(hidden[places], head, places))
     compare, gradient = formula_of(beta)
     output = wrapped(
-        batch, temperature, teacher_outputs=outputs, compare=compare, gradient=gradient
+        batch,
+        temperature,
+        teacher_outputs=outputs,
+        token_values=compare,
+        objective_gradient=gradient,
     )
-    assert output.keys() == {"learned", *values}
-    for name, value in {**values, "learned": first}.items():
+    assert output.keys() == {"objective", *values}
+    for name, value in {**values, "objective": first}.items():
         found = output[name]
         assert not found[~batch["mask"]].any()
         torch.testing.assert_close(
             found[batch["mask"]], value.detach().to(found.dtype), rtol=1e-4, atol=1e-4, msg=name
         )
-    (output["learned"] * weights).sum().backward()
+    (output["objective"] * weights).sum().backward()
     found = {name: p.grad for name, p in student.named_parameters()}
     ours, theirs = (
         torch.cat([gradients[name].flatten() for name in expected])

@@ -229,7 +229,7 @@ def test_a_kl_keeps_groups_whose_advantages_are_all_zero():
 
     def kept(**settings):
         args = types.SimpleNamespace(baseline="group", advantage_std="batch", **settings)
-        return grpo.groups_with_advantage(scores, args).tolist()
+        return grpo.has_advantage(scores, args).tolist()
 
     assert kept(drop_equal_groups=True, kl_coef=0.0) == [False, False, True]
     assert kept(drop_equal_groups=True, kl_coef=0.1) == [True, True, True]

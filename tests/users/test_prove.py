@@ -128,7 +128,7 @@ FAULTS = {
     "evaluation_leaves_dropout_on": Fault(
         "evaluation",
         "recipes/sft.py",
-        {"checks.evaluation_mode(model)": "torch.no_grad()"},
+        {"prepare.evaluation_mode(model)": "torch.no_grad()"},
     ),
     "a_checkpoint_is_written_in_place": Fault(
         "resume",
