@@ -31,9 +31,8 @@ class TaughtRollout(Rollout):
 
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what each sample's teacher reads before the response
-    top_logps: list | None = (
-        None  # the servers' answers, see `AllTeachers.query_servers`; None: not asked
-    )
+    # The servers' answers, see `AllTeachers.query_servers`; None: not asked yet.
+    top_logps: list | None = None
 
     def lengths_as_read(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the samples' lengths `[N]`, with the longer of student's and teacher's prompt.
