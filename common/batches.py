@@ -42,8 +42,8 @@ def int_column(dataset, name: str) -> np.ndarray:
 class MicroBatch(NamedTuple):
     """The samples that one process runs forward and backward at once."""
 
-    rows: list[int]  # indices into the data set, its sequences (SFT) or the rollout
-    is_real: torch.Tensor  # float32 `[rows]`: 1, or 0 for a padding row
+    indices: list[int]  # into the data set, its sequences (SFT) or the rollout
+    is_real: torch.Tensor  # float32 `[indices]`: 1, or 0 for a padding row
 
 
 def rows_of_update(

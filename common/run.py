@@ -24,7 +24,7 @@ from common.values import Recorder
 class Update:
     """One optimizer step: which rows, cut how, and what the engine will divide by."""
 
-    rows: np.ndarray  # its samples over all processes: indices into the data set, or the rollout
+    indices: np.ndarray  # of its samples over all processes, in the data set or the rollout
     micro_batches: list[batches.MicroBatch]  # those of this process
     engine_divisor: int  # what the engine divides the summed losses by: micro-batches x processes
     n_tokens: int  # over all processes
@@ -33,7 +33,7 @@ class Update:
 
     @property
     def n_samples(self) -> int:
-        return len(self.rows)
+        return len(self.indices)
 
 
 class Run(Progress):
@@ -98,20 +98,20 @@ class Run(Progress):
 
     # ============================================================ the next update
 
-    def next_update(self, data: batches.Rows) -> Update:
+    def begin_update(self, data: batches.Rows) -> Update:
         """Returns the next update. All processes agree on its samples; each takes its share.
 
         `data` may be another view of a data set, with the methods of `Rows`.
         """
         size = self.args.train_batch_size
-        rows = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
-        sequences = data.sequences_of(rows)
+        indices = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
+        sequences = data.sequences_of(indices)
         n_tokens = int(data.lengths[sequences].sum())
-        return self.make_update(rows, data.lengths, n_tokens, sequences)
+        return self.begin_update_of(indices, data.lengths, n_tokens, sequences)
 
-    def make_update(
+    def begin_update_of(
         self,
-        rows: np.ndarray,
+        indices: np.ndarray,
         lengths: np.ndarray,
         n_tokens: int,
         sequences: np.ndarray | None = None,
@@ -120,9 +120,9 @@ class Run(Progress):
 
         `lengths` sort and cut them. `sequences` are what the samples are cut into (SFT).
         """
-        micro_batches = self.split(rows if sequences is None else sequences, lengths)
+        micro_batches = self.split(indices if sequences is None else sequences, lengths)
         return Update(
-            rows=rows,
+            indices=indices,
             micro_batches=micro_batches,
             engine_divisor=engine.begin_update(self.accelerator, micro_batches),
             n_tokens=n_tokens,
@@ -133,8 +133,8 @@ class Run(Progress):
         """Cuts rows into micro-batches of like length, and returns those of this process."""
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
-            batches.MicroBatch(rows, batches.to_device(is_real, self.accelerator.device))
-            for rows, is_real in batches.split(self.accelerator, numbers, lengths, *sizes)
+            batches.MicroBatch(indices, batches.to_device(is_real, self.accelerator.device))
+            for indices, is_real in batches.split(self.accelerator, numbers, lengths, *sizes)
         ]
 
     # ============================================================ an update

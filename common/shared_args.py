@@ -53,7 +53,9 @@ class DataArgs:
     output_dir: str | None = arg(None, "where the run writes; default: runs/<recipe>/<date-time>")
     run_name: str | None = arg(None, "replaces <date-time>, and names the run in trackers")
     max_length: int = arg(1024, "tokens of prompt and answer; the rest is cut off", at_least=2)
-    preview: int = arg(0, "show how the first N rows of each set are read, and exit", at_least=0)
+    preview: int = arg(
+        0, "show how the first N rows of the training sets are read, and exit", at_least=0
+    )
 
 
 @dataclass
@@ -68,7 +70,7 @@ class UpdateArgs:
     max_epochs: int = arg(1, "passes over the data", at_least=0)
     max_steps: int = arg(0, "updates, however many epochs; 0: those of --max_epochs", at_least=0)
     learning_rate: float = arg(1e-5, "peak learning rate", with_lora=1e-4, at_least=0)
-    lr_scheduler_type: SchedulerType = arg("linear", "a schedule of transformers")
+    lr_scheduler_type: SchedulerType = arg("linear", "how it goes after the warm-up")
     warmup_steps: float = arg(0.03, "updates of warm-up; below 1: a share of all", at_least=0)
     weight_decay: float = arg(0.0, "on matrices only, not on biases and norms", at_least=0)
     adam_epsilon: float = arg(1e-8, "Adam's epsilon", at_least=0)

@@ -87,7 +87,7 @@ class Args(RolloutArgs):
     max_new_tokens: int = arg(1024, "longest response", at_least=1)
     train_batch_size: int = arg(128, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
-    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "a schedule of transformers")
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "how it goes after the warm-up")
 
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"teacher_url"}
 
@@ -185,10 +185,10 @@ def token_losses(
     on_policy: bool = True,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of response tokens `[rows, T]`, and values to log about them.
+    """Returns the losses of response tokens `[rows, T]`, and metrics of them.
 
     Args:
-        teacher_outputs: what the teachers say of the batch, from `AllTeachers.read`.
+        teacher_outputs: what the teachers say of the batch, from `AllTeachers.outputs_for`.
         experience: `Rollout.experience` of the same samples.
         on_policy: whether no update was applied since the rollout was made. Then the log-probs
             of this very pass are the old ones, so all ratios are exactly 1.
@@ -202,20 +202,20 @@ def token_losses(
         objective_gradient=partial(objective_gradient, args=args),
     )
     mask = experience["mask"]
-    values = {}
+    metrics = {}
     if args.loss_type == "divergence":
         losses = output["objective"]
         if in_training and on_policy:
             # It needs no weight: its gradient does not depend on how a token was drawn.
             sampler_logps = experience["sampler_logps"]
-            values = correction.sampler_differences(output["logps"], sampler_logps, mask)
+            metrics = correction.sampler_differences(output["logps"], sampler_logps, mask)
     else:
-        logps = output["objective"]
+        logps = output["objective"]  # the one output with a gradient
         old_logps = logps.detach() if on_policy else experience["logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
-            losses, values = correction.reweight(losses, old_logps, experience, args, on_policy)
-    values |= {
+            losses, metrics = correction.reweight(losses, old_logps, experience, args, on_policy)
+    metrics |= {
         "loss": (losses, mask),
         "kl/reverse": (output["reverse_kl"], mask),
         "kl/forward": (output["forward_kl"], mask),
@@ -225,8 +225,8 @@ def token_losses(
     }
     for number, name in enumerate(teachers.names(args)):  # none if one teacher has all rows
         is_taught_by = experience["teacher_index"] == number
-        values[f"kl/reverse/{name}"] = (output["reverse_kl"], mask * is_taught_by)
-    return losses, values
+        metrics[f"kl/reverse/{name}"] = (output["reverse_kl"], mask * is_taught_by)
+    return losses, metrics
 
 
 # ============================================================ the rollout
@@ -238,17 +238,17 @@ def make_rollout(
     columns = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
     with run.timed("generate"):
         samples = sampler.sample_rollout(state, columns)
-    values = {
+    metrics = {
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
     }
-    results.log_responses(sampler, samples, None, "completions", values)
+    results.add_rollout_metrics(sampler, samples, None, "completions", metrics)
     run.write_samples(samples.examples(sampler.tokenizer, None, "rollout"))
     rollout = all_teachers.make_rollout(samples, columns, run.global_step)
     if args.loss_type == "sampled" and rollout.n_updates(args) > 1:
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         with run.timed("score"):
-            rollout.experience |= samples.compute_logps(sampler, ("logps",), reference=None)
+            rollout.experience |= samples.compute_outputs(sampler, ("logps",), reference=None)
     return rollout
 
 
@@ -321,22 +321,22 @@ def main():
             all_teachers.query_servers(state.rollout, on_failure=checkpoint.save)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them.
-        update_rows = state.rollout.rows_of_next_update(state, args)
+        chosen = state.rollout.next_indices(state, args)
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.lengths_as_read(samples.lengths_for_split(packer))
-        update = run.make_update(update_rows, lengths, state.rollout.n_tokens(update_rows))
+        update = run.begin_update_of(chosen, lengths, state.rollout.n_tokens(chosen))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
+        response_tokens = int(state.rollout.experience["mask"][chosen].sum())
         on_policy = run.global_step == state.rollout.step_when_sampled
-        for rows, is_real in update.micro_batches:
+        for indices, is_real in update.micro_batches:
             with run.timed("data"):
-                batch, experience = samples.collate(rows, state.rollout.experience, packer)
-                row_numbers = [samples.row_numbers[row] for row in rows]
+                batch, experience = samples.collate(indices, state.rollout.experience, packer)
+                row_numbers = [samples.row_numbers[index] for index in indices]
                 token_weights = experience["mask"] * is_real[:, None]
             with run.timed("teacher"):  # what the teachers say about the same tokens
-                outputs = all_teachers.outputs_for(state.rollout, rows, batch, packer)
+                outputs = all_teachers.outputs_for(state.rollout, indices, batch, packer)
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, outputs, experience, args, on_policy)
+                losses, metrics = token_losses(model, batch, outputs, experience, args, on_policy)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -347,7 +347,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, is_real, row_numbers, samples.response_numbers(rows))
+            means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
             run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
@@ -382,19 +382,19 @@ def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str,
             rollout = all_teachers.make_rollout(samples, eval_set[:], run.global_step)
             all_teachers.query_servers(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
-            for rows, is_real in run.split(
+            for indices, is_real in run.split(
                 range(len(samples)), rollout.lengths_as_read(samples.lengths)
             ):
-                batch, experience = samples.collate(rows, rollout.experience, packer)
-                outputs = all_teachers.outputs_for(rollout, rows, batch, packer)
-                _, values = token_losses(
+                batch, experience = samples.collate(indices, rollout.experience, packer)
+                outputs = all_teachers.outputs_for(rollout, indices, batch, packer)
+                _, metrics = token_losses(
                     sampler.model, batch, outputs, experience, run.args, in_training=False
                 )
-                row_numbers = [samples.row_numbers[row] for row in rows]
-                means.add(values, is_real, row_numbers, samples.response_numbers(rows))
+                row_numbers = [samples.row_numbers[index] for index in indices]
+                means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
-            values, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
-            line |= values
+            metrics, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
+            line |= metrics
             examples += shown
     run.log_evaluation(line, examples)
     return line

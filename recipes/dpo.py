@@ -162,7 +162,7 @@ def collate(columns: dict, packer: Packer) -> dict:
 def pair_losses(
     model: torch.nn.Module, reference: Reference | None, batch: dict, args: Args
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of pairs `[pairs]`, and values to log about them.
+    """Returns the losses of pairs `[pairs]`, and metrics of them.
 
     Each value is `[pairs]`, or `[pairs, tokens]` with a mask of the tokens that count.
 
@@ -268,13 +268,13 @@ def main():
     if run.updates_seen == 0:
         saver.save_if_best(evaluate(run, model, tokenizer, reference, packer, held_out))
     while not run.finished:
-        update = run.next_update(train)  # all processes agree on its samples; each takes its share
-        for rows, is_real in update.micro_batches:
+        update = run.begin_update(train)  # all processes agree on its samples; each takes its share
+        for indices, is_real in update.micro_batches:
             with run.timed("data"):
-                columns = train[rows]
+                columns = train[indices]
                 batch = collate(columns, packer)
             with accelerator.accumulate(model):
-                losses, values = pair_losses(model, reference, batch, args)
+                losses, metrics = pair_losses(model, reference, batch, args)
                 run.check_finite(update, columns["row"], losses, is_real)
                 # This micro-batch's part of the mean over pairs. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -285,7 +285,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, is_real, columns["row"])
+            means.add(metrics, is_real, columns["row"])
             run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
@@ -322,11 +322,11 @@ def evaluate(
     with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
-            for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
-                columns = eval_rows[rows]
+            for indices, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
+                columns = eval_rows[indices]
                 batch = collate(columns, packer)
-                _, values = pair_losses(model, reference, batch, run.args)
-                means.add(values, is_real, columns["row"])
+                _, metrics = pair_losses(model, reference, batch, run.args)
+                means.add(metrics, is_real, columns["row"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:

@@ -67,12 +67,12 @@ class Args(RewardArgs):
     n_samples_per_prompt: int = arg(8, "responses per prompt, the size of a group", at_least=1)
     max_new_tokens: int = arg(1024, "longest response", at_least=1)
     loss_type: Literal["clip", "cispo"] = arg("clip", "clip is PPO's; cispo: see docs/grpo.md")
-    ratio: Literal["token", "sequence"] = arg("token", "of each token, or of a whole response")
+    ratio: Literal["token", "sequence"] = arg("token", "for each token, or for a response")
     average: Literal["token", "sequence", "constant"] = arg(
         "token", "how losses are averaged: docs/grpo.md"
     )
-    clip_range: float = arg(0.2, "range of ratios below 1", only_with="loss_type=clip", at_least=0)
-    clip_range_high: float = arg(0.28, "range of ratios above 1", at_least=0)
+    clip_range: float = arg(0.2, "least ratio: 1 - this", only_with="loss_type=clip", at_least=0)
+    clip_range_high: float = arg(0.28, "largest ratio: 1 + this", at_least=0)
     kl_coef: float = arg(0.0, "weight of the KL to the reference", at_least=0)
     kl_estimator: Literal["k3", "k2"] = arg("k3", "estimate of the KL", only_with="kl_coef")
     baseline: Literal["group", "rloo", "none"] = arg(
@@ -87,7 +87,7 @@ class Args(RewardArgs):
     train_batch_size: int = arg(256, "samples of one update", at_least=1)
     max_length: int = arg(2048, "tokens of prompt and --max_new_tokens together", at_least=2)
     learning_rate: float = arg(1e-6, "peak learning rate", with_lora=1e-5, at_least=0)
-    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "a schedule of transformers")
+    lr_scheduler_type: SchedulerType = arg("constant_with_warmup", "how it goes after the warm-up")
 
 
 # ============================================================ the algorithm
@@ -181,7 +181,7 @@ def kl_losses(
 
 
 def average_tokens(losses: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """Returns the loss of each sample, `[rows]`; `sample_counts` says how much each counts.
+    """Returns the loss of each sample, `[rows]`; `sample_weights` says how much each counts.
 
     Sources: token, DAPO, arXiv:2503.14476 section 3.3; sequence, arXiv:2402.03300 eq. 3; constant,
     Dr. GRPO, arXiv:2503.20783.
@@ -192,8 +192,8 @@ def average_tokens(losses: torch.Tensor, mask: torch.Tensor, args: Args) -> torc
     return sums / mask.sum(1).clamp(min=1)
 
 
-def sample_counts(mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """Returns how much each sample counts in the mean over an update, `[rows]`.
+def sample_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
+    """Returns the weight of each sample in the mean over an update, `[rows]`.
 
     With `--average token` as many times as it has tokens, so that each token counts the same.
     """
@@ -204,7 +204,7 @@ def sample_counts(mask: torch.Tensor, args: Args) -> torch.Tensor:
 def sample_losses(
     model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of samples, `[rows]`, and values to log about them.
+    """Returns the losses of samples, `[rows]`, and metrics of them.
 
     Args:
         experience: `Rollout.experience` of the same samples.
@@ -225,21 +225,21 @@ def sample_losses(
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
     # is not: its own ratios correct for the old policy, and the server's difference is ignored.
-    losses, values = correction.reweight(losses, old_logps, experience, args, on_policy)
+    losses, metrics = correction.reweight(losses, old_logps, experience, args, on_policy)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
-        values["kl"] = (kl, mask)
+        metrics["kl"] = (kl, mask)
     averaged = average_tokens(losses, mask, args)
-    values |= {
-        "loss": (averaged, sample_counts(mask, args)),
+    metrics |= {
+        "loss": (averaged, sample_weights(mask, args)),
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
         "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
         "entropy": (output["entropy"], mask),
         "policy/approxkl_avg": (log_ratios**2 / 2, mask),
         "val/ratio": (ratios.expand_as(mask), mask),
     }
-    return averaged, values
+    return averaged, metrics
 
 
 # ============================================================ the rollout
@@ -262,7 +262,7 @@ def make_rollout(
     samples = samples.select_groups(is_kept)
     group_scores = group_scores[is_kept]
 
-    # With --mask_truncated responses without an end only count in the mean of their group.
+    # With --mask_truncated responses without an end count in their group's statistics alone.
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
         return None
@@ -273,7 +273,7 @@ def make_rollout(
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         names = ("logps",) if rollout.n_updates(args) > 1 else ()
-        rollout.experience |= samples.compute_logps(sampler, names, reference)
+        rollout.experience |= samples.compute_outputs(sampler, names, reference)
     return rollout
 
 
@@ -282,16 +282,16 @@ def log_rollout(
 ) -> None:
     """Adds the metrics of sampled groups to the next log line, and records the samples."""
     grouped = scores.total.double().view(-1, run.args.n_samples_per_prompt)
-    values = {
+    metrics = {
         "reward": scores.total,
         "frac_groups_dropped": ~is_kept,
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
     }
     if run.args.n_samples_per_prompt > 1:
-        values["frac_reward_zero_std"] = grouped.amax(1) == grouped.amin(1)
-        values["reward_std"] = std_of_groups(grouped)
-    results.log_responses(sampler, samples, scores, "completions", values)
+        metrics["frac_reward_zero_std"] = grouped.amax(1) == grouped.amin(1)
+        metrics["reward_std"] = std_of_groups(grouped)
+    results.add_rollout_metrics(sampler, samples, scores, "completions", metrics)
     run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
 
 
@@ -352,7 +352,7 @@ def main():
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if state.prompts_seen == 0:
+    if state.prompts_seen == 0:  # a rollout may have led to no update
         saver.save_if_best(evaluate(run, sampler, grader))
     while not run.finished:
         state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
@@ -361,31 +361,31 @@ def main():
         else:
             samples = state.rollout.samples
             # All processes agree on the samples of this update. Each takes its share of them.
-            update_rows = state.rollout.rows_of_next_update(state, args)
+            chosen = state.rollout.next_indices(state, args)
             lengths = samples.lengths_for_split(packer)
-            update = run.make_update(update_rows, lengths, state.rollout.n_tokens(update_rows))
-            # The loss is a mean over these samples, each as often as it counts.
-            mask = state.rollout.experience["mask"][update_rows]
-            denominator = int(sample_counts(mask, args).sum())
+            update = run.begin_update_of(chosen, lengths, state.rollout.n_tokens(chosen))
+            # The loss is the weighted mean over these samples.
+            mask = state.rollout.experience["mask"][chosen]
+            total_weight = int(sample_weights(mask, args).sum())
             on_policy = run.global_step == state.rollout.step_when_sampled
-            for rows, is_real in update.micro_batches:
+            for indices, is_real in update.micro_batches:
                 with run.timed("data"):
-                    batch, experience = samples.collate(rows, state.rollout.experience, packer)
-                    row_numbers = [samples.row_numbers[row] for row in rows]
+                    batch, experience = samples.collate(indices, state.rollout.experience, packer)
+                    row_numbers = [samples.row_numbers[index] for index in indices]
                 with accelerator.accumulate(model):
-                    losses, values = sample_losses(model, batch, experience, args, on_policy)
-                    sample_weights = sample_counts(experience["mask"], args) * is_real
-                    run.check_finite(update, row_numbers, losses, sample_weights)
+                    losses, metrics = sample_losses(model, batch, experience, args, on_policy)
+                    weights = sample_weights(experience["mask"], args) * is_real
+                    run.check_finite(update, row_numbers, losses, weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its
                     # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
-                    loss = (losses * sample_weights).sum() * update.engine_divisor / denominator
+                    loss = (losses * weights).sum() * update.engine_divisor / total_weight
                     accelerator.backward(loss)  # DeepSpeed clips and steps in here
                     if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                         grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                     # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                     optimizer.step()
                     optimizer.zero_grad()
-                means.add(values, is_real, row_numbers, samples.response_numbers(rows))
+                means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
                 run.count_flop(batch, is_real)
 
             applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
@@ -417,8 +417,8 @@ def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             scores = grader.score(sampler, samples)
-            values, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
-            line |= values
+            metrics, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
+            line |= metrics
             examples += shown
     run.log_evaluation(line, examples)
     return line

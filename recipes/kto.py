@@ -95,7 +95,7 @@ def collate(columns: dict, packer: Packer) -> dict:
     batch = packer.make_batch(prompts, answers, loss_mask=loss_mask, images=images)
     batch["is_good"] = batches.to_device([True] * len(good) + [False] * len(bad), packer.device)
     batch["row_of_answer"] = batches.to_device(row_of_answer, packer.device)
-    batch["rows"] = [columns["row"][row] for row in row_of_answer]
+    batch["row_numbers"] = [columns["row"][row] for row in row_of_answer]
     return batch
 
 
@@ -120,7 +120,7 @@ def estimate_kl(
 ) -> float:
     """Returns the KL of the policy from the reference, estimated on all these rows; section 4.1.
 
-    Each prompt is read with the answers of the next row. All processes must call it, alike.
+    Each prompt is read with the answers of the next row. All processes must call it alike.
     """
     means = Means(run.accelerator)
     next_rows = np.roll(rows, -1)  # after the last row comes the first
@@ -137,7 +137,7 @@ def estimate_kl(
 def answer_losses(
     model: torch.nn.Module, reference: Reference, batch: dict, kl: float, args: Args
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of answers `[answers]`, and values to log, some with a mask."""
+    """Returns the losses of answers `[answers]`, and metrics, some with a mask."""
     logps = model(batch)["logps"].sum(1)  # zero after an answer's end
     log_ratios = logps - reference.logps(batch).sum(1)
     is_good = batch["is_good"]
@@ -205,16 +205,16 @@ def main():
     if run.updates_seen == 0:
         saver.save_if_best(evaluate(run, model, tokenizer, reference, packer, held_out))
     while not run.finished:
-        update = run.next_update(train)  # all processes agree on its samples; each takes its share
-        n_answers = int(answer_counts[update.rows].sum())
-        kl = estimate_kl(run, model, reference, packer, train, update.rows)
-        for rows, is_real in update.micro_batches:
+        update = run.begin_update(train)  # all processes agree on its samples; each takes its share
+        n_answers = int(answer_counts[update.indices].sum())
+        kl = estimate_kl(run, model, reference, packer, train, update.indices)
+        for indices, is_real in update.micro_batches:
             with run.timed("data"):
-                batch = collate(train[rows], packer)
+                batch = collate(train[indices], packer)
                 answer_weights = is_real[batch["row_of_answer"]]
             with accelerator.accumulate(model):
-                losses, values = answer_losses(model, reference, batch, kl, args)
-                run.check_finite(update, batch["rows"], losses, answer_weights)
+                losses, metrics = answer_losses(model, reference, batch, kl, args)
+                run.check_finite(update, batch["row_numbers"], losses, answer_weights)
                 # This micro-batch's part of the mean over answers. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
                 loss = (losses * answer_weights).sum() * update.engine_divisor / n_answers
@@ -224,7 +224,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, answer_weights, batch["rows"])
+            means.add(metrics, answer_weights, batch["row_numbers"])
             run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
@@ -264,10 +264,10 @@ def evaluate(
             # Shuffled, because in a file the next row may answer the same prompt.
             order = batches.epoch_order(len(eval_rows), run.args.seed, epoch=0)
             kl = estimate_kl(run, model, reference, packer, eval_rows, order)
-            for rows, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
-                batch = collate(eval_rows[rows], packer)
-                _, values = answer_losses(model, reference, batch, kl, run.args)
-                means.add(values, is_real[batch["row_of_answer"]], batch["rows"])
+            for indices, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
+                batch = collate(eval_rows[indices], packer)
+                _, metrics = answer_losses(model, reference, batch, kl, run.args)
+                means.add(metrics, is_real[batch["row_of_answer"]], batch["row_numbers"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:

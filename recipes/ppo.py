@@ -104,7 +104,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) ->
     return torch.exp(-difference) - 1 + difference  # k3: unbiased, never negative
 
 
-def final_scores(
+def clip_scores(
     scores: torch.Tensor, ended: torch.Tensor, reward_clip: float, missing_eos_penalty: float
 ) -> torch.Tensor:
     """Clips the scores `[samples]`, then subtracts a penalty where a response does not end."""
@@ -204,7 +204,7 @@ def explained_variance(
 def token_losses(
     model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of response tokens `[rows, T]`, and values to log about them.
+    """Returns the losses of response tokens `[rows, T]`, and metrics of them.
 
     Args:
         experience: `Rollout.experience` of the same samples.
@@ -225,7 +225,7 @@ def token_losses(
     )
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
     # critic needs no weight: it fits the returns of these samples, whoever drew them.
-    losses, values = correction.reweight(actor_losses, old_logps, experience, args, on_policy)
+    losses, metrics = correction.reweight(actor_losses, old_logps, experience, args, on_policy)
     if args.kl_in == "loss":
         kl = kl_estimate(logps, experience["ref_logps"], args.kl_estimator)
         losses = losses + args.kl_coef * kl
@@ -233,8 +233,8 @@ def token_losses(
     if on_policy:
         # How far ratios to the rollout's log-probs are from 1: micro-batches round differently.
         rounding = (old_logps - experience["logps"]).expm1().abs()
-        values["val/max_rounding"] = (rounding, mask, "max")
-    return losses, values | {
+        metrics["val/max_rounding"] = (rounding, mask, "max")
+    return losses, metrics | {
         "loss/policy_avg": (actor_losses, mask),  # without correction and KL
         "loss/value_avg": (critic_losses, mask),
         "loss": (losses, mask),
@@ -256,8 +256,8 @@ def make_rollout(
     with run.timed("generate"):
         samples = sampler.sample_rollout(state, prompts)
     with run.timed("score"):
-        scores = score(sampler, grader, samples)
-        computed = samples.compute_logps(sampler, ("logps", "values"), reference)
+        scores = score_responses(sampler, grader, samples)
+        computed = samples.compute_outputs(sampler, ("logps", "values"), reference)
     # Checked now, because whitening would spread a single NaN to all samples.
     samples.check_finite(sampler, scores=scores.total[:, None])
 
@@ -278,11 +278,11 @@ def make_rollout(
     return Rollout(samples, run.global_step, experience, is_trained)
 
 
-def score(sampler: Sampler, grader: Grader, samples: Samples) -> Scores:
+def score_responses(sampler: Sampler, grader: Grader, samples: Samples) -> Scores:
     """Returns the scores of responses, clipped, less the penalty of those that do not end."""
     args = sampler.args
     scores = grader.score(sampler, samples)
-    total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
+    total = clip_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
     return scores._replace(total=total)
 
 
@@ -305,7 +305,7 @@ def log_rollout(
     mask = experience["mask"]
     rlhf_rewards = per_token_rewards.sum(1)
     explained = explained_variance(experience["values"], experience["returns"], mask)
-    values = {
+    metrics = {
         "objective/entropy": -experience["logps"].sum(1),
         "objective/scores": scores.total,
         "objective/kl_coef": torch.full_like(scores.total, run.args.kl_coef),
@@ -317,8 +317,8 @@ def log_rollout(
         "responses/eos_rate": samples.ended,
     }
     if "ref_logps" in experience:
-        values["objective/kl"] = kl.sum(1)
-    results.log_responses(sampler, samples, scores, "responses", values)
+        metrics["objective/kl"] = kl.sum(1)
+    results.add_rollout_metrics(sampler, samples, scores, "responses", metrics)
     run.write_samples(samples.examples(sampler.tokenizer, scores, "rollout"))
 
 
@@ -409,23 +409,23 @@ def main():
             state.rollout = make_rollout(run, sampler, grader, reference, state)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them. A pass
-        # over a rollout is like an epoch of a data set.
+        # over a rollout is like an epoch of a data set: samples are shuffled one by one.
         seed = state.order_seed(args)
-        update_rows = batches.rows_of_update(
+        chosen = batches.rows_of_update(
             len(samples), args.train_batch_size, seed, state.updates_made
         )
-        n_tokens = state.rollout.n_tokens(update_rows)
-        update = run.make_update(update_rows, samples.lengths, n_tokens)
+        n_tokens = state.rollout.n_tokens(chosen)
+        update = run.begin_update_of(chosen, samples.lengths, n_tokens)
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][update_rows].sum())
+        response_tokens = int(state.rollout.experience["mask"][chosen].sum())
         on_policy = run.global_step == state.rollout.step_when_sampled
-        for rows, is_real in update.micro_batches:
+        for indices, is_real in update.micro_batches:
             with run.timed("data"):
-                batch, experience = samples.collate(rows, state.rollout.experience, packer)
-                row_numbers = [samples.row_numbers[row] for row in rows]
+                batch, experience = samples.collate(indices, state.rollout.experience, packer)
+                row_numbers = [samples.row_numbers[index] for index in indices]
                 token_weights = experience["mask"] * is_real[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, experience, args, on_policy)
+                losses, metrics = token_losses(model, batch, experience, args, on_policy)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -436,7 +436,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, is_real, row_numbers, samples.response_numbers(rows))
+            means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
             run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
@@ -468,9 +468,9 @@ def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
-            scores = score(sampler, grader, samples)
-            values, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
-            line |= values
+            scores = score_responses(sampler, grader, samples)
+            metrics, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
+            line |= metrics
             examples += shown
     run.log_evaluation(line, examples)
     return line

@@ -124,7 +124,7 @@ def collate(columns: dict, packer: Packer) -> dict:
 
 
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of tokens `[rows, length]`, and values to log about them.
+    """Returns the losses of tokens `[rows, length]`, and metrics of them.
 
     nll: `-log p`. dft: `-p log p`, the first p a constant, so that unlikely tokens have no huge
     gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9. eaft: `-H / 3 log p`. H is the entropy
@@ -196,15 +196,15 @@ def main():
     if run.updates_seen == 0:
         saver.save_if_best(evaluate(run, model, tokenizer, packer, held_out))
     while not run.finished:
-        update = run.next_update(train)  # all processes agree on its samples; each takes its share
-        n_targets = int(target_counts[update.rows].sum())
+        update = run.begin_update(train)  # all processes agree on its samples; each takes its share
+        n_targets = int(target_counts[update.indices].sum())
         for sequences, is_real in update.micro_batches:
             with run.timed("data"):
                 columns = train[sequences]
                 batch = collate(columns, packer)
                 token_weights = batch["mask"] * is_real[:, None]
             with accelerator.accumulate(model):
-                losses, values = token_losses(model, batch, args.loss_type)
+                losses, metrics = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
                 # This micro-batch's part of the mean over targets. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -215,7 +215,7 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(values, is_real, columns["row"])
+            means.add(metrics, is_real, columns["row"])
             run.count_flop(batch, is_real)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
@@ -254,8 +254,8 @@ def evaluate(
             for sequences, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
                 columns = eval_rows[sequences]
                 batch = collate(columns, packer)
-                _, values = token_losses(model, batch, run.args.loss_type)
-                means.add(values, is_real, columns["row"])
+                _, metrics = token_losses(model, batch, run.args.loss_type)
+                means.add(metrics, is_real, columns["row"])
             line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:

@@ -89,7 +89,7 @@ RECIPES = {
         device_flags=["--lora_r", 2],
     ),
     "kto": Recipe(
-        data="preferences",  # a pair is two samples; rows with a label are in test_labels.py
+        data="preferences",  # a pair is one sample of two answers; rows with a label are in test_labels.py
         evaluates_answers=True,
         demo=Demo("cpu", "eval/exact_match", 0.15),
     ),

@@ -22,7 +22,7 @@ def reweight(
         losses: `[samples, length]` or `[samples, 1]`.
         logps: from the policy before the update, which is taken for the sampler.
         experience: `Rollout.experience` for the same samples.
-        on_policy: whether the policy is still the one that sampled, up to rounding.
+        on_policy: whether no update was applied since training on this rollout began.
     """
     mask = experience["mask"].to(logps.dtype)
     values = {}

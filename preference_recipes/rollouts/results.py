@@ -15,7 +15,7 @@ from preference_recipes.rollouts.rewards import Scores
 from preference_recipes.rollouts.samples import Samples
 
 
-def log_responses(
+def add_rollout_metrics(
     context: SamplingContext,
     samples: Samples,
     scores: Scores | None,

@@ -33,7 +33,7 @@ class Rollout:
     def n_updates(self, args) -> int:
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
 
-    def rows_of_next_update(self, state: "RolloutState", args) -> np.ndarray:
+    def next_indices(self, state: "RolloutState", args) -> np.ndarray:
         """Returns the rows of the next update. Each pass has a new seeded order of the groups.
 
         Updates differ by at most one sample: a small leftover would get a whole optimizer step.

@@ -116,7 +116,7 @@ class Samples:
             yield rows if is_real.any() else [], self.make_batch(rows, context.packer)
 
     @torch.no_grad()
-    def compute_logps(
+    def compute_outputs(
         self, context: SamplingContext, names: tuple[str, ...], reference: Reference | None
     ) -> dict[str, torch.Tensor]:
         """Returns the model's outputs of these names and, with a reference, `ref_logps`.

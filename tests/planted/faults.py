@@ -29,7 +29,7 @@ TABLE = r"""
 recipes/sft.py models/test_preference_losses.py::test_weights_of_tokens_are_constants
     output["logps"].detach().exp() >> output["logps"].exp()
 recipes/sft.py contracts/test_references.py::test_sft_is_the_plain_loop
-    int(target_counts[update.rows].sum()) >> update.n_tokens
+    int(target_counts[update.indices].sum()) >> update.n_tokens
     (output["correct"], mask) >> (output["correct"], torch.ones_like(mask))
     turns = turns[-1:] >> turns = turns[:1]
 recipes/sft.py contracts/test_references.py::test_dropout_is_on_in_sft_and_off_in_its_evaluations

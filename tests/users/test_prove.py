@@ -108,7 +108,7 @@ FAULTS = {
             "reward": "(losses * is_real).sum() * update.engine_divisor / update.n_samples",
             "kto": "(losses * answer_weights).sum() * update.engine_divisor / n_answers",
             "sft": LOSS_OF_SFT,
-            "grpo": "(losses * sample_weights).sum() * update.engine_divisor / denominator",
+            "grpo": "(losses * weights).sum() * update.engine_divisor / total_weight",
         }.items()
     },
     "the_metric_of_rank_0": Fault(
@@ -164,7 +164,7 @@ FAULTS = {
         "recipes/sft.py",
         {
             "    saver.save()\n": "",
-            "update = run.next_update(train)": "update = run.next_update(train); run.global_step and saver.save()",
+            "update = run.begin_update(train)": "update = run.begin_update(train); run.global_step and saver.save()",
         },
     ),
     "the_reference_learns": Fault(
