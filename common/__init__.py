@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Imports make millions of objects that stay. At Python's own threshold the collector looks through
-# them so often that start-up takes half as long again. `arguments.parse` freezes them, goes back.
+# them so often that start-up takes half as long again. `arguments.parse` undoes this.
 GC_THRESHOLD = gc.get_threshold()
 gc.set_threshold(10_000_000, 50, 50)
 

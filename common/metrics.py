@@ -120,9 +120,8 @@ class Means:
         A tag under which nothing counted is left out. If there is a `loss`, the values of the last
         applied update are among them. All processes must call it.
         """
-        merge(
-            self.since_last_line, self.pending
-        )  # of an evaluation; in training `close_update` emptied it
+        # An evaluation has left its sums there; in training `close_update` has emptied it.
+        merge(self.since_last_line, self.pending)
         sums, self.since_last_line, self.pending = self.since_last_line, {}, {}
         if self.recorder is not None:
             self.recorder.close_update(applied=True)  # of an evaluation, or at the end

@@ -33,7 +33,7 @@ class Progress:
     global_step: int = 0  # updates applied; the one x-axis
     skipped_steps: int = 0  # updates skipped by the engine: their gradients are not finite
     samples: int = 0  # trained on so far, in applied updates
-    tokens: int = 0  # of them, without padding; a pair's prompt counts twice
+    tokens: int = 0  # in these samples, without padding; a pair's prompt counts twice
     position: PromptProgress | None = None  # in the prompts; where rollouts may lead to no update
     stopped_early: bool = False  # by `--stop_after`
     last_was_applied: bool = True  # whether the last update was made, and applied

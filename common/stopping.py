@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from common import display, errors, refuse
 from common.progress import Progress
 
-MAX_CONSECUTIVE_SKIPS = 100  # more end a run
+MAX_CONSECUTIVE_SKIPS = 100  # so many end a run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 

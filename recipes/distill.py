@@ -21,7 +21,7 @@ and m = (1 - beta) s + beta t:
 
 Shapes: N samples of a rollout, T tokens in the longest response. What belongs to tokens is [N, T],
 and zero past the end of a response; or [N, 1] if all tokens have the same. An update reads some of
-the N rows. Of their tokens `token_values` sees n at a time, with all V of the vocabulary.
+the N rows. `token_values` sees n of their tokens at a time, with all V of the vocabulary.
 
 The demo, offline:
     python recipes/distill.py
@@ -185,7 +185,7 @@ def token_losses(
     on_policy: bool = True,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of response tokens `[rows, T]`, and metrics of them.
+    """Returns the losses of response tokens `[rows, T]`, and their metrics.
 
     Args:
         teacher_outputs: what the teachers say of the batch, from `AllTeachers.outputs_for`.

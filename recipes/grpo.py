@@ -195,7 +195,7 @@ def average_tokens(losses: torch.Tensor, mask: torch.Tensor, args: Args) -> torc
 def sample_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns the weight of each sample in the mean over an update, `[rows]`.
 
-    With `--average token` as many times as it has tokens, so that each token counts the same.
+    With `--average token` it is the number of its tokens, so that each token counts the same.
     """
     n_tokens = mask.sum(1)
     return n_tokens if args.average == "token" else torch.ones_like(n_tokens)
@@ -204,7 +204,7 @@ def sample_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
 def sample_losses(
     model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of samples, `[rows]`, and metrics of them.
+    """Returns the losses of samples, `[rows]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.

@@ -137,7 +137,7 @@ def estimate_kl(
 def answer_losses(
     model: torch.nn.Module, reference: Reference, batch: dict, kl: float, args: Args
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of answers `[answers]`, and metrics, some with a mask."""
+    """Returns the losses of answers `[answers]`, and their metrics, some with a mask."""
     logps = model(batch)["logps"].sum(1)  # zero after an answer's end
     log_ratios = logps - reference.logps(batch).sum(1)
     is_good = batch["is_good"]

@@ -204,7 +204,7 @@ def explained_variance(
 def token_losses(
     model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of response tokens `[rows, T]`, and metrics of them.
+    """Returns the losses of response tokens `[rows, T]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.
@@ -258,7 +258,7 @@ def make_rollout(
     with run.timed("score"):
         scores = score_responses(sampler, grader, samples)
         computed = samples.compute_outputs(sampler, ("logps", "values"), reference)
-    # Checked now, because whitening would spread a single NaN to all samples.
+    # Checked before whitening, which would spread a single NaN to all samples.
     samples.check_finite(sampler, scores=scores.total[:, None])
 
     mask = samples.mask

@@ -104,7 +104,7 @@ def collate(columns: dict, packer: Packer) -> dict:
 
 
 def pair_losses(model: torch.nn.Module, batch: dict, args: Args) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of pairs `[pairs]`, and metrics of them.
+    """Returns the losses of pairs `[pairs]`, and their metrics.
 
     Each value is `[pairs]`, or `[pairs, 2]` with ones, where both answers count.
     """

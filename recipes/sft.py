@@ -124,7 +124,7 @@ def collate(columns: dict, packer: Packer) -> dict:
 
 
 def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of tokens `[rows, length]`, and metrics of them.
+    """Returns the losses of tokens `[rows, length]`, and their metrics.
 
     nll: `-log p`. dft: `-p log p`, the first p a constant, so that unlikely tokens have no huge
     gradient; Dynamic Fine-Tuning, arXiv:2508.05629 eq. 9. eaft: `-H / 3 log p`. H is the entropy
