@@ -74,14 +74,14 @@ def draw_on_request(args) -> None:
     tokenizer = SimpleNamespace(pad_token_id=0)
     try:
         from preference_recipes.rollouts.context import SamplingContext
-    except ImportError:  # an older tree
-        from preference_recipes.rollouts.policy import Policy
+    except ImportError:  # a tree like d2db8f09
+        from preference_recipes.rollouts.sampler import Sampler
 
-        policy = Policy(Accelerator(cpu=True), settings, tokenizer, wrapper)
+        context = Sampler(Accelerator(cpu=True), settings, tokenizer, wrapper)
     else:
         run = SimpleNamespace(accelerator=Accelerator(cpu=True), args=settings)
-        policy = SamplingContext(run, wrapper, tokenizer)
-    policy.stop_tokens = lambda: set(range(1, 40)) if args.ragged else {1}
+        context = SamplingContext(run, wrapper, tokenizer)
+    context.stop_tokens = lambda: set(range(1, 40)) if args.ragged else {1}
     random = np.random.default_rng(0)
     prompts = []
     for _ in range(args.rows // args.group):
@@ -109,7 +109,7 @@ def draw_on_request(args) -> None:
     for _ in sys.stdin:
         marks[:] = [time.process_time()]
         draws = dict(temperature=1.0, uniforms=uniforms)
-        responses = generation.generate(policy, prompts, args.new_tokens, **draws)
+        responses = generation.generate(context, prompts, args.new_tokens, **draws)
         marks.append(time.process_time())
         found = {"seconds": np.diff(marks).tolist(), "bytes": n_bytes[-1], "drawn": responses}
         print(json.dumps(found), flush=True)
