@@ -5,24 +5,18 @@ import math
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from common import patched, refuse
 
-# Added to the attention score of a token that is not seen; its exponential is zero. torch uses this
-# number for cuDNN's kernel, too, which turns -inf into NaN.
-HIDDEN = -65504.0
 LINEAR = (nn.Linear, Conv1D)
 
 
 # ============================================================ from tokens to hidden states
 def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
     """Returns the hidden states that a model's head reads, `[rows * row length, h]`."""
-    if "attention_mask" in inputs:
-        inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}
     with no_searches():
         output = backbone_of(model)(**inputs, use_cache=False)
     return output.last_hidden_state.flatten(0, 1)
@@ -46,28 +40,6 @@ def longest_row(model: PreTrainedModel) -> float:
     tables.discard(model.get_input_embeddings())
     # OPT's and BART's have two rows more.
     return limit if any(0 <= table.num_embeddings - limit < 8 for table in tables) else math.inf
-
-
-def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
-    """Returns a bool mask as the numbers that attention adds to its scores, in their dtype.
-
-    Otherwise torch would compute and keep them in every layer. The log-probs are the same bits.
-    """
-    if hasattr(model.config.get_text_config(), "index_topk"):
-        return mask  # DeepSeek's index reads it, too, in a dtype of its own
-    if torch.is_autocast_enabled(mask.device.type):
-        dtype = torch.get_autocast_dtype(mask.device.type)
-    else:
-        # Access by the name `.weight` would make ZeRO-3 gather the weight within a forward pass.
-        weight = next(model.get_input_embeddings().parameters())
-        if isinstance(weight, DTensor):
-            return mask  # FSDP2 computes in another dtype than that of the shards
-        dtype = weight.dtype
-    # A GPU's attention kernel copies a mask whose rows do not begin at multiples of 8.
-    *shape, length = mask.shape
-    padded_length = math.ceil(length / 8) * 8
-    numbers = torch.zeros(*shape, padded_length, dtype=dtype, device=mask.device)
-    return numbers[..., :length].masked_fill_(~mask, HIDDEN)
 
 
 def no_searches():

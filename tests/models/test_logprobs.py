@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from architectures import build
-from preference_recipes.models import architecture, checks, logprobs, prepare
+from preference_recipes.models import checks, logprobs, prepare
 from preference_recipes.models.logprobs import ChunkedHead, LogProbJob, LogProbModel
 from runs import ASSETS, code_of_page
 from test_packing import CPU, ON_CPU
@@ -150,26 +150,3 @@ def test_modes_come_back_as_they_were(fails):
     except AssertionError:
         assert fails
     assert len(set(before)) == 2 and [module.training for module in model.modules()] == before
-
-
-class Noting(dict):
-    """A dict that notes which keys are asked for by name, as that of ZeRO-3 gathers them."""
-
-    def __init__(self, values):
-        super().__init__(values)
-        self.asked = []
-
-    def __getitem__(self, name):
-        self.asked.append(name)
-        return super().__getitem__(name)
-
-
-def test_the_dtype_of_a_mask_is_found_without_gathering_weights():
-    """ZeRO-3 would gather them in a process that has a mask, and not in one that has none."""
-    model = build("llama")
-    embeddings = model.get_input_embeddings()
-    embeddings._parameters = Noting(embeddings._parameters)
-    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    assert architecture.as_numbers(model, mask).dtype == torch.float32
-    assert embeddings._parameters.asked == []
-    assert embeddings.weight is not None and embeddings._parameters.asked == ["weight"]

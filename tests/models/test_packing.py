@@ -7,12 +7,14 @@ import types
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from architectures import TEXT, build, config_of
 from preference_recipes.models import checks, packing
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
+from preference_recipes.models.shared_attention import SharedMask
 
 CPU = torch.device("cpu")
 UNBATCHABLE = Packer(CPU)
@@ -32,13 +34,22 @@ def lists(tensors: dict) -> dict[str, list]:
 # ============================================================ where tokens stand
 
 
+def seen_by(mask: torch.Tensor) -> list[list[int]]:
+    """Returns which keys (columns) each query (row) gives a weight, when all scores are 0."""
+    length = mask.shape[-1]
+    zeros = torch.zeros(1, 1, length, 8)
+    one_each = torch.eye(length)[None, None]
+    weights = functional.scaled_dot_product_attention(zeros, zeros, one_each, attn_mask=mask)
+    return (weights[0, 0] > 0).int().tolist()
+
+
 def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
     batch = SHARED.make_batch([[1, 2], [1, 2]], [[4, 5], [6]])
     seen = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+    assert seen_by(batch["inputs"].pop("attention_mask")) == seen
     assert lists(batch.pop("inputs")) == {
         "input_ids": [[1, 2, 4, 5, 6]],
         "position_ids": [[0, 1, 2, 3, 2]],
-        "attention_mask": [[seen]],
     }
     assert batch.pop("n_tokens") == 5
     assert lists(batch) == {
@@ -50,20 +61,51 @@ def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
     }
 
 
-def test_rows_of_several_prompts():
-    """The second row is padded, and its padding sees itself."""
-    prompts = [[1, 2], [1, 2], [3], [7], [7]]
-    batch = SHARED.make_batch(prompts, [[4, 5], [6, 8, 9], [6], [7], [8, 9]])
-    mask = batch["inputs"].pop("attention_mask")
+def test_several_prompts_form_one_row():
+    """Answers stand after their prompt. None of them sees another prompt."""
+    prompts = [[1, 2], [7], [1, 2], [3], [7]]
+    batch = SHARED.make_batch(prompts, [[4, 5], [7], [6, 8, 9], [6], [8, 9]])
+    seen = seen_by(batch["inputs"].pop("attention_mask"))
     assert lists(batch["inputs"]) == {
-        "input_ids": [[1, 2, 4, 5, 6, 8, 9], [7, 7, 8, 9, 3, 6, 0]],
-        "position_ids": [[0, 1, 2, 3, 2, 3, 4], [0, 1, 1, 2, 0, 1, 0]],
+        "input_ids": [[1, 2, 4, 5, 6, 8, 9, 7, 7, 8, 9, 3, 6]],
+        "position_ids": [[0, 1, 2, 3, 2, 3, 4, 0, 1, 1, 2, 0, 1]],
     }
-    assert mask.shape == (2, 1, 7, 7)
-    last_tokens = [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
-    assert mask[1, 0, 4:].int().tolist() == last_tokens
-    assert batch["n_tokens"] == 13 and batch["last_token_index"].tolist() == [3, 6, 12, 8, 10]
-    assert batch["predictor_index"].tolist() == [1, 2, 1, 4, 5, 11, 7, 7, 9]
+    visible = [[index for index, is_seen in enumerate(keys) if is_seen] for keys in seen]
+    assert visible[:7] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 4],
+        [0, 1, 4, 5],
+        [0, 1, 4, 5, 6],
+    ]
+    assert visible[7:] == [[7], [7, 8], [7, 9], [7, 9, 10], [11], [11, 12]]
+    assert batch["n_tokens"] == 13 and batch["last_token_index"].tolist() == [3, 8, 6, 12, 10]
+    assert batch["predictor_index"].tolist() == [1, 2, 7, 1, 4, 5, 11, 7, 9]
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_attention_of_a_shared_row_is_that_of_a_mask_over_the_whole_row(heads):
+    """Also its gradients, and where queries share heads of keys; a prompt may be empty."""
+    generator = torch.Generator().manual_seed(0)
+    mask = SharedMask.make([(5, [3, 7, 1]), (0, [4]), (9, [2, 2])], CPU)
+    length = 5 + 3 + 7 + 1 + 4 + 9 + 2 + 2
+    assert mask.shape == (1, 1, length, length) and mask.untyped_storage().nbytes() == 1
+    whole = torch.tensor(seen_by(mask), dtype=torch.bool)
+    assert whole.sum() == 15 + (15 + 6) + (35 + 28) + (5 + 1) + 10 + 45 + 2 * (18 + 3)
+    found = []
+    for attn_mask in (mask, whole):
+        shapes = (1, 2 * heads, length, 4), (1, 2, length, 4), (1, 2, length, 4)
+        generator.manual_seed(1)
+        states = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        states = [tensor.requires_grad_() for tensor in states]
+        output = functional.scaled_dot_product_attention(
+            *states, attn_mask=attn_mask, scale=0.7, enable_gqa=heads > 1
+        )
+        output.square().sum().backward()
+        found.append([output, *(tensor.grad for tensor in states)])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_padded_rows_begin_with_the_longest():
@@ -121,15 +163,16 @@ def test_attention_of_a_part_of_longer_rows_shares_nothing(name):
 
 
 def test_prompts_are_shared_where_that_pays(monkeypatch):
-    """Not sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
+    """Not two answers of 9,000 tokens to a prompt of 10: the mask hides half of their attention."""
 
-    def shape(prompt: int, *answers: int) -> tuple[int, int]:
+    def shape(prompt: int, *answers: int) -> tuple[int, ...]:
         prompts = [[5] * prompt] * len(answers)
-        rows, length = SHARED.lay_out(prompts, [[6] * n for n in answers], [()] * len(answers))
-        return len(rows), length
+        return tuple(
+            SHARED.make_batch(prompts, [[6] * n for n in answers])["inputs"]["input_ids"].shape
+        )
 
-    assert shape(10, *[300] * 16) == (16, 310) and shape(300, *[10] * 16) == (1, 460)
-    assert shape(100, 100, 100) == (1, 300)
-    for largest_mask, expected in ((460**2, (1, 460)), (460**2 - 1, (3, 430))):
-        monkeypatch.setattr(packing, "MAX_MASK", largest_mask)
+    assert shape(10, 9000, 9000) == (2, 9010) and shape(9000, 10, 10) == (1, 9020)
+    assert shape(10, *[300] * 16) == (16, 310) and shape(100, 100, 100) == (1, 300)
+    for most, expected in ((3 * 30 * 430, (1, 460)), (3 * 30 * 430 - 1, (3, 430))):
+        monkeypatch.setattr(packing, "MAX_SCORES", most)
         assert shape(400, 20, 30, 10) == expected
