@@ -172,6 +172,12 @@ def device(monkeypatch):
     mode = Pretended()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: mode.pin(tensor))
+        # A `SharedMask` takes part in no operation; only what it holds does.
+        inner_of = lambda tensor: tensor.inner if isinstance(tensor, OnDevice) else tensor
+        as_subclass = torch.Tensor.as_subclass
+        patch.setattr(
+            torch.Tensor, "as_subclass", lambda tensor, kind: as_subclass(inner_of(tensor), kind)
+        )
         # torch knows no autocast for this device. These runs are in fp32 and need none.
         is_enabled, init = torch.is_autocast_enabled, torch.autocast.__init__
         known = lambda name: "cpu" if str(name) == DEVICE.type else name

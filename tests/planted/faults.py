@@ -143,9 +143,11 @@ preference_recipes/models/distillation.py rollout/test_distillation.py
 preference_recipes/models/distillation.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     self.ids[chunk, 0]).float() >> self.ids[chunk, -1]).float()
 preference_recipes/models/packing.py models/test_packing.py
-    keys == prompt_pieces[:, None, :, None] >> keys <= prompt_pieces[:, None, :, None]
-    offset, len(prompt), next(pieces) >> offset, 0, next(pieces)
-    np.count_nonzero(pieces) >> pieces.size
+    write(answers[index], row, end, len(prompt)) >> write(answers[index], row, end, 0)
+    sum(row_length(row, prompts, answers) for row in rows) >> ids.size
+preference_recipes/models/shared_attention.py models/test_packing.py
+    sees_own.tril() >> sees_own
+    indices.argsort()[-length:] >> indices.argsort()[:length]
 preference_recipes/models/reference.py models/test_frozen_models.py::test_precomputed_log_probs_change_no_bit
     is_real = is_real.bool() >> is_real = is_real > -1
 preference_recipes/models/scores.py models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run
