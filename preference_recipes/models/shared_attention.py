@@ -67,7 +67,10 @@ class SharedMask(torch.Tensor):
         mask = (kwargs or {}).get("attn_mask")
         if function is functional.scaled_dot_product_attention and hasattr(mask, "slots"):
             return attend(*args, **kwargs)
-        return super().__torch_function__(function, types, args, kwargs)
+        result = super().__torch_function__(function, types, args, kwargs)
+        if function is torch.Tensor.detach:  # ZeRO-3 detaches what a model is given
+            vars(result).update(vars(args[0]))
+        return result
 
 
 def attend(query, key, value, attn_mask: SharedMask, is_causal=False, **kwargs) -> torch.Tensor:
