@@ -22,7 +22,7 @@ from common.values import Recorder
 
 @dataclasses.dataclass
 class Update:
-    """One optimizer step: which rows, cut how, and what the engine will divide by."""
+    """One optimizer step: which samples, cut how, and what the engine will divide by."""
 
     indices: np.ndarray  # of its samples over all processes, in the data set or the rollout
     micro_batches: list[batches.MicroBatch]  # those of this process
@@ -104,7 +104,7 @@ class Run(Progress):
         `data` may be another view of a data set, with the methods of `Rows`.
         """
         size = self.args.train_batch_size
-        indices = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
+        indices = batches.indices_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
         sequences = data.sequences_of(indices)
         n_tokens = int(data.lengths[sequences].sum())
         return self.begin_update_of(indices, data.lengths, n_tokens, sequences)
@@ -129,12 +129,12 @@ class Run(Progress):
             loss_scale=engine.loss_scale(self.accelerator),
         )
 
-    def split(self, numbers: Sequence[int], lengths: np.ndarray) -> list[batches.MicroBatch]:
-        """Cuts rows into micro-batches of like length, and returns those of this process."""
+    def split(self, indices: Sequence[int], lengths: np.ndarray) -> list[batches.MicroBatch]:
+        """Cuts samples into micro-batches of like length, and returns those of this process."""
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
-            batches.MicroBatch(indices, batches.to_device(is_real, self.accelerator.device))
-            for indices, is_real in batches.split(self.accelerator, numbers, lengths, *sizes)
+            batches.MicroBatch(part, batches.to_device(is_real, self.accelerator.device))
+            for part, is_real in batches.split(self.accelerator, indices, lengths, *sizes)
         ]
 
     # ============================================================ an update

@@ -411,7 +411,7 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them. A pass
         # over a rollout is like an epoch of a data set: samples are shuffled one by one.
         seed = state.order_seed(args)
-        chosen = batches.rows_of_update(
+        chosen = batches.indices_of_update(
             len(samples), args.train_batch_size, seed, state.updates_made
         )
         n_tokens = state.rollout.n_tokens(chosen)

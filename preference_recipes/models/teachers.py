@@ -144,20 +144,20 @@ class LocalTeachers:
             batch: the answers in these queries, as the student reads them.
             server_logps: a server's answer for each query; None: its teacher is local.
         """
-        row_of_target = np.repeat(np.arange(len(queries)), [sum(q.loss_mask) for q in queries])
+        query_of_target = np.repeat(np.arange(len(queries)), [sum(q.loss_mask) for q in queries])
 
-        def targets_of(rows: list[int]) -> torch.Tensor:
-            targets = np.flatnonzero(np.isin(row_of_target, rows))
+        def targets_of(indices: list[int]) -> torch.Tensor:
+            targets = np.flatnonzero(np.isin(query_of_target, indices))
             return batches.to_device(targets, packer.device)
 
         outputs: list[TeacherOutput | TopKTeacherOutput] = []
         for name, teacher in self.by_name.items():
-            rows = [row for row, query in enumerate(queries) if query.teacher == name]
-            if not rows and not self.is_sharded:
+            indices = [index for index, query in enumerate(queries) if query.teacher == name]
+            if not indices and not self.is_sharded:
                 continue
             teacher_batch = batch
-            if len(rows) < len(queries) or self.have_own_prompts:
-                own_queries = [queries[row] for row in rows or [-1]]  # -1: a padding row
+            if len(indices) < len(queries) or self.have_own_prompts:
+                own_queries = [queries[index] for index in indices or [-1]]  # -1: padding
                 teacher_batch = packer.make_batch(
                     [query.prompt for query in own_queries],
                     [query.answer for query in own_queries],
@@ -165,12 +165,12 @@ class LocalTeachers:
                 )
             hidden = teacher.model(teacher_batch, as_teacher=True)
             head = teacher.head or copy.deepcopy(self.student.whole_head(self.temperature))
-            if rows:
-                outputs.append(TeacherOutput(hidden, head, targets_of(rows)))
-        rows = [row for row, top_logps in enumerate(server_logps) if top_logps is not None]
-        if rows:
-            columns = zip(*(server_logps[row] for row in rows))
+            if indices:
+                outputs.append(TeacherOutput(hidden, head, targets_of(indices)))
+        served = [index for index, top_logps in enumerate(server_logps) if top_logps is not None]
+        if served:
+            columns = zip(*(server_logps[index] for index in served))
             ids, logps = (batches.to_device(torch.cat(parts), packer.device) for parts in columns)
-            top_k = TopKTeacherOutput(ids.long(), logps[:, :-1], logps[:, -1], targets_of(rows))
+            top_k = TopKTeacherOutput(ids.long(), logps[:, :-1], logps[:, -1], targets_of(served))
             outputs.append(top_k)
         return outputs

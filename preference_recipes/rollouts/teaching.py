@@ -42,17 +42,17 @@ class TaughtRollout(Rollout):
         prompts = zip(self.samples.prompts, self.teacher_prompts)
         return lengths + [max(len(teacher) - len(student), 0) for student, teacher in prompts]
 
-    def queries(self, rows: Iterable[int]) -> list[TeacherQuery]:
+    def queries(self, indices: Iterable[int]) -> list[TeacherQuery]:
         """Returns the queries to the teachers of these samples."""
         samples = self.samples
         return [
             TeacherQuery(
-                self.teachers[row],
-                self.teacher_prompts[row],
-                samples.responses[row],
-                samples.is_sampled[row],
+                self.teachers[index],
+                self.teacher_prompts[index],
+                samples.responses[index],
+                samples.is_sampled[index],
             )
-            for row in rows
+            for index in indices
         ]
 
 
@@ -132,22 +132,22 @@ class AllTeachers(LocalTeachers):
             rollout.top_logps = [None] * len(queries)
             return
         accelerator = self.accelerator
-        rows = range(accelerator.process_index, len(queries), accelerator.num_processes)
-        own_queries = [queries[row] for row in rows]
+        indices = range(accelerator.process_index, len(queries), accelerator.num_processes)
+        own_queries = [queries[index] for index in indices]
         try:
             answers = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
         except Refused:
             if on_failure is not None and rollout.step_when_sampled:
                 on_failure()
             raise
-        rollout.top_logps = distributed.gather_rows(dict(zip(rows, answers)))
+        rollout.top_logps = distributed.gather_by_index(dict(zip(indices, answers)))
 
     def outputs_for(
-        self, rollout: TaughtRollout, rows: list[int], batch: dict, packer: Packer
+        self, rollout: TaughtRollout, indices: list[int], batch: dict, packer: Packer
     ) -> list:
         """Returns the teachers' outputs for these samples; `batch` is what the student reads."""
-        server_logps = [rollout.top_logps[row] for row in rows]
-        return self.outputs(batch, rollout.queries(rows), server_logps, packer)
+        server_logps = [rollout.top_logps[index] for index in indices]
+        return self.outputs(batch, rollout.queries(indices), server_logps, packer)
 
     def ask_all(self, queries: list[TeacherQuery]) -> list[TopLogps | None]:
         """Returns the servers' answers; the servers of one teacher share its queries."""

@@ -178,8 +178,8 @@ preference_recipes/data/files.py users/test_bad_input.py::test_files_that_cannot
     len(result) < len(pairs) >> len(result) < 0
 preference_recipes/rollouts/rollout_state.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     self.rollouts_seen, SAMPLING_STREAM >> 0, SAMPLING_STREAM
-    self.prompts_seen += len(rows) >> self.prompts_seen += max_prompts
-    trained = rows[self.is_trained[rows].numpy()] >> trained = rows
+    self.prompts_seen += len(indices) >> self.prompts_seen += max_prompts
+    trained = indices[self.is_trained[indices].numpy()] >> trained = indices
 preference_recipes/rollouts/results.py rollout/test_answers.py
     (sorted(names))[usable] >> (sorted(names))[: len(usable)]
 preference_recipes/rollouts/correction.py rollout/test_grpo_values.py
