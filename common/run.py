@@ -107,16 +107,16 @@ class Run(Progress):
         indices = batches.indices_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
         sequences = data.sequences_of(indices)
         n_tokens = int(data.lengths[sequences].sum())
-        return self.begin_update_of(indices, data.lengths, n_tokens, sequences)
+        return self.plan_update(indices, data.lengths, n_tokens, sequences)
 
-    def begin_update_of(
+    def plan_update(
         self,
         indices: np.ndarray,
         lengths: np.ndarray,
         n_tokens: int,
         sequences: np.ndarray | None = None,
     ) -> Update:
-        """Returns an update of chosen samples, and tells accelerate how many micro-batches it has.
+        """Plans an update of these samples, and tells accelerate how many micro-batches it has.
 
         `lengths` sort and cut them. `sequences` are what the samples are cut into (SFT).
         """

@@ -321,12 +321,12 @@ def main():
             all_teachers.query_servers(state.rollout, on_failure=checkpoint.save)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them.
-        chosen = state.rollout.next_indices(state, args)
+        update_indices = state.rollout.next_indices(state, args)
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.lengths_as_read(samples.lengths_for_split(packer))
-        update = run.begin_update_of(chosen, lengths, state.rollout.n_tokens(chosen))
+        update = run.plan_update(update_indices, lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][chosen].sum())
+        response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
         on_policy = run.global_step == state.rollout.step_when_sampled
         for indices, is_real in update.micro_batches:
             with run.timed("data"):

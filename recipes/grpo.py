@@ -361,11 +361,11 @@ def main():
         else:
             samples = state.rollout.samples
             # All processes agree on the samples of this update. Each takes its share of them.
-            chosen = state.rollout.next_indices(state, args)
+            update_indices = state.rollout.next_indices(state, args)
             lengths = samples.lengths_for_split(packer)
-            update = run.begin_update_of(chosen, lengths, state.rollout.n_tokens(chosen))
+            update = run.plan_update(update_indices, lengths, samples.n_tokens(update_indices))
             # The loss is the weighted mean over these samples.
-            mask = state.rollout.experience["mask"][chosen]
+            mask = state.rollout.experience["mask"][update_indices]
             total_weight = int(sample_weights(mask, args).sum())
             on_policy = run.global_step == state.rollout.step_when_sampled
             for indices, is_real in update.micro_batches:

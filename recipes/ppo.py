@@ -410,14 +410,12 @@ def main():
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them. A pass
         # over a rollout is like an epoch of a data set: samples are shuffled one by one.
-        seed = state.order_seed(args)
-        chosen = batches.indices_of_update(
-            len(samples), args.train_batch_size, seed, state.updates_made
+        update_indices = batches.indices_of_update(
+            len(samples), args.train_batch_size, state.order_seed(args), state.updates_made
         )
-        n_tokens = state.rollout.n_tokens(chosen)
-        update = run.begin_update_of(chosen, samples.lengths, n_tokens)
+        update = run.plan_update(update_indices, samples.lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][chosen].sum())
+        response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
         on_policy = run.global_step == state.rollout.step_when_sampled
         for indices, is_real in update.micro_batches:
             with run.timed("data"):

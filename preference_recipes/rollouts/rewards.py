@@ -162,12 +162,11 @@ def function_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments that reward functions may take for these samples, by name."""
     data = [json.loads(samples.row_json[index]) for index in indices]
-    responses = samples.response_texts(sampler.tokenizer)
+    responses = samples.response_texts(sampler.tokenizer)  # of an episode, the last answer
     # With several training sets, these rows may all lack some of the columns.
     names = dict.fromkeys([*columns, *itertools.chain.from_iterable(data)])
     arguments: dict[str, Any] = {name: [values.get(name) for values in data] for name in names}
     arguments["prompts"] = arguments.pop("prompt")  # strings or lists of messages
-    # For an episode, its last answer.
     arguments["responses"] = [responses[index] for index in indices]
     arguments["response_ids"] = [samples.responses[index] for index in indices]
     arguments["truncated"] = [not samples.ended[index].item() for index in indices]

@@ -47,10 +47,6 @@ class Rollout:
         trained = indices[self.is_trained[indices].numpy()]
         return np.array_split(trained, n_updates)[update_of_pass]
 
-    def n_tokens(self, indices: np.ndarray) -> int:
-        """Returns how many tokens these samples have, prompts and responses."""
-        return int(self.samples.lengths[indices].sum())
-
 
 @checkpointable
 @dataclasses.dataclass

@@ -57,6 +57,10 @@ class Samples:
         pairs = zip(self.prompts, self.responses)
         return np.array([len(prompt) + len(response) for prompt, response in pairs])
 
+    def n_tokens(self, indices: np.ndarray) -> int:
+        """Returns how many tokens these samples have, prompts and responses."""
+        return int(self.lengths[indices].sum())
+
     @property
     def group_lengths(self) -> np.ndarray:
         """The length of the longest sample in each sample's group, `[samples]`.

@@ -86,7 +86,7 @@ recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
     lr=args.critic_learning_rate >> lr=args.learning_rate
 recipes/distill.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     teacher_logps - old_logps >> teacher_logps - logps
-    int(state.rollout.experience["mask"][chosen].sum()) >> update.n_tokens
+    int(state.rollout.experience["mask"][update_indices].sum()) >> update.n_tokens
     experience["teacher_index"] == number >> experience["teacher_index"] >= number
         args.temperature,\n        teacher >> 1.0,\n        teacher
 recipes/distill.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[distill-own1]
