@@ -182,7 +182,7 @@ def token_losses(
     teacher_outputs: list,
     experience: dict,
     args: Args,
-    on_policy: bool = True,
+    is_first_update: bool = True,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and their metrics.
@@ -190,8 +190,8 @@ def token_losses(
     Args:
         teacher_outputs: what the teachers say of the batch, from `AllTeachers.outputs_for`.
         experience: `Rollout.experience` of the same samples.
-        on_policy: whether no update was applied since the rollout was made. Then the log-probs
-            of this very pass are the old ones, so all ratios are exactly 1.
+        is_first_update: whether no update of the rollout was applied yet. Then the log-probs of
+            this very pass are the old ones, so all ratios are exactly 1.
         in_training: False in an evaluation, where no losses are weighted.
     """
     output = model(
@@ -205,16 +205,18 @@ def token_losses(
     metrics = {}
     if args.loss_type == "divergence":
         losses = output["objective"]
-        if in_training and on_policy:
+        if in_training and is_first_update:
             # It needs no weight: its gradient does not depend on how a token was drawn.
             sampler_logps = experience["sampler_logps"]
             metrics = correction.sampler_differences(output["logps"], sampler_logps, mask)
     else:
         logps = output["objective"]  # the one output with a gradient
-        old_logps = logps.detach() if on_policy else experience["logps"]
+        old_logps = logps.detach() if is_first_update else experience["logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
-            losses, metrics = correction.reweight(losses, old_logps, experience, args, on_policy)
+            losses, metrics = correction.reweight(
+                losses, old_logps, experience, args, is_first_update
+            )
     metrics |= {
         "loss": (losses, mask),
         "kl/reverse": (output["reverse_kl"], mask),
@@ -327,7 +329,7 @@ def main():
         update = run.plan_update(update_indices, lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
-        on_policy = run.global_step == state.rollout.step_when_sampled
+        is_first_update = run.global_step == state.rollout.step_at_start
         for indices, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(indices, state.rollout.experience, packer)
@@ -336,7 +338,9 @@ def main():
             with run.timed("teacher"):  # what the teachers say about the same tokens
                 outputs = all_teachers.outputs_for(state.rollout, indices, batch, packer)
             with accelerator.accumulate(model):
-                losses, metrics = token_losses(model, batch, outputs, experience, args, on_policy)
+                losses, metrics = token_losses(
+                    model, batch, outputs, experience, args, is_first_update
+                )
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.

@@ -202,19 +202,19 @@ def sample_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 def sample_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first_update: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of samples, `[rows]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        on_policy: whether no update was applied since the rollout was made. Then the log-probs
-            of this very pass are the old ones, so all ratios are exactly 1.
+        is_first_update: whether no update of the rollout was applied yet. Then the log-probs of
+            this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"].to(logps.dtype)
-    old_logps = logps.detach() if on_policy else experience["logps"]
+    old_logps = logps.detach() if is_first_update else experience["logps"]
     log_ratios = logps - old_logps
     token_ratios = torch.exp(log_ratios)
     ratios = token_ratios
@@ -225,7 +225,7 @@ def sample_losses(
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
     # is not: its own ratios correct for the old policy, and the server's difference is ignored.
-    losses, metrics = correction.reweight(losses, old_logps, experience, args, on_policy)
+    losses, metrics = correction.reweight(losses, old_logps, experience, args, is_first_update)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
@@ -367,13 +367,13 @@ def main():
             # The loss is the weighted mean over these samples.
             mask = state.rollout.experience["mask"][update_indices]
             total_weight = int(sample_weights(mask, args).sum())
-            on_policy = run.global_step == state.rollout.step_when_sampled
+            is_first_update = run.global_step == state.rollout.step_at_start
             for indices, is_real in update.micro_batches:
                 with run.timed("data"):
                     batch, experience = samples.collate(indices, state.rollout.experience, packer)
                     row_numbers = [samples.row_numbers[index] for index in indices]
                 with accelerator.accumulate(model):
-                    losses, metrics = sample_losses(model, batch, experience, args, on_policy)
+                    losses, metrics = sample_losses(model, batch, experience, args, is_first_update)
                     weights = sample_weights(experience["mask"], args) * is_real
                     run.check_finite(update, row_numbers, losses, weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its

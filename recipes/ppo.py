@@ -202,19 +202,19 @@ def explained_variance(
 
 
 def token_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first_update: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        on_policy: whether no update was applied since the rollout was made. Then the log-probs
-            of this very pass are the old ones, so all ratios are exactly 1.
+        is_first_update: whether no update of the rollout was applied yet. Then the log-probs of
+            this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"]
-    old_logps = logps.detach() if on_policy else experience["logps"]
+    old_logps = logps.detach() if is_first_update else experience["logps"]
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
@@ -225,12 +225,14 @@ def token_losses(
     )
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
     # critic needs no weight: it fits the returns of these samples, whoever drew them.
-    losses, metrics = correction.reweight(actor_losses, old_logps, experience, args, on_policy)
+    losses, metrics = correction.reweight(
+        actor_losses, old_logps, experience, args, is_first_update
+    )
     if args.kl_in == "loss":
         kl = kl_estimate(logps, experience["ref_logps"], args.kl_estimator)
         losses = losses + args.kl_coef * kl
     losses = losses + args.vf_coef * critic_losses
-    if on_policy:
+    if is_first_update:
         # How far ratios to the rollout's log-probs are from 1: micro-batches round differently.
         rounding = (old_logps - experience["logps"]).expm1().abs()
         metrics["val/max_rounding"] = (rounding, mask, "max")
@@ -416,14 +418,14 @@ def main():
         update = run.plan_update(update_indices, samples.lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
         response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
-        on_policy = run.global_step == state.rollout.step_when_sampled
+        is_first_update = run.global_step == state.rollout.step_at_start
         for indices, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(indices, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[index] for index in indices]
                 token_weights = experience["mask"] * is_real[:, None]
             with accelerator.accumulate(model):
-                losses, metrics = token_losses(model, batch, experience, args, on_policy)
+                losses, metrics = token_losses(model, batch, experience, args, is_first_update)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.

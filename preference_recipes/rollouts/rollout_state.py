@@ -22,7 +22,7 @@ class Rollout:
     """Samples, and the values that their updates need, on the CPU of every process."""
 
     samples: Samples
-    step_when_sampled: int  # `global_step` before the rollout's first update
+    step_at_start: int  # `global_step` before the rollout's first update
     # By name: `[samples, longest response]`, or `[samples, 1]` if all tokens have the same value.
     experience: dict[str, torch.Tensor]
     is_trained: torch.Tensor  # bool `[samples]`

@@ -137,7 +137,7 @@ class AllTeachers(LocalTeachers):
         try:
             answers = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
         except Refused:
-            if on_failure is not None and rollout.step_when_sampled:
+            if on_failure is not None and rollout.step_at_start:
                 on_failure()
             raise
         rollout.top_logps = distributed.gather_by_index(dict(zip(indices, answers)))

@@ -73,9 +73,9 @@ recipes/grpo.py rollout/test_grpo_values.py
     (log_ratios * mask).sum(1, keepdim=True) >> log_ratios.sum(1, keepdim=True)
 recipes/grpo.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     sums / args.max_new_tokens >> sums / mask.shape[1]
-    logps.detach() if on_policy >> logps if on_policy
+    logps.detach() if is_first_update >> logps if is_first_update
     model(batch, args.temperature, >> model(batch, 1.0,
-    on_policy = run.global_step == state.rollout.step_when_sampled >> on_policy = True
+    is_first_update = run.global_step == state.rollout.step_at_start >> is_first_update = True
 recipes/grpo.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[grpo-own0]
     if applied:\n                scheduler.step() >> scheduler.step()
 recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run

@@ -38,7 +38,9 @@ def losses_of(
         "sampler_logps": given["sampler_logps"],
     }
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
-    losses, values = module.sample_losses(model, batch or {}, experience, args, on_policy=False)
+    losses, values = module.sample_losses(
+        model, batch or {}, experience, args, is_first_update=False
+    )
     return logps, losses, values["loss"][1], values
 
 
