@@ -317,8 +317,7 @@ def main():
     if run.updates_seen == 0:
         saver.save_if_best(evaluate(run, sampler, all_teachers))
     while not run.finished:
-        if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, all_teachers, state)
+        state.rollout = state.rollout or make_rollout(run, sampler, all_teachers, state)
         with run.timed("teacher"):  # the student's servers sample the next one meanwhile
             all_teachers.query_servers(state.rollout, on_failure=checkpoint.save)
         samples = state.rollout.samples
@@ -386,9 +385,8 @@ def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str,
             rollout = all_teachers.make_rollout(samples, eval_set[:], run.global_step)
             all_teachers.query_servers(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
-            for indices, is_real in run.split(
-                range(len(samples)), rollout.lengths_as_read(samples.lengths)
-            ):
+            lengths = rollout.lengths_as_read(samples.lengths)
+            for indices, is_real in run.split(range(len(samples)), lengths):
                 batch, experience = samples.collate(indices, rollout.experience, packer)
                 outputs = all_teachers.outputs_for(rollout, indices, batch, packer)
                 _, metrics = token_losses(

@@ -407,8 +407,7 @@ def main():
     if run.updates_seen == 0:
         saver.save_if_best(evaluate(run, sampler, grader))
     while not run.finished:
-        if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, grader, reference, state)
+        state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them. A pass
         # over a rollout is like an epoch of a data set: samples are shuffled one by one.
