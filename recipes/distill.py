@@ -211,7 +211,7 @@ def token_losses(
             metrics = correction.sampler_differences(output["logps"], sampler_logps, mask)
     else:
         logps = output["objective"]  # the one output with a gradient
-        old_logps = logps.detach() if is_first_update else experience["logps"]
+        old_logps = logps.detach() if is_first_update else experience["old_logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
             losses, metrics = correction.reweight(

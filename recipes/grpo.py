@@ -214,7 +214,7 @@ def sample_losses(
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"].to(logps.dtype)
-    old_logps = logps.detach() if is_first_update else experience["logps"]
+    old_logps = logps.detach() if is_first_update else experience["old_logps"]
     log_ratios = logps - old_logps
     token_ratios = torch.exp(log_ratios)
     ratios = token_ratios

@@ -214,14 +214,14 @@ def token_losses(
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"]
-    old_logps = logps.detach() if is_first_update else experience["logps"]
+    old_logps = logps.detach() if is_first_update else experience["old_logps"]
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
         logps, old_logps, experience["advantages"], args.clip_range, clip_high
     )
     critic_losses, value_clipped = value_losses(
-        output["values"], experience["values"], experience["returns"], args.value_clip_range
+        output["values"], experience["old_values"], experience["returns"], args.value_clip_range
     )
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
     # critic needs no weight: it fits the returns of these samples, whoever drew them.
@@ -234,7 +234,7 @@ def token_losses(
     losses = losses + args.vf_coef * critic_losses
     if is_first_update:
         # How far ratios to the rollout's log-probs are from 1: micro-batches round differently.
-        rounding = (old_logps - experience["logps"]).expm1().abs()
+        rounding = (old_logps - experience["old_logps"]).expm1().abs()
         metrics["val/max_rounding"] = (rounding, mask, "max")
     return losses, metrics | {
         "loss/policy_avg": (actor_losses, mask),  # without correction and KL
@@ -264,14 +264,14 @@ def make_rollout(
     samples.check_finite(sampler, scores=scores.total[:, None])
 
     mask = samples.mask
-    kl = torch.zeros_like(computed["logps"])
+    kl = torch.zeros_like(computed["old_logps"])
     if reference is not None:
-        estimate = kl_estimate(computed["logps"], computed["ref_logps"], args.kl_estimator)
+        estimate = kl_estimate(computed["old_logps"], computed["ref_logps"], args.kl_estimator)
         kl = estimate.where(mask, 0.0)
     kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0
     per_token_rewards = token_rewards(scores.total, kl, mask, kl_coef)
     advantages, returns = gae(
-        per_token_rewards, computed["values"], mask, args.gamma, args.gae_lambda
+        per_token_rewards, computed["old_values"], mask, args.gamma, args.gae_lambda
     )
     experience = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
     experience |= {"returns": returns, "advantages": whiten(advantages, mask)}
@@ -306,9 +306,9 @@ def log_rollout(
     """
     mask = experience["mask"]
     rlhf_rewards = per_token_rewards.sum(1)
-    explained = explained_variance(experience["values"], experience["returns"], mask)
+    explained = explained_variance(experience["old_values"], experience["returns"], mask)
     metrics = {
-        "objective/entropy": -experience["logps"].sum(1),
+        "objective/entropy": -experience["old_logps"].sum(1),
         "objective/scores": scores.total,
         "objective/kl_coef": torch.full_like(scores.total, run.args.kl_coef),
         "objective/non_score_reward": rlhf_rewards - scores.total,

@@ -123,12 +123,12 @@ class Samples:
     def compute_outputs(
         self, context: SamplingContext, names: tuple[str, ...], reference: Reference | None
     ) -> dict[str, torch.Tensor]:
-        """Returns the model's outputs of these names and, with a reference, `ref_logps`.
+        """Returns the model's outputs, each name as `old_NAME`, and with a reference `ref_logps`.
 
         Each is `[samples, longest response]`, zero where the model drew nothing, and the same on
         every process. Values that are not finite stop the run. All processes must call it.
         """
-        all_names = [*names, "ref_logps"] if reference else list(names)
+        all_names = [f"old_{name}" for name in names] + (["ref_logps"] if reference else [])
         if not all_names:
             return {}
         temperature = context.args.temperature

@@ -214,7 +214,7 @@ forks/gdpo.diff rollout/test_forks.py
 forks/curriculum.diff rollout/test_forks.py
     (self.tried + 1) >> (self.tried + 2)
 forks/sdpo.diff rollout/test_forks.py
-    (said[name] - experience["logps"]) >> (experience["logps"] - said[name])
+    (said[name] - experience["old_logps"]) >> (experience["old_logps"] - said[name])
 forks/echo.diff rollout/test_forks.py
     batch["mask"] & ~experience["mask"] >> batch["mask"]
 forks/gkd.diff rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference

@@ -33,7 +33,7 @@ def losses_of(
     experience = {
         "mask": given["mask"],
         "advantages": given["advantages"][:, None],
-        "logps": given["old_logps"],
+        "old_logps": given["old_logps"],
         "ref_logps": given["ref_logps"],
         "sampler_logps": given["sampler_logps"],
     }
