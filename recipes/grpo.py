@@ -7,7 +7,7 @@
 Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
 
     1. sample n responses to each prompt, a group                       make_rollout
-    2. score them, leave out groups whose advantages are all zero       has_advantage
+    2. score them, leave out groups whose advantages are all zero       groups_to_keep
     3. advantage A = (score - mean of its group) / standard deviation   advantages_of
     4. updates of train_batch_size samples, r_t = pi(a_t)/pi_old(a_t)   sample_losses
 
@@ -94,7 +94,7 @@ class Args(RewardArgs):
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
 
 
-def has_advantage(scores: torch.Tensor, args: Args) -> torch.Tensor:
+def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups are kept, bool `[G]`: those with an advantage other than zero.
 
     With a KL every group has a gradient. Source: DAPO, arXiv:2503.14476 section 3.2.
@@ -114,10 +114,10 @@ def std_of_groups(scores: torch.Tensor) -> torch.Tensor:
     return (squares.sum(1, keepdim=True) / (scores.shape[1] - 1)).sqrt()
 
 
-def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) -> torch.Tensor:
+def advantages_of(scores: torch.Tensor, in_update: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns the advantage of each response, `[G, n]`; it is the same for all its tokens.
 
-    A response that is not trained on (`is_trained`, `[G, n]`) still counts in its group. With
+    A response that is not trained on (`in_update`, `[G, n]`) still counts in its group. With
     `batch` a single trained response is not divided: it has no deviation.
 
     Sources: baseline rloo, arXiv:2402.14740. Standard deviation: group, arXiv:2402.03300 section
@@ -132,11 +132,11 @@ def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) ->
 
     if args.advantage_std == "group":
         advantages = advantages / (std_of_groups(advantages) + EPSILON)
-    elif args.advantage_std == "batch" and is_trained.sum() > 1:
+    elif args.advantage_std == "batch" and in_update.sum() > 1:
         if args.baseline == "none":
-            advantages = advantages - advantages[is_trained].mean()
+            advantages = advantages - advantages[in_update].mean()
         # Measured from zero: from their mean it would be 0 where those trained on are equal.
-        deviation = advantages[is_trained].norm() / math.sqrt(is_trained.sum() - 1)
+        deviation = advantages[in_update].norm() / math.sqrt(in_update.sum() - 1)
         advantages = advantages / (deviation + EPSILON)
     return advantages.to(scores.dtype)
 
@@ -146,18 +146,18 @@ def policy_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was clipped below 1, and above 1.
 
-    clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`, arXiv:2402.03300 eq. 3; a wider range above 1:
-    DAPO, arXiv:2503.14476 section 3.1.
-    cispo: `-min(r, 1 + high) A log pi`, the first factor a constant, so that every token has a
+    clip: `-min(r A, clip(r, min_ratio, max_ratio) A)`, arXiv:2402.03300 eq. 3; a wider range above
+    1: DAPO, arXiv:2503.14476 section 3.1.
+    cispo: `-min(r, max_ratio) A log pi`, the first factor a constant, so that every token has a
     gradient; arXiv:2506.13585 eq. 4 and 5.
     """
-    low = 1 - args.clip_range
-    high = 1 + args.clip_range_high
+    min_ratio = 1 - args.clip_range
+    max_ratio = 1 + args.clip_range_high
     if args.loss_type == "cispo":
-        losses = -ratios.clamp(max=high).detach() * advantages * logps
-        return losses, torch.zeros_like(ratios, dtype=bool), (ratios > high) & (advantages != 0)
-    losses = -torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
-    return losses, (ratios < low) & (advantages < 0), (ratios > high) & (advantages > 0)
+        losses = -ratios.clamp(max=max_ratio).detach() * advantages * logps
+        return losses, torch.zeros_like(ratios, dtype=bool), (ratios > max_ratio) & advantages.ne(0)
+    losses = -torch.minimum(ratios * advantages, ratios.clamp(min_ratio, max_ratio) * advantages)
+    return losses, (ratios < min_ratio) & (advantages < 0), (ratios > max_ratio) & (advantages > 0)
 
 
 def kl_losses(
@@ -257,19 +257,19 @@ def make_rollout(
     with run.timed("score"):
         scores = grader.score(sampler, samples)
     group_scores = scores.total.view(-1, args.n_samples_per_prompt)  # [G, n]
-    is_kept = has_advantage(group_scores, args)
+    is_kept = groups_to_keep(group_scores, args)
     log_rollout(run, sampler, samples, scores, is_kept)
     samples = samples.select_groups(is_kept)
     group_scores = group_scores[is_kept]
 
     # With --mask_truncated responses without an end count in their group's statistics alone.
-    is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
-    if not is_trained.any():
+    in_update = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
+    if not in_update.any():
         return None
-    advantages = advantages_of(group_scores, is_trained.view_as(group_scores), args)
+    advantages = advantages_of(group_scores, in_update.view_as(group_scores), args)
     experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
     experience["advantages"] = advantages.view(-1, 1)
-    rollout = Rollout(samples, run.global_step, experience, is_trained)
+    rollout = Rollout(samples, run.global_step, experience, in_update)
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         names = ("logps",) if rollout.n_updates(args) > 1 else ()

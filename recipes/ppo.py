@@ -276,8 +276,8 @@ def make_rollout(
     experience = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
     experience |= {"returns": returns, "advantages": whiten(advantages, mask)}
     log_rollout(run, sampler, samples, scores, experience, kl, per_token_rewards)
-    is_trained = torch.ones(len(samples), dtype=torch.bool)
-    return Rollout(samples, run.global_step, experience, is_trained)
+    in_update = torch.ones(len(samples), dtype=torch.bool)
+    return Rollout(samples, run.global_step, experience, in_update)
 
 
 def score_responses(sampler: Sampler, grader: Grader, samples: Samples) -> Scores:

@@ -25,10 +25,10 @@ class Rollout:
     step_at_start: int  # `global_step` before the rollout's first update
     # By name: `[samples, longest response]`, or `[samples, 1]` if all tokens have the same value.
     experience: dict[str, torch.Tensor]
-    is_trained: torch.Tensor  # bool `[samples]`
+    in_update: torch.Tensor  # bool `[samples]`
 
     def updates_per_pass(self, args) -> int:
-        return math.ceil(int(self.is_trained.sum()) / args.train_batch_size)
+        return math.ceil(int(self.in_update.sum()) / args.train_batch_size)
 
     def n_updates(self, args) -> int:
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
@@ -44,7 +44,7 @@ class Rollout:
         n_groups = len(self.samples) // per_prompt
         groups = batches.epoch_order(n_groups, state.order_seed(args), pass_number)
         indices = (groups[:, None] * per_prompt + np.arange(per_prompt)).flatten()
-        trained = indices[self.is_trained[indices].numpy()]
+        trained = indices[self.in_update[indices].numpy()]
         return np.array_split(trained, n_updates)[update_of_pass]
 
 

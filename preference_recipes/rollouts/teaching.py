@@ -115,7 +115,7 @@ class AllTeachers(LocalTeachers):
             samples,
             global_step,
             experience,
-            is_trained=torch.ones(len(samples), dtype=torch.bool),
+            in_update=torch.ones(len(samples), dtype=torch.bool),
             teachers=names,
             teacher_prompts=repeat_each(prompts, samples.per_prompt),
         )

@@ -66,7 +66,7 @@ recipes/grpo.py rollout/test_grpo_values.py
     scores.amax(1) > scores.amin(1) >> scores.amax(1) > 0
     (scores.shape[1] - 1)).sqrt() >> scores.shape[1]).sqrt()
     advantages * n / (n - 1) >> advantages
-    advantages[is_trained].norm() >> advantages.norm()
+    advantages[in_update].norm() >> advantages.norm()
     1 + args.clip_range_high >> 1 + args.clip_range
     kl, kl * ratios.detach() >> kl, kl * ratios
     losses + args.kl_coef * terms >> losses + args.kl_coef * kl
@@ -179,7 +179,7 @@ preference_recipes/data/files.py users/test_bad_input.py::test_files_that_cannot
 preference_recipes/rollouts/rollout_state.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     self.rollouts_seen, SAMPLING_STREAM >> 0, SAMPLING_STREAM
     self.prompts_seen += len(indices) >> self.prompts_seen += max_prompts
-    trained = indices[self.is_trained[indices].numpy()] >> trained = indices
+    trained = indices[self.in_update[indices].numpy()] >> trained = indices
 preference_recipes/rollouts/results.py rollout/test_answers.py
     (sorted(names))[usable] >> (sorted(names))[: len(usable)]
 preference_recipes/rollouts/correction.py rollout/test_grpo_values.py
