@@ -187,11 +187,11 @@ class Run(Progress):
             self.restart_clock()
         self.write({**line, "epoch": self.epoch})
 
-    def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
+    def log_evaluation(self, eval_metrics: dict[str, float], samples: list[dict]) -> None:
         """Writes an evaluation as a line of its own, and prints it."""
-        if not values:
+        if not eval_metrics:
             return
-        self.write(values)
+        self.write(eval_metrics)
         self.write_samples(samples)
         if self.accelerator.is_main_process:
             evaluations = log.evaluations(self.output_dir)

@@ -21,7 +21,7 @@ and m = (1 - beta) s + beta t:
 
 Shapes: N samples of a rollout, T tokens in the longest response. What belongs to tokens is [N, T],
 and zero past the end of a response; or [N, 1] if all tokens have the same. An update reads some of
-the N rows. `token_values` sees n of their tokens at a time, with all V of the vocabulary.
+the N rows. `token_metrics` sees n of their tokens at a time, with all V of the vocabulary.
 
 The demo, offline:
     python recipes/distill.py
@@ -51,7 +51,8 @@ from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SchedulerType, arg
-from preference_recipes.data import dataset, prompts
+from preference_recipes.data import dataset
+from preference_recipes.data.prompts import distill_row
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.distillation import DistillModel
 from preference_recipes.rollouts import correction, results, rollout_state
@@ -93,41 +94,41 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-def token_values(
-    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
+def token_metrics(
+    student_logps: torch.Tensor, teacher_logps: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> dict[str, torch.Tensor]:
-    """Returns values of each token by name, `[n]`: `objective`, which has a gradient, then others.
+    """Returns metrics of each token by name, `[n]`: `objective`, which has a gradient, then others.
 
     That is the divergence of arXiv:2306.13649 eq. 1 or, with `--loss_type sampled`, the student's
     log-prob of the token. Only a chunk of an update's tokens is compared at a time.
 
     Args:
-        student, teacher: their log-probs of all tokens of the vocabulary, `[n, V]`.
+        student_logps, teacher_logps: of all tokens of the vocabulary, `[n, V]`.
         targets: the tokens of the response, `[n]`.
     """
-    p_student = student.exp()
-    p_teacher = teacher.exp()
-    gap = student - teacher
-    values = {
+    p_student = student_logps.exp()
+    p_teacher = teacher_logps.exp()
+    gap = student_logps - teacher_logps
+    metrics = {
         "reverse_kl": (p_student * gap).sum(-1),
         "forward_kl": -(p_teacher * gap).sum(-1),
-        "entropy": -(p_student * student).sum(-1),
-        "teacher_entropy": -(p_teacher * teacher).sum(-1),
-        "agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
-        "logps": student.gather(1, targets[:, None]).squeeze(1),
-        "teacher_logps": teacher.gather(1, targets[:, None]).squeeze(1),
+        "entropy": -(p_student * student_logps).sum(-1),
+        "teacher_entropy": -(p_teacher * teacher_logps).sum(-1),
+        "agreement": (student_logps.argmax(-1) == teacher_logps.argmax(-1)).float(),
+        "logps": student_logps.gather(1, targets[:, None]).squeeze(1),
+        "teacher_logps": teacher_logps.gather(1, targets[:, None]).squeeze(1),
     }
     if args.loss_type == "sampled":
-        objective = values["logps"]
+        objective = metrics["logps"]
     elif args.beta == 1:
-        objective = values["reverse_kl"]
+        objective = metrics["reverse_kl"]
     elif args.beta == 0:
-        objective = values["forward_kl"]
+        objective = metrics["forward_kl"]
     else:
         student_gap, teacher_gap = gaps_to_mixture(gap, args.beta)
         objective = args.beta * (p_teacher * teacher_gap).sum(-1)
         objective += (1 - args.beta) * (p_student * student_gap).sum(-1)
-    return {"objective": objective, **values}
+    return {"objective": objective, **metrics}
 
 
 def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,21 +142,21 @@ def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch
 
 
 def objective_gradient(
-    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
+    student_logps: torch.Tensor, teacher_logps: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """Returns the gradient of `objective` by the student's logits, `[n, V]`; see `token_values`.
+    """Returns the gradient of `objective` by the student's logits, `[n, V]`; see `token_metrics`.
 
     It is s - t at beta 0, and s (g - sum of s g) at beta 1, with g = log s - log t. In between g is
     (1 - beta) (log s - log m): the derivatives through m cancel. It is written by hand because
     autograd would keep `[n, V]` tensors of all chunks.
     """
-    p_student = student.exp()
+    p_student = student_logps.exp()
     if args.loss_type == "sampled":  # one_hot(target) - s
         ones = torch.ones_like(p_student[:, :1])
         return p_student.neg_().scatter_add_(1, targets[:, None], ones)
     if args.beta == 0:
-        return p_student.sub_(teacher.exp())
-    gap = student - teacher
+        return p_student.sub_(teacher_logps.exp())
+    gap = student_logps - teacher_logps
     if args.beta < 1:
         gap, _ = gaps_to_mixture(gap, args.beta)
     mean = (p_student * gap).sum(-1, keepdim=True)
@@ -198,7 +199,7 @@ def token_losses(
         batch,
         args.temperature,
         teacher_outputs=teacher_outputs,
-        token_values=partial(token_values, args=args),
+        token_metrics=partial(token_metrics, args=args),
         objective_gradient=partial(objective_gradient, args=args),
     )
     mask = experience["mask"]
@@ -237,16 +238,16 @@ def make_rollout(
 ) -> TaughtRollout:
     """Samples responses of the student, and notes who teaches each of them."""
     args = run.args
-    columns = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
+    prompts = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_rollout(state, columns)
+        samples = sampler.sample_rollout(state, prompts)
     metrics = {
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
     }
     results.add_rollout_metrics(sampler, samples, None, "completions", metrics)
     run.write_samples(samples.examples(sampler.tokenizer, None, "rollout"))
-    rollout = all_teachers.make_rollout(samples, columns, run.global_step)
+    rollout = all_teachers.assign_teachers(samples, prompts, run.global_step)
     if args.loss_type == "sampled" and rollout.n_updates(args) > 1:
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         with run.timed("score"):
@@ -271,7 +272,7 @@ def main():
     accelerator = launch.make_accelerator(args, "distill")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(
-        accelerator, args, tokenizer, function=prompts.distill_row, **teachers.row_settings(args)
+        accelerator, args, tokenizer, function=distill_row, **teachers.row_settings(args)
     )
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
@@ -377,12 +378,12 @@ def main():
 def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str, float]:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
     packer = sampler.packer
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"), prepare.evaluation_mode(sampler.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
-            rollout = all_teachers.make_rollout(samples, eval_set[:], run.global_step)
+            rollout = all_teachers.assign_teachers(samples, eval_set[:], run.global_step)
             all_teachers.query_servers(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
             lengths = rollout.lengths_as_read(samples.lengths)
@@ -394,12 +395,12 @@ def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str,
                 )
                 row_numbers = [samples.row_numbers[index] for index in indices]
                 means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
-            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
+            eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
             metrics, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
-            line |= metrics
+            eval_metrics |= metrics
             examples += shown
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 # ============================================================ refusals

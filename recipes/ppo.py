@@ -462,17 +462,17 @@ def main():
 @torch.no_grad()
 def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             scores = score_responses(sampler, grader, samples)
             metrics, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
-            line |= metrics
+            eval_metrics |= metrics
             examples += shown
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 # ============================================================ refusals

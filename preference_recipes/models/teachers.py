@@ -129,7 +129,7 @@ class LocalTeachers:
                 self.by_name[name] = Teacher(prepared, wrapper.whole_head(args.temperature))
 
     @torch.no_grad()
-    def outputs(
+    def outputs_at_targets(
         self,
         batch: dict,
         queries: list[TeacherQuery],

@@ -93,7 +93,7 @@ class EpisodeRunner:
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
-            row_json=repeat_each(prompts["columns"], per_prompt),
+            row_json=repeat_each(prompts["row_json"], per_prompt),
             row_numbers=repeat_each(prompts["row"], per_prompt),
             ended=torch.tensor([episode.ended for episode in episodes]),
             per_prompt=per_prompt,
@@ -111,7 +111,7 @@ class EpisodeRunner:
         self.instances = {index: self.user_class.make() for index in indices}
         calls = environments.Calls(self.context.args.environment_timeout)
         for index, instance in self.instances.items():
-            columns = json.loads(prompts["columns"][index // per_prompt])
+            columns = json.loads(prompts["row_json"][index // per_prompt])
             calls.start(index, instance.reset, **columns)
         return {
             index: self.opening(prompts, index // per_prompt, reset_result)
@@ -122,7 +122,7 @@ class EpisodeRunner:
         """Returns the episode of a prompt, with the text or messages that `reset` added."""
         args = self.context.args
         option = f"--environment {self.user_class.name}, data row {prompts['row'][index]}"
-        columns = json.loads(prompts["columns"][index])  # again: `reset` may have changed its copy
+        columns = json.loads(prompts["row_json"][index])  # again: `reset` may have changed its copy
         prompt = columns["prompt"]
         if isinstance(prompt, str):
             if not args.strings_as_messages:

@@ -60,7 +60,7 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
 def columns_of(data: Data) -> list[str]:
     """Returns the training data's columns, which reward functions and environments may get."""
     # All rows of a set have the columns of its first row, with None for missing values.
-    firsts = data.train[data.starts]["columns"]
+    firsts = data.train[data.starts]["row_json"]
     return list(dict.fromkeys(itertools.chain.from_iterable(map(json.loads, firsts))))
 
 

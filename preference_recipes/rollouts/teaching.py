@@ -97,17 +97,17 @@ class AllTeachers(LocalTeachers):
         self.ask_server(TeacherQuery("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
 
-    def make_rollout(self, samples: Samples, columns: dict, global_step: int) -> TaughtRollout:
+    def assign_teachers(self, samples: Samples, prompts: dict, global_step: int) -> TaughtRollout:
         """Returns the rollout of these samples, with the teacher of each, and what that one reads.
 
         Args:
-            columns: columns of the data for the samples' prompts, each prompt once.
+            prompts: columns of the data, each prompt once.
         """
         # With several teachers, the data name the teacher of each row.
-        names = columns.get("teacher", [teachers.UNNAMED] * len(columns["row"]))
+        names = prompts.get("teacher", [teachers.UNNAMED] * len(prompts["row"]))
         names = repeat_each(names, samples.per_prompt)
         # Without --teacher_prompt, teachers read the student's prompt.
-        prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
+        teacher_prompts = prompts.get("teacher_prompt_ids", prompts["prompt_ids"])
         all_names = list(teachers.sources(self.args))
         experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
         experience["teacher_index"] = torch.tensor([[all_names.index(name)] for name in names])
@@ -117,7 +117,7 @@ class AllTeachers(LocalTeachers):
             experience,
             in_update=torch.ones(len(samples), dtype=torch.bool),
             teachers=names,
-            teacher_prompts=repeat_each(prompts, samples.per_prompt),
+            teacher_prompts=repeat_each(teacher_prompts, samples.per_prompt),
         )
 
     def query_servers(self, rollout: TaughtRollout, on_failure: Callable | None = None) -> None:
@@ -147,7 +147,7 @@ class AllTeachers(LocalTeachers):
     ) -> list:
         """Returns the teachers' outputs for these samples; `batch` is what the student reads."""
         server_logps = [rollout.top_logps[index] for index in indices]
-        return self.outputs(batch, rollout.queries(indices), server_logps, packer)
+        return self.outputs_at_targets(batch, rollout.queries(indices), server_logps, packer)
 
     def ask_all(self, queries: list[TeacherQuery]) -> list[TopLogps | None]:
         """Returns the servers' answers; the servers of one teacher share its queries."""

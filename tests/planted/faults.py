@@ -38,7 +38,7 @@ recipes/sft.py contracts/test_fp16.py::test_what_overflows_leaves_no_trace[sft-1
     if applied:\n            scheduler.step() >> scheduler.step()
 recipes/dpo.py contracts/test_metrics.py
     -F.logsigmoid(-scaled) >> -F.logsigmoid(scaled)
-    chosen_log_ratios / chosen_tokens >> chosen_log_ratios / rejected_tokens
+    chosen_log_ratios / chosen_lengths >> chosen_log_ratios / rejected_lengths
     chosen_rewards > rejected_rewards >> chosen_rewards >= rejected_rewards
 recipes/dpo.py models/test_preference_losses.py::test_simpo models/test_preference_losses.py::test_orpo
     beta * difference - gamma >> beta * difference + gamma

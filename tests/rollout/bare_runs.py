@@ -45,7 +45,7 @@ def bare_grader(**settings) -> Grader:
 
 def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
     """Training sets whose rows are these JSON texts."""
-    train = datasets.Dataset.from_dict({"columns": [text for texts in sets for text in texts]})
+    train = datasets.Dataset.from_dict({"row_json": [text for texts in sets for text in texts]})
     starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
     return Data(train, starts, eval_sets or {}, converter=None)
 

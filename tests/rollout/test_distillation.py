@@ -23,9 +23,9 @@ distill = recipes.load("distill")
 
 
 def formula_of(beta: float | None) -> tuple[Callable, Callable]:
-    """The recipe's `token_values` and `objective_gradient`; None: of sampled tokens."""
+    """The recipe's `token_metrics` and `objective_gradient`; None: of sampled tokens."""
     args = distill.Args(loss_type="sampled" if beta is None else "divergence", beta=beta)
-    return partial(distill.token_values, args=args), partial(distill.objective_gradient, args=args)
+    return partial(distill.token_metrics, args=args), partial(distill.objective_gradient, args=args)
 
 
 # ---------------------------------------------------------------------------------------------- a plain reference
@@ -39,7 +39,7 @@ def dense_logps(hidden, weight, bias, multiplier, softcap, temperature) -> torch
 
 
 def dense(student, teacher, targets, beta) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What `token_values` returns, by the definitions, from log-probs `[n, v]`."""
+    """What `token_metrics` returns, by the definitions, from log-probs `[n, v]`."""
     kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
     values = {
         "reverse_kl": kl(student, teacher),
@@ -266,7 +266,7 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
         batch,
         temperature,
         teacher_outputs=outputs,
-        token_values=compare,
+        token_metrics=compare,
         objective_gradient=gradient,
     )
     assert output.keys() == {"objective", *values}

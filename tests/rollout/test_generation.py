@@ -52,7 +52,7 @@ def test_responses_of_a_prompt_share_its_prefill(
         return forward(self, input_ids, **inputs)
 
     n = 1 if batch_size == 3 else 3
-    columns = {"prompt_ids": PROMPTS, "columns": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
+    columns = {"prompt_ids": PROMPTS, "row_json": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
     uniforms = np.random.default_rng(2).random((n * len(PROMPTS), ROOM))
     for temperature in (0.0, TEMPERATURE):
         expected = [
