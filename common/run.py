@@ -44,7 +44,7 @@ class Run(Progress):
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
         updates_per_epoch: by default those of `n_rows` samples.
-        position: in recipes in which a rollout may yield no update, so that prompts end the run.
+        prompt_progress: where a rollout may yield no update, so that prompts end the run.
 
     From `Progress`: `global_step`, `updates_seen`, `total_steps`, `epoch`, `due`, `finished` ...
     """
@@ -59,10 +59,10 @@ class Run(Progress):
         bar_metric: str,
         charts: dict[str, list[str]],
         updates_per_epoch: int = 0,
-        position: PromptProgress | None = None,
+        prompt_progress: PromptProgress | None = None,
     ):
         limits = (args.train_batch_size, args.max_epochs, args.max_steps)
-        super().__init__(n_rows, *limits, updates_per_epoch=updates_per_epoch, position=position)
+        super().__init__(n_rows, *limits, updates_per_epoch, prompt_progress=prompt_progress)
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)
@@ -182,8 +182,8 @@ class Run(Progress):
             return
         line = dict(values)
         if "loss" in values:  # not where a rollout led to no update
-            line |= {name: getattr(self, name) for name in ("samples", "tokens", "skipped_steps")}
-            line |= self.speed()
+            line |= {"samples": self.n_samples, "tokens": self.n_tokens}
+            line |= {"skipped_steps": self.skipped_steps, **self.speed()}
             self.restart_clock()
         self.write({**line, "epoch": self.epoch})
 
@@ -230,8 +230,8 @@ class Run(Progress):
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.operations.zero_()
         self.since = time.perf_counter()
-        self.samples_before = self.samples
-        self.tokens_before = self.tokens
+        self.n_samples_before = self.n_samples
+        self.n_tokens_before = self.n_tokens
 
     @contextlib.contextmanager
     def timed(self, name: str):
@@ -255,8 +255,8 @@ class Run(Progress):
         seconds = dict(self.seconds)
         elapsed = time.perf_counter() - self.since - seconds.pop("paused", 0.0)
         values = {
-            "perf/samples_per_second": (self.samples - self.samples_before) / elapsed,
-            "perf/tokens_per_second": (self.tokens - self.tokens_before) / elapsed,
+            "perf/samples_per_second": (self.n_samples - self.n_samples_before) / elapsed,
+            "perf/tokens_per_second": (self.n_tokens - self.n_tokens_before) / elapsed,
         }
         values |= {f"perf/{name}_seconds": spent for name, spent in seconds.items()}
         if self.accelerator.device.type == "cuda":

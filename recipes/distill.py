@@ -296,7 +296,7 @@ def main():
 
     all_teachers = AllTeachers(accelerator, args, tokenizer, model)
     models = [model, *(teacher.model for teacher in all_teachers.by_name.values())]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
@@ -307,7 +307,7 @@ def main():
         run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
         updates=rollout_state.describe_updates(args, run),
@@ -370,7 +370,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation

@@ -324,7 +324,7 @@ def main():
         bar_metric="reward",
         charts=CHARTS,
         updates_per_epoch=rollout_state.count_updates(args, len(data.train)),  # at most
-        position=state,
+        prompt_progress=state,
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -333,7 +333,7 @@ def main():
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
     grader = Grader(accelerator, args, tokenizer, data)
     models = [model, grader.model, reference.model if reference else None]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
@@ -344,7 +344,7 @@ def main():
         run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
         updates=rollout_state.describe_updates(args, run, may_be_fewer=args.drop_equal_groups),
@@ -404,7 +404,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation

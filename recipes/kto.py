@@ -186,7 +186,7 @@ def main():
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
 
@@ -195,7 +195,7 @@ def main():
     must_match = [data, policy, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}",
     )
@@ -242,7 +242,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation

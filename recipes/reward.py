@@ -175,7 +175,7 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(scorer, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer)
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, [model], max_length=args.max_length, share=args.share_prompts
     )
 
@@ -185,7 +185,7 @@ def main():
     must_match = [data, scorer]  # a resumed run must have the same
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match, moments=moments)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}",
     )
@@ -231,7 +231,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation

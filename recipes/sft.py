@@ -181,7 +181,7 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    packer = checks.tested_packer(accelerator, [model], data.processor)
+    packer = checks.make_packer(accelerator, [model], data.processor)
 
     means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)
@@ -189,7 +189,7 @@ def main():
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     size = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
-    console.begin(checkpoint, data=size)
+    console.print_start(checkpoint, data=size)
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -233,7 +233,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation

@@ -98,7 +98,7 @@ common/batches.py data/test_data.py::test_a_window_is_dealt_out_exactly_once con
     parts[accelerator.process_index :: processes] >> parts[0::processes]
     n_rows * lengths[start] > max_tokens >> n_rows * lengths[index] > max_tokens
 common/progress.py contracts/test_counting.py
-    and position.prompts_done == taken >>
+    prompts.prompts_done == prompts.prompts_seen >= >> prompts.prompts_seen >=
     (first and self.global_step == 1) >> first
     not at_multiple and self.global_step > 0 >> self.global_step > 0
     math.ceil(round(updates * share, 6)) >> math.ceil(updates * share)
