@@ -96,7 +96,7 @@ class Teacher(NamedTuple):
     """A prepared `DistillModel`, and its output layer at the run's temperature.
 
     The layer is whole on every process, so that the student's passes need not gather it. None: the
-    model is the student in its current state, maybe inside `Average.in_place_of_the_policy`.
+    model is the student in its current state, maybe inside `EMA.in_place_of_the_policy`.
     """
 
     model: nn.Module

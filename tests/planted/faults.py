@@ -158,7 +158,7 @@ preference_recipes/models/load.py users/test_bad_input.py::test_tokens_without_a
     sizes[smallest] <= token_id >> sizes[smallest] < token_id
 preference_recipes/models/lora.py contracts/test_record.py::test_run_yaml_repeats_the_run
     2.0 * args.lora_r >> 1.0 * args.lora_r
-preference_recipes/models/average.py rollout/test_distill.py::test_the_average_of_a_student_teaches_it
+preference_recipes/models/ema.py rollout/test_distill.py::test_the_average_of_a_student_teaches_it
     part.float(), 1 - self.decay >> part.float(), self.decay
 preference_recipes/data/formats.py data/test_labels.py data/test_data.py::test_truncation_and_rows_left_out
     chosen, rejected = rejected, chosen >> pass
