@@ -277,7 +277,7 @@ def main():
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     student = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    policy = DistillModel(student, teachers.shared_vocabulary(args, data, student))
+    policy = DistillModel(student, teachers.shared_vocab_size(args, data, student))
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     state = RolloutState()  # where the run is in its prompts, and its rollout

@@ -314,7 +314,7 @@ def main():
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)  # sampling has none
-    rewards.limit_vocabulary(policy, args, data)
+    rewards.limit_vocab_size(policy, args, data)
     state = RolloutState()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,

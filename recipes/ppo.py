@@ -332,7 +332,7 @@ def make_actor_critic(accelerator, args: Args, tokenizer, data) -> ActorCritic:
     actor_model = load.causal_lm(name, tokenizer, args)
     critic_model = score_model(critic_name, tokenizer, args, new_head=True)
     policy = ActorCritic(actor_model, critic_model)
-    rewards.limit_vocabulary(policy, args, data, critic_name)
+    rewards.limit_vocab_size(policy, args, data, critic_name)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy

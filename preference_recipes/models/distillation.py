@@ -153,12 +153,12 @@ class DistillJob:
 class DistillModel(LogProbModel):
     """A causal language model that learns from teachers, or that is one.
 
-    Only the first `vocabulary` tokens have a probability; None: as many as the output layer has.
+    Only the first `vocab_size` tokens have a probability; None: as many as the output layer has.
     """
 
-    def __init__(self, model: nn.Module, vocabulary: int | None = None):
+    def __init__(self, model: nn.Module, vocab_size: int | None = None):
         super().__init__(model)
-        self.vocabulary = vocabulary or self.vocabulary
+        self.vocab_size = vocab_size or self.vocab_size
 
     def forward(
         self,
@@ -205,12 +205,12 @@ class DistillModel(LogProbModel):
                     values_by_name[name] = all_values.index_copy(0, target_index, value)
             return values_by_name
 
-        values = self.model.get_output_embeddings()(states, learn, self.vocabulary)
+        values = self.model.get_output_embeddings()(states, learn, self.vocab_size)
         return {name: scatter_to_answers(value, batch) for name, value in values.items()}
 
     def whole_head(self, temperature: float) -> Head:
         """Returns the whole output layer at a temperature. All processes must call it."""
         layer = self.model.get_output_embeddings()
-        bias = None if layer.bias is None else zero.whole(layer.bias)[: self.vocabulary]
-        weight = zero.whole(layer.weight)[: self.vocabulary]
+        bias = None if layer.bias is None else zero.whole(layer.bias)[: self.vocab_size]
+        weight = zero.whole(layer.weight)[: self.vocab_size]
         return Head(weight, bias, self.multiplier / temperature, self.softcap / temperature)

@@ -79,7 +79,7 @@ def row_settings(args) -> dict[str, Any]:
     }
 
 
-def shared_vocabulary(args, data, student: nn.Module) -> int:
+def shared_vocab_size(args, data, student: nn.Module) -> int:
     """Returns how many tokens the student and its local teachers share, counted from the first.
 
     Output layers may be padded to different sizes (Qwen2.5: 151,936 and 152,064 rows). Then only
@@ -122,7 +122,7 @@ class LocalTeachers:
                 self.by_name[name] = Teacher(model, head=None)
             elif isinstance(path, str):
                 teacher = load.causal_lm(path, tokenizer, args, frozen=True)
-                wrapper = DistillModel(teacher, student.vocabulary)
+                wrapper = DistillModel(teacher, student.vocab_size)
                 title = f"teacher {name}" if name != UNNAMED else "teacher"
                 self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
                 prepared = prepare.frozen_model(accelerator, wrapper)

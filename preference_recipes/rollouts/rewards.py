@@ -64,11 +64,11 @@ def columns_of(data: Data) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(map(json.loads, firsts))))
 
 
-def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> None:
+def limit_vocab_size(policy: LogProbModel, args, data: Data, *others: str) -> None:
     """Limits a policy to tokens that the reference, the reward model and `others` can embed."""
     readers = (args.ref_model_name_or_path, args.reward_model_name_or_path, *others)
     sizes = load.check_embeddings(data, args.model_name_or_path, *readers, draws=True)
-    policy.vocabulary = min(sizes.values())
+    policy.vocab_size = min(sizes.values())
 
 
 class Grader:

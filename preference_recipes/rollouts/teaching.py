@@ -64,7 +64,7 @@ class AllTeachers(LocalTeachers):
         super().__init__(accelerator, args, tokenizer, model)
         self.accelerator = accelerator
         self.args = args
-        self.top_k = min(args.teacher_top_k, self.student.vocabulary)
+        self.top_k = min(args.teacher_top_k, self.student.vocab_size)
         self.servers: dict[str, list[Server]] = {}  # by teacher
         for name, urls in teachers.sources(args).items():
             for url in urls if isinstance(urls, list) else ():
@@ -182,7 +182,7 @@ class AllTeachers(LocalTeachers):
         top_ids = torch.tensor(rows_of_ids, dtype=torch.int32)
         logps = torch.tensor(rows_of_logps)
         totals = logps[:, :-1].exp().sum(1)
-        if not totals.max() <= 1.001 or top_ids.max() >= self.student.vocabulary:
-            problem = f"tokens beyond the {self.student.vocabulary} of the student"
+        if not totals.max() <= 1.001 or top_ids.max() >= self.student.vocab_size:
+            problem = f"tokens beyond the {self.student.vocab_size} of the student"
             refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {problem}")
         return top_ids, logps

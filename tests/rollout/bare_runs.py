@@ -29,7 +29,7 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
     if model is not None:
         wrapper.model = model
         wrapper.config = model.config
-        wrapper.vocabulary = model.config.get_text_config().vocab_size
+        wrapper.vocab_size = model.config.get_text_config().vocab_size
     run = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0)
     run.accelerator = accelerator or alone()
     run.args = types.SimpleNamespace(**{**ARGS, **args})
