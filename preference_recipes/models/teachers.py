@@ -20,7 +20,7 @@ from preference_recipes.models.packing import Packer
 
 # The name of a single teacher that the arguments do not name.
 UNNAMED = ""
-# A server's answer about the n learned tokens of a response: the ids of the k most probable tokens,
+# A server's reply about the n learned tokens of a response: the ids of the k most probable tokens,
 # int32 `[n, k]`; their log-probs and that of the learned token itself, fp32 `[n, k + 1]`.
 TopLogps = tuple[torch.Tensor, torch.Tensor]
 
@@ -142,7 +142,7 @@ class LocalTeachers:
 
         Args:
             batch: the answers in these queries, as the student reads them.
-            server_logps: a server's answer for each query; None: its teacher is local.
+            server_logps: a server's reply for each query; None: its teacher is local.
         """
         query_of_target = np.repeat(np.arange(len(queries)), [sum(q.loss_mask) for q in queries])
 

@@ -18,7 +18,7 @@ from preference_recipes.rollouts.rollout_state import Rollout
 from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.rollouts.vllm import Server
 
-REQUESTS_AT_ONCE = 32  # per process: an answer has some kilobytes of text per token
+REQUESTS_AT_ONCE = 32  # per process: a reply has some kilobytes of text per token
 
 
 @checkpointable
@@ -31,7 +31,7 @@ class TaughtRollout(Rollout):
 
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what each sample's teacher reads before the response
-    # The servers' answers, see `AllTeachers.query_servers`; None: not asked yet.
+    # The servers' replies, see `AllTeachers.query_servers`; None: not asked yet.
     top_logps: list | None = None
 
     def lengths_as_read(self, lengths: np.ndarray) -> np.ndarray:
@@ -80,7 +80,7 @@ class AllTeachers(LocalTeachers):
     def verify(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
         """Returns the names of a server's model and of its weights.
 
-        Refuses a server with another tokenizer, or whose answers lack what is needed.
+        Refuses a server with another tokenizer, or whose replies lack what is needed.
         """
         model, *_ = server.send("/v1/models", method="GET")["data"]
         if (longest := model["max_model_len"]) <= max_length:  # it adds a token
@@ -135,12 +135,12 @@ class AllTeachers(LocalTeachers):
         indices = range(accelerator.process_index, len(queries), accelerator.num_processes)
         own_queries = [queries[index] for index in indices]
         try:
-            answers = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
+            replies = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
         except Refused:
             if on_failure is not None and rollout.step_at_start:
                 on_failure()
             raise
-        rollout.top_logps = distributed.gather_by_index(dict(zip(indices, answers)))
+        rollout.top_logps = distributed.gather_by_index(dict(zip(indices, replies)))
 
     def outputs_for(
         self, rollout: TaughtRollout, indices: list[int], batch: dict, packer: Packer
@@ -150,7 +150,7 @@ class AllTeachers(LocalTeachers):
         return self.outputs_at_targets(batch, rollout.queries(indices), server_logps, packer)
 
     def ask_all(self, queries: list[TeacherQuery]) -> list[TopLogps | None]:
-        """Returns the servers' answers; the servers of one teacher share its queries."""
+        """Returns the servers' replies; the servers of one teacher share its queries."""
         server_of_query: list[Server | None] = []
         for index, query in enumerate(queries):
             servers = self.servers.get(query.teacher, [None])
