@@ -271,9 +271,8 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "distill")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(
-        accelerator, args, tokenizer, function=distill_row, **teachers.row_settings(args)
-    )
+    settings = teachers.row_settings(args)
+    data = dataset.load_data(accelerator, args, tokenizer, function=distill_row, **settings)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     student = load.causal_lm(args.model_name_or_path, tokenizer, args)
@@ -377,7 +376,6 @@ def main():
 @torch.no_grad()
 def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str, float]:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
-    packer = sampler.packer
     eval_metrics = {}
     examples = []
     with run.timed("paused"), prepare.evaluation_mode(sampler.model):
@@ -388,8 +386,8 @@ def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str,
             means = Means(run.accelerator, run.recorder(prefix))
             lengths = rollout.lengths_as_read(samples.lengths)
             for indices, is_real in run.split(range(len(samples)), lengths):
-                batch, experience = samples.collate(indices, rollout.experience, packer)
-                outputs = all_teachers.outputs_for(rollout, indices, batch, packer)
+                batch, experience = samples.collate(indices, rollout.experience, sampler.packer)
+                outputs = all_teachers.outputs_for(rollout, indices, batch, sampler.packer)
                 _, metrics = token_losses(
                     sampler.model, batch, outputs, experience, run.args, in_training=False
                 )
