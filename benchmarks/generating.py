@@ -69,7 +69,8 @@ def draw_on_request(args) -> None:
     wrapper = torch.nn.Module()
     wrapper.model = model
     wrapper.config = config
-    wrapper.vocabulary = config.vocab_size
+    wrapper.vocab_size = config.vocab_size
+    wrapper.vocabulary = config.vocab_size  # its name in trees like d2db8f09
     settings = SimpleNamespace(generate_batch_size=args.rows)
     tokenizer = SimpleNamespace(pad_token_id=0)
     try:

@@ -267,7 +267,7 @@ def make_data(
     order = [
         i
         for index in range(math.ceil(len(rows) / window))
-        for i in batches.rows_of_update(len(rows), window, 0, index)
+        for i in batches.indices_of_update(len(rows), window, 0, index)
     ]
     files = [
         folder / f"{model.name}-{work}-{window}-{len(rows)}-{side}.jsonl"

@@ -31,7 +31,7 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from common import ASSETS, FILES
+from common import ASSETS, ROOT
 
 GIB = 2**30
 OOM = "out of memory"
@@ -156,13 +156,13 @@ def run(args, model: str, recipe: str, precision: str, micro: int) -> dict:
         "-m",
         "accelerate.commands.launch",
         "--config_file",
-        FILES / "accelerate_configs" / config,
+        ROOT / "accelerate_configs" / config,
         *flags,
         "--num_processes",
         1,
         "--main_process_port",
         0,
-        FILES / "recipes" / f"{recipe}.py",
+        ROOT / "recipes" / f"{recipe}.py",
         "--model_name_or_path",
         args.folder / model,
         "--dataset_name",
@@ -184,7 +184,7 @@ def run(args, model: str, recipe: str, precision: str, micro: int) -> dict:
     environment = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
-        "PYTHONPATH": str(FILES),
+        "PYTHONPATH": str(ROOT),
         "HF_DATASETS_CACHE": str(args.folder / "datasets"),
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": tf32,
         **({"CUDA_VISIBLE_DEVICES": ""} if args.tiny else {}),
@@ -192,7 +192,7 @@ def run(args, model: str, recipe: str, precision: str, micro: int) -> dict:
     lines, deadline = [], time.monotonic() + 300
     with open(log, "w", encoding="utf-8") as file:
         launcher = psutil.Popen(
-            [*map(str, command)], cwd=FILES, env=environment, stdout=file, stderr=file
+            [*map(str, command)], cwd=ROOT, env=environment, stdout=file, stderr=file
         )
     try:
         while len(lines) < args.updates and time.monotonic() < deadline:

@@ -56,7 +56,7 @@ def measure(accelerator: Accelerator, args) -> dict:
     wrapper = torch.nn.Module()
     wrapper.model = model.to(accelerator.device)
     wrapper.config = model.config
-    wrapper.vocabulary = len(tokenizer)
+    wrapper.vocab_size = len(tokenizer)
     settings = SimpleNamespace(generate_batch_size=0)
     run = SimpleNamespace(accelerator=accelerator, args=settings)
     policy = SamplingContext(run, wrapper, tokenizer)

@@ -13,8 +13,8 @@ GC_THRESHOLD = gc.get_threshold()
 gc.set_threshold(10_000_000, 50, 50)
 
 # Where recipes/, accelerate_configs/ and assets/ are: the repository, or the package in a wheel.
-FILES = Path(__file__).resolve().parent.parent
-ASSETS = FILES / "assets"
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "assets"
 
 
 class Refused(ValueError):

@@ -83,7 +83,7 @@ class ActorSaver:
         models = {parent / name: model for name, model in by_name.items()}
         saving.save(run.accelerator, run.args, self.model, models, self.tokenizer)
 
-    def save_if_best(self, line: dict[str, float]) -> None:
+    def save_if_best(self, eval_metrics: dict[str, float]) -> None:
         """Saves the actor if an evaluation is the best so far; may end the run (`--stop_after`).
 
         All processes must call it after each evaluation, including the one before training.
@@ -93,9 +93,10 @@ class ActorSaver:
             return
         metric = run.args.keep_best.removesuffix(":min").removesuffix(":max")
         sign = {":min": -1, ":max": 1}.get(run.args.keep_best[-4:], display.direction(metric) or 1)
-        if metric not in line:
-            refuse(f"--keep_best {run.args.keep_best}: evaluations have only {', '.join(line)}")
-        value = line[metric]
+        if metric not in eval_metrics:
+            names = ", ".join(eval_metrics)
+            refuse(f"--keep_best {run.args.keep_best}: evaluations have only {names}")
+        value = eval_metrics[metric]
         previous_best = -math.inf if self.best.value is None else sign * self.best.value
         self.best.since += 1
         if sign * value > previous_best:  # NaN never is

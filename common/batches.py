@@ -1,4 +1,4 @@
-"""Splits the rows of an update into micro-batches of similar length."""
+"""Splits the samples of an update into micro-batches of similar length."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Rows:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, rows: Sequence[int]) -> dict:
+    def __getitem__(self, indices: Sequence[int]) -> dict:
         """Returns the columns of some rows: lists, and arrays where they were added."""
-        added = {name: column[rows] for name, column in self.added.items()}
-        return {**self.dataset[rows], **added}
+        added = {name: column[indices] for name, column in self.added.items()}
+        return {**self.dataset[indices], **added}
 
-    def sequences_of(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the indices of what is read for these rows: the rows themselves."""
-        return rows
+    def sequences_of(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the indices of what is read for these rows: those of the rows themselves."""
+        return indices
 
 
 def int_column(dataset, name: str) -> np.ndarray:
@@ -46,12 +46,12 @@ class MicroBatch(NamedTuple):
     is_real: torch.Tensor  # float32 `[indices]`: 1, or 0 for a padding row
 
 
-def rows_of_update(
+def indices_of_update(
     n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
-    """Returns the rows of update `index`, applied or skipped, from 0 over the whole run.
+    """Returns the indices that update `index` takes, applied or skipped, from 0 over the run.
 
-    Each epoch is a permutation of the rows, cut into updates; the last one may be short.
+    Each epoch is a permutation of all indices, cut into updates; the last one may be short.
     """
     updates_per_epoch = math.ceil(n_rows / train_batch_size)
     epoch, index_in_epoch = divmod(index, updates_per_epoch)
@@ -61,38 +61,38 @@ def rows_of_update(
 
 @functools.lru_cache(maxsize=2)  # sampling recipes alternate between two: of prompts, of samples
 def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
-    """Returns the permutation of the rows in one epoch, which only seed and epoch decide."""
+    """Returns the permutation of the indices in one epoch, which only seed and epoch decide."""
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
 def split(
     accelerator,
-    rows: Sequence[int],
+    indices: Sequence[int],
     lengths: np.ndarray,
     micro_batch_size: int,
     max_tokens: int = 0,
 ) -> list[MicroBatch]:
-    """Splits rows into micro-batches of similar length and returns those of this process.
+    """Splits samples into micro-batches of similar length and returns those of this process.
 
     There are as few as possible, equally many on every process. The order of the samples cannot
     change their update, so the longest come first: if memory is too small, the run fails at once.
 
     Args:
-        rows: indices, the same on every process.
-        lengths: tokens of every row of the data set.
+        indices: of the samples, the same on every process.
+        lengths: tokens of each sample of the data set or the rollout.
         max_tokens: if above 0, the limit of a micro-batch instead of `micro_batch_size`, padding
-            counted. A longer row gets a micro-batch of its own.
+            counted. A longer sample gets a micro-batch of its own.
     """
     processes = accelerator.num_processes
-    rows = np.asarray(rows)
-    longest_first = rows[np.argsort(-lengths[rows], kind="stable")]
+    indices = np.asarray(indices)
+    longest_first = indices[np.argsort(-lengths[indices], kind="stable")]
     if max_tokens:
         parts = split_by_tokens(longest_first, lengths, max_tokens, processes)
     else:
-        steps = math.ceil(len(rows) / (micro_batch_size * processes))
+        steps = math.ceil(len(indices) / (micro_batch_size * processes))
         parts = np.array_split(longest_first, steps * processes)
 
-    # A process without rows must run something: the others wait for it in each collective.
+    # A process without samples must run something: the others wait for it in each collective.
     padding = MicroBatch(longest_first[-1:].tolist(), torch.zeros(1))
     # Neighbouring parts have similar lengths, so no process waits long for the others.
     own_parts = parts[accelerator.process_index :: processes]
@@ -100,23 +100,23 @@ def split(
 
 
 def split_by_tokens(
-    rows: np.ndarray, lengths: np.ndarray, max_tokens: int, processes: int
+    indices: np.ndarray, lengths: np.ndarray, max_tokens: int, processes: int
 ) -> list[np.ndarray]:
-    """Splits rows, longest first, into parts with about equally many tokens, at most `max_tokens`.
+    """Splits samples, longest first, into parts of about equally many tokens, at most `max_tokens`.
 
     The number of parts is the smallest multiple of `processes`; the last parts may be empty.
     """
-    lengths_of_rows = lengths[rows].tolist()
+    lengths_in_order = lengths[indices].tolist()
 
     def parts_within(limit: int) -> int:
-        return len(starts_by_tokens(lengths_of_rows, limit))
+        return len(starts_by_tokens(lengths_in_order, limit))
 
     n_parts = math.ceil(parts_within(max_tokens) / processes) * processes
     # At `max_tokens` the first parts are full and the last nearly empty. The smallest limit that
     # needs no more parts fills all about equally. A higher one never needs more: halve the range.
     limit = bisect.bisect_left(range(max_tokens), -n_parts, key=lambda limit: -parts_within(limit))
-    parts = np.split(rows, starts_by_tokens(lengths_of_rows, limit)[1:])
-    return parts + [rows[:0]] * (n_parts - len(parts))
+    parts = np.split(indices, starts_by_tokens(lengths_in_order, limit)[1:])
+    return parts + [indices[:0]] * (n_parts - len(parts))
 
 
 def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:

@@ -18,7 +18,7 @@ from common.run import Run
 from common.values import VALUES
 
 # The counters of `Progress` that a checkpoint holds; a resumed run resets the others.
-COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
+COUNTERS = ("global_step", "skipped_steps", "n_samples", "n_tokens")
 # Log files that grow with a run. A checkpoint holds them as they were.
 LOGS = (log.METRICS, log.SAMPLES)
 

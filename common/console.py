@@ -15,7 +15,7 @@ from common.checkpoint import Checkpoint
 from common.record import relative
 
 
-def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
+def print_start(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
     """Prints what is trained on what, and how.
 
     Args:
@@ -47,7 +47,7 @@ def begin(checkpoint: Checkpoint, data: str, updates: str = "") -> None:
     display.write(*(f"  {line}" for line in lines))
 
 
-def end(saver: ActorSaver) -> None:
+def finish_run(saver: ActorSaver) -> None:
     """Ends trackers and bar, prints the result, uploads the model. All processes must call it."""
     run = saver.run
     run.bar.close()

@@ -1,4 +1,4 @@
-"""Collectives on Python objects: runs a function on one process for all, gathers values by row."""
+"""Collectives on Python objects: runs a function on one process, gathers values by index."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +34,9 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
     return broadcast_object_list([result])[0]
 
 
-def gather_rows(own_values: dict[int, Any]) -> list:
-    """Returns the values of rows 0, 1, 2 ... as a list; each process passes its own, by row."""
-    by_row = {}
+def gather_by_index(own_values: dict[int, Any]) -> list:
+    """Returns the values of indices 0, 1, 2 ... as a list; each process passes its own."""
+    by_index = {}
     for part in gather_object([own_values]):
-        by_row.update(part)
-    return [by_row[row] for row in range(len(by_row))]
+        by_index.update(part)
+    return [by_index[index] for index in range(len(by_index))]

@@ -32,9 +32,9 @@ class Progress:
     updates_per_epoch: int = 0
     global_step: int = 0  # updates applied; the one x-axis
     skipped_steps: int = 0  # updates skipped by the engine: their gradients are not finite
-    samples: int = 0  # trained on so far, in applied updates
-    tokens: int = 0  # in these samples, without padding; a pair's prompt counts twice
-    position: PromptProgress | None = None  # in the prompts; where rollouts may lead to no update
+    n_samples: int = 0  # trained on so far, in applied updates
+    n_tokens: int = 0  # in these samples, without padding; a pair's prompt counts twice
+    prompt_progress: PromptProgress | None = None  # where rollouts may lead to no update
     stopped_early: bool = False  # by `--stop_after`
     last_was_applied: bool = True  # whether the last update was made, and applied
     consecutive_skips: int = 0  # since the last applied update
@@ -59,26 +59,25 @@ class Progress:
 
         It also stops after a whole epoch of prompts that led to no update.
         """
-        position = self.position
+        prompts = self.prompt_progress
         if self.stopped_early:
             return True
-        if position is not None and position.prompts_without_update >= self.n_rows:
+        if prompts is not None and prompts.prompts_without_update >= self.n_rows:
             return True
         if self.max_steps:
             return self.global_step >= self.max_steps
-        if position is not None:
-            taken = position.prompts_seen
-            return taken >= self.max_epochs * self.n_rows and position.prompts_done == taken
+        if prompts is not None:
+            return prompts.prompts_done == prompts.prompts_seen >= self.max_epochs * self.n_rows
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        if self.position is not None:
-            return self.position.prompts_seen / self.n_rows
+        if self.prompt_progress is not None:
+            return self.prompt_progress.prompts_seen / self.n_rows
         return self.updates_seen / self.updates_per_epoch
 
-    def update_done(self, applied: bool, samples: int, tokens: int) -> None:
+    def update_done(self, applied: bool, n_samples: int, n_tokens: int) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
         self.last_was_applied = applied
         if not applied:
@@ -86,8 +85,8 @@ class Progress:
             self.consecutive_skips += 1
             return
         self.global_step += 1
-        self.samples += samples
-        self.tokens += tokens
+        self.n_samples += n_samples
+        self.n_tokens += n_tokens
         self.consecutive_skips = 0
 
     def skip_rollout(self) -> None:

@@ -22,7 +22,7 @@ from common.values import Recorder
 
 @dataclasses.dataclass
 class Update:
-    """One optimizer step: which rows, cut how, and what the engine will divide by."""
+    """One optimizer step: which samples, cut how, and what the engine will divide by."""
 
     indices: np.ndarray  # of its samples over all processes, in the data set or the rollout
     micro_batches: list[batches.MicroBatch]  # those of this process
@@ -44,7 +44,7 @@ class Run(Progress):
         bar_metric: the recipe's key metric, shown in the progress bar next to the loss.
         charts: TensorBoard's charts: the tags that each shows together, by its title.
         updates_per_epoch: by default those of `n_rows` samples.
-        position: in recipes in which a rollout may yield no update, so that prompts end the run.
+        prompt_progress: where a rollout may yield no update, so that prompts end the run.
 
     From `Progress`: `global_step`, `updates_seen`, `total_steps`, `epoch`, `due`, `finished` ...
     """
@@ -59,10 +59,10 @@ class Run(Progress):
         bar_metric: str,
         charts: dict[str, list[str]],
         updates_per_epoch: int = 0,
-        position: PromptProgress | None = None,
+        prompt_progress: PromptProgress | None = None,
     ):
         limits = (args.train_batch_size, args.max_epochs, args.max_steps)
-        super().__init__(n_rows, *limits, updates_per_epoch=updates_per_epoch, position=position)
+        super().__init__(n_rows, *limits, updates_per_epoch, prompt_progress=prompt_progress)
         self.accelerator = accelerator
         self.args = args
         self.output_dir = Path(args.output_dir)
@@ -104,19 +104,19 @@ class Run(Progress):
         `data` may be another view of a data set, with the methods of `Rows`.
         """
         size = self.args.train_batch_size
-        indices = batches.rows_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
+        indices = batches.indices_of_update(self.n_rows, size, self.args.seed, self.updates_seen)
         sequences = data.sequences_of(indices)
         n_tokens = int(data.lengths[sequences].sum())
-        return self.begin_update_of(indices, data.lengths, n_tokens, sequences)
+        return self.plan_update(indices, data.lengths, n_tokens, sequences)
 
-    def begin_update_of(
+    def plan_update(
         self,
         indices: np.ndarray,
         lengths: np.ndarray,
         n_tokens: int,
         sequences: np.ndarray | None = None,
     ) -> Update:
-        """Returns an update of chosen samples, and tells accelerate how many micro-batches it has.
+        """Plans an update of these samples, and tells accelerate how many micro-batches it has.
 
         `lengths` sort and cut them. `sequences` are what the samples are cut into (SFT).
         """
@@ -129,12 +129,12 @@ class Run(Progress):
             loss_scale=engine.loss_scale(self.accelerator),
         )
 
-    def split(self, numbers: Sequence[int], lengths: np.ndarray) -> list[batches.MicroBatch]:
-        """Cuts rows into micro-batches of like length, and returns those of this process."""
+    def split(self, indices: Sequence[int], lengths: np.ndarray) -> list[batches.MicroBatch]:
+        """Cuts samples into micro-batches of like length, and returns those of this process."""
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
-            batches.MicroBatch(indices, batches.to_device(is_real, self.accelerator.device))
-            for indices, is_real in batches.split(self.accelerator, numbers, lengths, *sizes)
+            batches.MicroBatch(part, batches.to_device(is_real, self.accelerator.device))
+            for part, is_real in batches.split(self.accelerator, indices, lengths, *sizes)
         ]
 
     # ============================================================ an update
@@ -182,16 +182,16 @@ class Run(Progress):
             return
         line = dict(values)
         if "loss" in values:  # not where a rollout led to no update
-            line |= {name: getattr(self, name) for name in ("samples", "tokens", "skipped_steps")}
-            line |= self.speed()
+            line |= {"samples": self.n_samples, "tokens": self.n_tokens}
+            line |= {"skipped_steps": self.skipped_steps, **self.speed()}
             self.restart_clock()
         self.write({**line, "epoch": self.epoch})
 
-    def log_evaluation(self, values: dict[str, float], samples: list[dict]) -> None:
+    def log_evaluation(self, eval_metrics: dict[str, float], samples: list[dict]) -> None:
         """Writes an evaluation as a line of its own, and prints it."""
-        if not values:
+        if not eval_metrics:
             return
-        self.write(values)
+        self.write(eval_metrics)
         self.write_samples(samples)
         if self.accelerator.is_main_process:
             evaluations = log.evaluations(self.output_dir)
@@ -230,8 +230,8 @@ class Run(Progress):
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         self.operations.zero_()
         self.since = time.perf_counter()
-        self.samples_before = self.samples
-        self.tokens_before = self.tokens
+        self.n_samples_before = self.n_samples
+        self.n_tokens_before = self.n_tokens
 
     @contextlib.contextmanager
     def timed(self, name: str):
@@ -255,8 +255,8 @@ class Run(Progress):
         seconds = dict(self.seconds)
         elapsed = time.perf_counter() - self.since - seconds.pop("paused", 0.0)
         values = {
-            "perf/samples_per_second": (self.samples - self.samples_before) / elapsed,
-            "perf/tokens_per_second": (self.tokens - self.tokens_before) / elapsed,
+            "perf/samples_per_second": (self.n_samples - self.n_samples_before) / elapsed,
+            "perf/tokens_per_second": (self.n_tokens - self.n_tokens_before) / elapsed,
         }
         values |= {f"perf/{name}_seconds": spent for name, spent in seconds.items()}
         if self.accelerator.device.type == "cuda":

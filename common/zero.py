@@ -9,7 +9,7 @@ from accelerate import DeepSpeedPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import FILES, refuse
+from common import ROOT, refuse
 
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
@@ -24,7 +24,7 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     path = os.path.expanduser(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
     if path and not Path(path).is_file():
-        path = str(FILES / path)  # recipes may be started from any directory
+        path = str(ROOT / path)  # recipes may be started from any directory
     plugin = DeepSpeedPlugin(path or None)
     config = plugin.deepspeed_config
 

@@ -16,6 +16,6 @@ if "common" not in sys.modules:
     spec = util.spec_from_file_location("common", COMMON / "__init__.py")
     sys.modules["common"] = util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["common"])
-elif getattr(sys.modules["common"], "FILES", None) != COMMON.parent:
+elif getattr(sys.modules["common"], "ROOT", None) != COMMON.parent:
     other = sys.modules["common"]
     raise ImportError(f"import preference_recipes before {other}: its own `common` is {COMMON}")

@@ -16,12 +16,12 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from common import FILES, exit_on_refusal
+from common import ROOT, exit_on_refusal
 from preference_recipes.tools import forks
 
 PROJECT = "preference-recipes"
-RECIPES = FILES / "recipes"
-CONFIGS = FILES / "accelerate_configs"
+RECIPES = ROOT / "recipes"
+CONFIGS = ROOT / "accelerate_configs"
 
 
 @exit_on_refusal()
@@ -73,7 +73,7 @@ def copy(name: str, file: Path, chosen: list[str]) -> None:
     """
     source = packaged(name)
     text = source.read_text(encoding="utf-8")
-    origin = f"{source.relative_to(FILES)} of {PROJECT} {metadata.version(PROJECT)}"
+    origin = f"{source.relative_to(ROOT)} of {PROJECT} {metadata.version(PROJECT)}"
     if chosen:
         text = forks.patched(source.stem, chosen)
         origin += f", with {' and '.join(chosen)}"
@@ -113,7 +113,7 @@ def path_of(name: str) -> str:
 
 def packaged(name: str) -> Path:
     """Returns the file of a name as `list` shows it, or as the docs spell it: `recipes/dpo.py`."""
-    for file in (RECIPES / f"{name}.py", CONFIGS / name, FILES / name):
+    for file in (RECIPES / f"{name}.py", CONFIGS / name, ROOT / name):
         if file.is_file() and file.parent in (RECIPES, CONFIGS):
             return file
     recipes = sorted(file.stem for file in RECIPES.glob("*.py"))

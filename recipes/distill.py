@@ -21,7 +21,7 @@ and m = (1 - beta) s + beta t:
 
 Shapes: N samples of a rollout, T tokens in the longest response. What belongs to tokens is [N, T],
 and zero past the end of a response; or [N, 1] if all tokens have the same. An update reads some of
-the N rows. `token_values` sees n of their tokens at a time, with all V of the vocabulary.
+the N rows. `token_metrics` sees n of their tokens at a time, with all V of the vocabulary.
 
 The demo, offline:
     python recipes/distill.py
@@ -51,7 +51,8 @@ from common.checkpoint import Checkpoint
 from common.metrics import Means
 from common.run import Run
 from common.shared_args import SchedulerType, arg
-from preference_recipes.data import dataset, prompts
+from preference_recipes.data import dataset
+from preference_recipes.data.prompts import distill_row
 from preference_recipes.models import checks, cost, load, prepare, teachers
 from preference_recipes.models.distillation import DistillModel
 from preference_recipes.rollouts import correction, results, rollout_state
@@ -93,41 +94,41 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-def token_values(
-    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
+def token_metrics(
+    student_logps: torch.Tensor, teacher_logps: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> dict[str, torch.Tensor]:
-    """Returns values of each token by name, `[n]`: `objective`, which has a gradient, then others.
+    """Returns metrics of each token by name, `[n]`: `objective`, which has a gradient, then others.
 
     That is the divergence of arXiv:2306.13649 eq. 1 or, with `--loss_type sampled`, the student's
     log-prob of the token. Only a chunk of an update's tokens is compared at a time.
 
     Args:
-        student, teacher: their log-probs of all tokens of the vocabulary, `[n, V]`.
+        student_logps, teacher_logps: of all tokens of the vocabulary, `[n, V]`.
         targets: the tokens of the response, `[n]`.
     """
-    p_student = student.exp()
-    p_teacher = teacher.exp()
-    gap = student - teacher
-    values = {
+    p_student = student_logps.exp()
+    p_teacher = teacher_logps.exp()
+    gap = student_logps - teacher_logps
+    metrics = {
         "reverse_kl": (p_student * gap).sum(-1),
         "forward_kl": -(p_teacher * gap).sum(-1),
-        "entropy": -(p_student * student).sum(-1),
-        "teacher_entropy": -(p_teacher * teacher).sum(-1),
-        "agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
-        "logps": student.gather(1, targets[:, None]).squeeze(1),
-        "teacher_logps": teacher.gather(1, targets[:, None]).squeeze(1),
+        "entropy": -(p_student * student_logps).sum(-1),
+        "teacher_entropy": -(p_teacher * teacher_logps).sum(-1),
+        "agreement": (student_logps.argmax(-1) == teacher_logps.argmax(-1)).float(),
+        "logps": student_logps.gather(1, targets[:, None]).squeeze(1),
+        "teacher_logps": teacher_logps.gather(1, targets[:, None]).squeeze(1),
     }
     if args.loss_type == "sampled":
-        objective = values["logps"]
+        objective = metrics["logps"]
     elif args.beta == 1:
-        objective = values["reverse_kl"]
+        objective = metrics["reverse_kl"]
     elif args.beta == 0:
-        objective = values["forward_kl"]
+        objective = metrics["forward_kl"]
     else:
         student_gap, teacher_gap = gaps_to_mixture(gap, args.beta)
         objective = args.beta * (p_teacher * teacher_gap).sum(-1)
         objective += (1 - args.beta) * (p_student * student_gap).sum(-1)
-    return {"objective": objective, **values}
+    return {"objective": objective, **metrics}
 
 
 def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,21 +142,21 @@ def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch
 
 
 def objective_gradient(
-    student: torch.Tensor, teacher: torch.Tensor, targets: torch.Tensor, args: Args
+    student_logps: torch.Tensor, teacher_logps: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """Returns the gradient of `objective` by the student's logits, `[n, V]`; see `token_values`.
+    """Returns the gradient of `objective` by the student's logits, `[n, V]`; see `token_metrics`.
 
     It is s - t at beta 0, and s (g - sum of s g) at beta 1, with g = log s - log t. In between g is
     (1 - beta) (log s - log m): the derivatives through m cancel. It is written by hand because
     autograd would keep `[n, V]` tensors of all chunks.
     """
-    p_student = student.exp()
+    p_student = student_logps.exp()
     if args.loss_type == "sampled":  # one_hot(target) - s
         ones = torch.ones_like(p_student[:, :1])
         return p_student.neg_().scatter_add_(1, targets[:, None], ones)
     if args.beta == 0:
-        return p_student.sub_(teacher.exp())
-    gap = student - teacher
+        return p_student.sub_(teacher_logps.exp())
+    gap = student_logps - teacher_logps
     if args.beta < 1:
         gap, _ = gaps_to_mixture(gap, args.beta)
     mean = (p_student * gap).sum(-1, keepdim=True)
@@ -182,7 +183,7 @@ def token_losses(
     teacher_outputs: list,
     experience: dict,
     args: Args,
-    on_policy: bool = True,
+    is_first_update: bool = True,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and their metrics.
@@ -190,31 +191,33 @@ def token_losses(
     Args:
         teacher_outputs: what the teachers say of the batch, from `AllTeachers.outputs_for`.
         experience: `Rollout.experience` of the same samples.
-        on_policy: whether no update was applied since the rollout was made. Then the log-probs
-            of this very pass are the old ones, so all ratios are exactly 1.
+        is_first_update: whether no update of the rollout was applied yet. Then the log-probs of
+            this very pass are the old ones, so all ratios are exactly 1.
         in_training: False in an evaluation, where no losses are weighted.
     """
     output = model(
         batch,
         args.temperature,
         teacher_outputs=teacher_outputs,
-        token_values=partial(token_values, args=args),
+        token_metrics=partial(token_metrics, args=args),
         objective_gradient=partial(objective_gradient, args=args),
     )
     mask = experience["mask"]
     metrics = {}
     if args.loss_type == "divergence":
         losses = output["objective"]
-        if in_training and on_policy:
+        if in_training and is_first_update:
             # It needs no weight: its gradient does not depend on how a token was drawn.
             sampler_logps = experience["sampler_logps"]
             metrics = correction.sampler_differences(output["logps"], sampler_logps, mask)
     else:
         logps = output["objective"]  # the one output with a gradient
-        old_logps = logps.detach() if on_policy else experience["logps"]
+        old_logps = logps.detach() if is_first_update else experience["old_logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
-            losses, metrics = correction.reweight(losses, old_logps, experience, args, on_policy)
+            losses, metrics = correction.reweight(
+                losses, old_logps, experience, args, is_first_update
+            )
     metrics |= {
         "loss": (losses, mask),
         "kl/reverse": (output["reverse_kl"], mask),
@@ -235,16 +238,16 @@ def make_rollout(
 ) -> TaughtRollout:
     """Samples responses of the student, and notes who teaches each of them."""
     args = run.args
-    columns = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
+    prompts = state.take_prompts(sampler.data.train, args.seed, args.rollout_batch_size)
     with run.timed("generate"):
-        samples = sampler.sample_rollout(state, columns)
+        samples = sampler.sample_rollout(state, prompts)
     metrics = {
         "completions/mean_length": samples.mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
     }
     results.add_rollout_metrics(sampler, samples, None, "completions", metrics)
     run.write_samples(samples.examples(sampler.tokenizer, None, "rollout"))
-    rollout = all_teachers.make_rollout(samples, columns, run.global_step)
+    rollout = all_teachers.assign_teachers(samples, prompts, run.global_step)
     if args.loss_type == "sampled" and rollout.n_updates(args) > 1:
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         with run.timed("score"):
@@ -268,13 +271,12 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "distill")  # seeds, makes the run's folder
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    data = dataset.load_data(
-        accelerator, args, tokenizer, function=prompts.distill_row, **teachers.row_settings(args)
-    )
+    settings = teachers.row_settings(args)
+    data = dataset.load_data(accelerator, args, tokenizer, function=distill_row, **settings)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     student = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    policy = DistillModel(student, teachers.shared_vocabulary(args, data, student))
+    policy = DistillModel(student, teachers.shared_vocab_size(args, data, student))
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     state = RolloutState()  # where the run is in its prompts, and its rollout
@@ -293,7 +295,7 @@ def main():
 
     all_teachers = AllTeachers(accelerator, args, tokenizer, model)
     models = [model, *(teacher.model for teacher in all_teachers.by_name.values())]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
@@ -304,7 +306,7 @@ def main():
         run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
         updates=rollout_state.describe_updates(args, run),
@@ -315,19 +317,18 @@ def main():
     if run.updates_seen == 0:
         saver.save_if_best(evaluate(run, sampler, all_teachers))
     while not run.finished:
-        if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, all_teachers, state)
+        state.rollout = state.rollout or make_rollout(run, sampler, all_teachers, state)
         with run.timed("teacher"):  # the student's servers sample the next one meanwhile
             all_teachers.query_servers(state.rollout, on_failure=checkpoint.save)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them.
-        chosen = state.rollout.next_indices(state, args)
+        update_indices = state.rollout.next_indices(state, args)
         # Sorted by these lengths a group stays together where its prompt can be shared.
         lengths = state.rollout.lengths_as_read(samples.lengths_for_split(packer))
-        update = run.begin_update_of(chosen, lengths, state.rollout.n_tokens(chosen))
+        update = run.plan_update(update_indices, lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][chosen].sum())
-        on_policy = run.global_step == state.rollout.step_when_sampled
+        response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
+        is_first_update = run.global_step == state.rollout.step_at_start
         for indices, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(indices, state.rollout.experience, packer)
@@ -336,7 +337,9 @@ def main():
             with run.timed("teacher"):  # what the teachers say about the same tokens
                 outputs = all_teachers.outputs_for(state.rollout, indices, batch, packer)
             with accelerator.accumulate(model):
-                losses, metrics = token_losses(model, batch, outputs, experience, args, on_policy)
+                losses, metrics = token_losses(
+                    model, batch, outputs, experience, args, is_first_update
+                )
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -366,38 +369,36 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str, float]:
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
-    packer = sampler.packer
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"), prepare.evaluation_mode(sampler.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
-            rollout = all_teachers.make_rollout(samples, eval_set[:], run.global_step)
+            rollout = all_teachers.assign_teachers(samples, eval_set[:], run.global_step)
             all_teachers.query_servers(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
-            for indices, is_real in run.split(
-                range(len(samples)), rollout.lengths_as_read(samples.lengths)
-            ):
-                batch, experience = samples.collate(indices, rollout.experience, packer)
-                outputs = all_teachers.outputs_for(rollout, indices, batch, packer)
+            lengths = rollout.lengths_as_read(samples.lengths)
+            for indices, is_real in run.split(range(len(samples)), lengths):
+                batch, experience = samples.collate(indices, rollout.experience, sampler.packer)
+                outputs = all_teachers.outputs_for(rollout, indices, batch, sampler.packer)
                 _, metrics = token_losses(
                     sampler.model, batch, outputs, experience, run.args, in_training=False
                 )
                 row_numbers = [samples.row_numbers[index] for index in indices]
                 means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
-            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
+            eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
             metrics, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
-            line |= metrics
+            eval_metrics |= metrics
             examples += shown
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 # ============================================================ refusals

@@ -82,8 +82,8 @@ class Args(SharedArgs):
 def preference_loss(
     chosen_log_ratios: torch.Tensor,
     rejected_log_ratios: torch.Tensor,
-    chosen_tokens: torch.Tensor,
-    rejected_tokens: torch.Tensor,
+    chosen_lengths: torch.Tensor,
+    rejected_lengths: torch.Tensor,
     beta: float,
     loss_type: str,
     label_smoothing: float = 0.0,
@@ -98,7 +98,7 @@ def preference_loss(
 
     Args:
         chosen_log_ratios, rejected_log_ratios: `[pairs]`, log pi(answer) - log ref(answer).
-        chosen_tokens, rejected_tokens: `[pairs]`, the lengths by which ipo divides them.
+        chosen_lengths, rejected_lengths: `[pairs]`, tokens of the answers; ipo divides by them.
     """
     scaled = beta * (chosen_log_ratios - rejected_log_ratios)
     right = -F.logsigmoid(scaled)  # the loss if the label is right
@@ -111,8 +111,8 @@ def preference_loss(
     if loss_type == "hinge":
         return torch.relu(1 - scaled)
     assert loss_type == "ipo", loss_type
-    chosen_average = chosen_log_ratios / chosen_tokens
-    rejected_average = rejected_log_ratios / rejected_tokens
+    chosen_average = chosen_log_ratios / chosen_lengths
+    rejected_average = rejected_log_ratios / rejected_lengths
     return (chosen_average - rejected_average - 1 / (2 * beta)) ** 2
 
 
@@ -172,10 +172,10 @@ def pair_losses(
     output = model(batch, extra_outputs=("mean_logits",))
     logps = output["logps"].sum(1)  # zero after an answer's end
     mask = batch["mask"]
-    tokens = mask.sum(1)
+    lengths = mask.sum(1)
     chosen_logps, rejected_logps = logps.chunk(2)
     if reference is None:
-        chosen_averages, rejected_averages = (logps / tokens).chunk(2)
+        chosen_averages, rejected_averages = (logps / lengths).chunk(2)
         losses = reference_free_loss(
             chosen_averages, rejected_averages, args.beta, args.loss_type, args.gamma
         )
@@ -184,12 +184,12 @@ def pair_losses(
     else:
         ref_logps = batch["ref_logps"] if "ref_logps" in batch else reference.logps(batch).sum(1)
         chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
-        chosen_tokens, rejected_tokens = tokens.chunk(2)
+        chosen_lengths, rejected_lengths = lengths.chunk(2)
         losses = preference_loss(
             chosen_log_ratios,
             rejected_log_ratios,
-            chosen_tokens,
-            rejected_tokens,
+            chosen_lengths,
+            rejected_lengths,
             args.beta,
             args.loss_type,
             args.label_smoothing,
@@ -247,7 +247,7 @@ def main():
     if args.loss_type not in REFERENCE_FREE:
         reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model if reference else None]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     if args.precompute_ref_log_probs:
@@ -258,7 +258,7 @@ def main():
     must_match = [data, policy, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}",
     )
@@ -303,7 +303,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation
@@ -317,7 +317,7 @@ def evaluate(
     held_out: dict[str, Rows],
 ) -> dict[str, float]:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
@@ -327,7 +327,7 @@ def evaluate(
                 batch = collate(columns, packer)
                 _, metrics = pair_losses(model, reference, batch, run.args)
                 means.add(metrics, is_real, columns["row"])
-            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
+            eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
@@ -335,10 +335,10 @@ def evaluate(
                 exact_match, answered = results.exact_match(
                     run, model, tokenizer, eval_rows.dataset, prefix
                 )
-                line |= exact_match
+                eval_metrics |= exact_match
                 examples += answered
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
 
     1. sample n responses to each prompt, a group                       make_rollout
-    2. score them, leave out groups whose advantages are all zero       has_advantage
+    2. score them, leave out groups whose advantages are all zero       groups_to_keep
     3. advantage A = (score - mean of its group) / standard deviation   advantages_of
     4. updates of train_batch_size samples, r_t = pi(a_t)/pi_old(a_t)   sample_losses
 
@@ -94,7 +94,7 @@ class Args(RewardArgs):
 EPSILON = 1e-4  # added to a standard deviation before dividing by it
 
 
-def has_advantage(scores: torch.Tensor, args: Args) -> torch.Tensor:
+def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups are kept, bool `[G]`: those with an advantage other than zero.
 
     With a KL every group has a gradient. Source: DAPO, arXiv:2503.14476 section 3.2.
@@ -114,10 +114,10 @@ def std_of_groups(scores: torch.Tensor) -> torch.Tensor:
     return (squares.sum(1, keepdim=True) / (scores.shape[1] - 1)).sqrt()
 
 
-def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) -> torch.Tensor:
+def advantages_of(scores: torch.Tensor, in_update: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns the advantage of each response, `[G, n]`; it is the same for all its tokens.
 
-    A response that is not trained on (`is_trained`, `[G, n]`) still counts in its group. With
+    A response that is not trained on (`in_update`, `[G, n]`) still counts in its group. With
     `batch` a single trained response is not divided: it has no deviation.
 
     Sources: baseline rloo, arXiv:2402.14740. Standard deviation: group, arXiv:2402.03300 section
@@ -132,11 +132,11 @@ def advantages_of(scores: torch.Tensor, is_trained: torch.Tensor, args: Args) ->
 
     if args.advantage_std == "group":
         advantages = advantages / (std_of_groups(advantages) + EPSILON)
-    elif args.advantage_std == "batch" and is_trained.sum() > 1:
+    elif args.advantage_std == "batch" and in_update.sum() > 1:
         if args.baseline == "none":
-            advantages = advantages - advantages[is_trained].mean()
+            advantages = advantages - advantages[in_update].mean()
         # Measured from zero: from their mean it would be 0 where those trained on are equal.
-        deviation = advantages[is_trained].norm() / math.sqrt(is_trained.sum() - 1)
+        deviation = advantages[in_update].norm() / math.sqrt(in_update.sum() - 1)
         advantages = advantages / (deviation + EPSILON)
     return advantages.to(scores.dtype)
 
@@ -146,18 +146,18 @@ def policy_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was clipped below 1, and above 1.
 
-    clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`, arXiv:2402.03300 eq. 3; a wider range above 1:
-    DAPO, arXiv:2503.14476 section 3.1.
-    cispo: `-min(r, 1 + high) A log pi`, the first factor a constant, so that every token has a
+    clip: `-min(r A, clip(r, min_ratio, max_ratio) A)`, arXiv:2402.03300 eq. 3; a wider range above
+    1: DAPO, arXiv:2503.14476 section 3.1.
+    cispo: `-min(r, max_ratio) A log pi`, the first factor a constant, so that every token has a
     gradient; arXiv:2506.13585 eq. 4 and 5.
     """
-    low = 1 - args.clip_range
-    high = 1 + args.clip_range_high
+    min_ratio = 1 - args.clip_range
+    max_ratio = 1 + args.clip_range_high
     if args.loss_type == "cispo":
-        losses = -ratios.clamp(max=high).detach() * advantages * logps
-        return losses, torch.zeros_like(ratios, dtype=bool), (ratios > high) & (advantages != 0)
-    losses = -torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
-    return losses, (ratios < low) & (advantages < 0), (ratios > high) & (advantages > 0)
+        losses = -ratios.clamp(max=max_ratio).detach() * advantages * logps
+        return losses, torch.zeros_like(ratios, dtype=bool), (ratios > max_ratio) & advantages.ne(0)
+    losses = -torch.minimum(ratios * advantages, ratios.clamp(min_ratio, max_ratio) * advantages)
+    return losses, (ratios < min_ratio) & (advantages < 0), (ratios > max_ratio) & (advantages > 0)
 
 
 def kl_losses(
@@ -202,19 +202,19 @@ def sample_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 def sample_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first_update: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of samples, `[rows]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        on_policy: whether no update was applied since the rollout was made. Then the log-probs
-            of this very pass are the old ones, so all ratios are exactly 1.
+        is_first_update: whether no update of the rollout was applied yet. Then the log-probs of
+            this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"].to(logps.dtype)
-    old_logps = logps.detach() if on_policy else experience["logps"]
+    old_logps = logps.detach() if is_first_update else experience["old_logps"]
     log_ratios = logps - old_logps
     token_ratios = torch.exp(log_ratios)
     ratios = token_ratios
@@ -225,7 +225,7 @@ def sample_losses(
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
     # is not: its own ratios correct for the old policy, and the server's difference is ignored.
-    losses, metrics = correction.reweight(losses, old_logps, experience, args, on_policy)
+    losses, metrics = correction.reweight(losses, old_logps, experience, args, is_first_update)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
@@ -257,19 +257,19 @@ def make_rollout(
     with run.timed("score"):
         scores = grader.score(sampler, samples)
     group_scores = scores.total.view(-1, args.n_samples_per_prompt)  # [G, n]
-    is_kept = has_advantage(group_scores, args)
+    is_kept = groups_to_keep(group_scores, args)
     log_rollout(run, sampler, samples, scores, is_kept)
     samples = samples.select_groups(is_kept)
     group_scores = group_scores[is_kept]
 
     # With --mask_truncated responses without an end count in their group's statistics alone.
-    is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
-    if not is_trained.any():
+    in_update = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
+    if not in_update.any():
         return None
-    advantages = advantages_of(group_scores, is_trained.view_as(group_scores), args)
+    advantages = advantages_of(group_scores, in_update.view_as(group_scores), args)
     experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
     experience["advantages"] = advantages.view(-1, 1)
-    rollout = Rollout(samples, run.global_step, experience, is_trained)
+    rollout = Rollout(samples, run.global_step, experience, in_update)
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
         names = ("logps",) if rollout.n_updates(args) > 1 else ()
@@ -314,7 +314,7 @@ def main():
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)  # sampling has none
-    rewards.limit_vocabulary(policy, args, data)
+    rewards.limit_vocab_size(policy, args, data)
     state = RolloutState()  # where the run is in its prompts, and its rollout
     run = Run(
         accelerator,
@@ -324,7 +324,7 @@ def main():
         bar_metric="reward",
         charts=CHARTS,
         updates_per_epoch=rollout_state.count_updates(args, len(data.train)),  # at most
-        position=state,
+        prompt_progress=state,
     )
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
@@ -333,7 +333,7 @@ def main():
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
     grader = Grader(accelerator, args, tokenizer, data)
     models = [model, grader.model, reference.model if reference else None]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
@@ -344,7 +344,7 @@ def main():
         run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
         updates=rollout_state.describe_updates(args, run, may_be_fewer=args.drop_equal_groups),
@@ -361,19 +361,19 @@ def main():
         else:
             samples = state.rollout.samples
             # All processes agree on the samples of this update. Each takes its share of them.
-            chosen = state.rollout.next_indices(state, args)
+            update_indices = state.rollout.next_indices(state, args)
             lengths = samples.lengths_for_split(packer)
-            update = run.begin_update_of(chosen, lengths, state.rollout.n_tokens(chosen))
+            update = run.plan_update(update_indices, lengths, samples.n_tokens(update_indices))
             # The loss is the weighted mean over these samples.
-            mask = state.rollout.experience["mask"][chosen]
+            mask = state.rollout.experience["mask"][update_indices]
             total_weight = int(sample_weights(mask, args).sum())
-            on_policy = run.global_step == state.rollout.step_when_sampled
+            is_first_update = run.global_step == state.rollout.step_at_start
             for indices, is_real in update.micro_batches:
                 with run.timed("data"):
                     batch, experience = samples.collate(indices, state.rollout.experience, packer)
                     row_numbers = [samples.row_numbers[index] for index in indices]
                 with accelerator.accumulate(model):
-                    losses, metrics = sample_losses(model, batch, experience, args, on_policy)
+                    losses, metrics = sample_losses(model, batch, experience, args, is_first_update)
                     weights = sample_weights(experience["mask"], args) * is_real
                     run.check_finite(update, row_numbers, losses, weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its
@@ -404,24 +404,24 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             scores = grader.score(sampler, samples)
             metrics, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
-            line |= metrics
+            eval_metrics |= metrics
             examples += shown
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 # ============================================================ refusals

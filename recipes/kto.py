@@ -126,9 +126,9 @@ def estimate_kl(
     next_rows = np.roll(rows, -1)  # after the last row comes the first
     lengths = data.lengths[rows] + data.lengths[next_rows]  # prompt and answers are of two rows
     with prepare.evaluation_mode(model):
-        for places, is_real in run.split(range(len(rows)), lengths):
-            columns = with_prompts(data[next_rows[places]], data[rows[places]], run.args.max_length)
-            batch = collate(columns, packer)
+        for indices, is_real in run.split(range(len(rows)), lengths):
+            mixed = with_prompts(data[next_rows[indices]], data[rows[indices]], run.args.max_length)
+            batch = collate(mixed, packer)
             log_ratios = model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
             means.add({"kl": log_ratios}, is_real[batch["row_of_answer"]])
     return max(means.reduce_and_reset()["kl"], 0.0)
@@ -186,7 +186,7 @@ def main():
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
     )
 
@@ -195,7 +195,7 @@ def main():
     must_match = [data, policy, reference]  # a resumed run must have the same
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(train)} rows of {int(train.lengths.sum())} tokens; {packer.describe()}",
     )
@@ -242,7 +242,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation
@@ -256,7 +256,7 @@ def evaluate(
     held_out: dict[str, Rows],
 ) -> dict[str, float]:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
@@ -268,7 +268,7 @@ def evaluate(
                 batch = collate(eval_rows[indices], packer)
                 _, metrics = answer_losses(model, reference, batch, kl, run.args)
                 means.add(metrics, is_real[batch["row_of_answer"]], batch["row_numbers"])
-            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
+            eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
@@ -276,10 +276,10 @@ def evaluate(
                 exact_match, answered = results.exact_match(
                     run, model, tokenizer, eval_rows.dataset, prefix
                 )
-                line |= exact_match
+                eval_metrics |= exact_match
                 examples += answered
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 if __name__ == "__main__":

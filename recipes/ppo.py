@@ -202,37 +202,39 @@ def explained_variance(
 
 
 def token_losses(
-    model: torch.nn.Module, batch: dict, experience: dict, args: Args, on_policy: bool
+    model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first_update: bool
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses of response tokens `[rows, T]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.
-        on_policy: whether no update was applied since the rollout was made. Then the log-probs
-            of this very pass are the old ones, so all ratios are exactly 1.
+        is_first_update: whether no update of the rollout was applied yet. Then the log-probs of
+            this very pass are the old ones, so all ratios are exactly 1.
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
     mask = experience["mask"]
-    old_logps = logps.detach() if on_policy else experience["logps"]
+    old_logps = logps.detach() if is_first_update else experience["old_logps"]
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     actor_losses, policy_clipped = policy_losses(
         logps, old_logps, experience["advantages"], args.clip_range, clip_high
     )
     critic_losses, value_clipped = value_losses(
-        output["values"], experience["values"], experience["returns"], args.value_clip_range
+        output["values"], experience["old_values"], experience["returns"], args.value_clip_range
     )
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
     # critic needs no weight: it fits the returns of these samples, whoever drew them.
-    losses, metrics = correction.reweight(actor_losses, old_logps, experience, args, on_policy)
+    losses, metrics = correction.reweight(
+        actor_losses, old_logps, experience, args, is_first_update
+    )
     if args.kl_in == "loss":
         kl = kl_estimate(logps, experience["ref_logps"], args.kl_estimator)
         losses = losses + args.kl_coef * kl
     losses = losses + args.vf_coef * critic_losses
-    if on_policy:
+    if is_first_update:
         # How far ratios to the rollout's log-probs are from 1: micro-batches round differently.
-        rounding = (old_logps - experience["logps"]).expm1().abs()
+        rounding = (old_logps - experience["old_logps"]).expm1().abs()
         metrics["val/max_rounding"] = (rounding, mask, "max")
     return losses, metrics | {
         "loss/policy_avg": (actor_losses, mask),  # without correction and KL
@@ -262,20 +264,20 @@ def make_rollout(
     samples.check_finite(sampler, scores=scores.total[:, None])
 
     mask = samples.mask
-    kl = torch.zeros_like(computed["logps"])
+    kl = torch.zeros_like(computed["old_logps"])
     if reference is not None:
-        estimate = kl_estimate(computed["logps"], computed["ref_logps"], args.kl_estimator)
+        estimate = kl_estimate(computed["old_logps"], computed["ref_logps"], args.kl_estimator)
         kl = estimate.where(mask, 0.0)
     kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0
     per_token_rewards = token_rewards(scores.total, kl, mask, kl_coef)
     advantages, returns = gae(
-        per_token_rewards, computed["values"], mask, args.gamma, args.gae_lambda
+        per_token_rewards, computed["old_values"], mask, args.gamma, args.gae_lambda
     )
     experience = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
     experience |= {"returns": returns, "advantages": whiten(advantages, mask)}
     log_rollout(run, sampler, samples, scores, experience, kl, per_token_rewards)
-    is_trained = torch.ones(len(samples), dtype=torch.bool)
-    return Rollout(samples, run.global_step, experience, is_trained)
+    in_update = torch.ones(len(samples), dtype=torch.bool)
+    return Rollout(samples, run.global_step, experience, in_update)
 
 
 def score_responses(sampler: Sampler, grader: Grader, samples: Samples) -> Scores:
@@ -304,9 +306,9 @@ def log_rollout(
     """
     mask = experience["mask"]
     rlhf_rewards = per_token_rewards.sum(1)
-    explained = explained_variance(experience["values"], experience["returns"], mask)
+    explained = explained_variance(experience["old_values"], experience["returns"], mask)
     metrics = {
-        "objective/entropy": -experience["logps"].sum(1),
+        "objective/entropy": -experience["old_logps"].sum(1),
         "objective/scores": scores.total,
         "objective/kl_coef": torch.full_like(scores.total, run.args.kl_coef),
         "objective/non_score_reward": rlhf_rewards - scores.total,
@@ -330,7 +332,7 @@ def make_actor_critic(accelerator, args: Args, tokenizer, data) -> ActorCritic:
     actor_model = load.causal_lm(name, tokenizer, args)
     critic_model = score_model(critic_name, tokenizer, args, new_head=True)
     policy = ActorCritic(actor_model, critic_model)
-    rewards.limit_vocabulary(policy, args, data, critic_name)
+    rewards.limit_vocab_size(policy, args, data, critic_name)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     return policy
@@ -383,7 +385,7 @@ def main():
         reference = Reference(accelerator, args, tokenizer, model, with_values=False)
     grader = Grader(accelerator, args, tokenizer, data)
     models = [model, grader.model, reference.model if reference else None]
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, models, max_length=args.max_length, share=args.share_prompts
     )
     means = Means(accelerator, run.recorder("rollout", model))
@@ -394,7 +396,7 @@ def main():
         run, saver, optimizer, scheduler, means, must_match, rollout=state, sampler=sampler
     )
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(data.train)} rows; {packer.describe()}",
         updates=rollout_state.describe_updates(args, run),
@@ -405,27 +407,24 @@ def main():
     if run.updates_seen == 0:
         saver.save_if_best(evaluate(run, sampler, grader))
     while not run.finished:
-        if state.rollout is None:
-            state.rollout = make_rollout(run, sampler, grader, reference, state)
+        state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
         samples = state.rollout.samples
         # All processes agree on the samples of this update. Each takes its share of them. A pass
         # over a rollout is like an epoch of a data set: samples are shuffled one by one.
-        seed = state.order_seed(args)
-        chosen = batches.rows_of_update(
-            len(samples), args.train_batch_size, seed, state.updates_made
+        update_indices = batches.indices_of_update(
+            len(samples), args.train_batch_size, state.order_seed(args), state.updates_made
         )
-        n_tokens = state.rollout.n_tokens(chosen)
-        update = run.begin_update_of(chosen, samples.lengths, n_tokens)
+        update = run.plan_update(update_indices, samples.lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][chosen].sum())
-        on_policy = run.global_step == state.rollout.step_when_sampled
+        response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
+        is_first_update = run.global_step == state.rollout.step_at_start
         for indices, is_real in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(indices, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[index] for index in indices]
                 token_weights = experience["mask"] * is_real[:, None]
             with accelerator.accumulate(model):
-                losses, metrics = token_losses(model, batch, experience, args, on_policy)
+                losses, metrics = token_losses(model, batch, experience, args, is_first_update)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
                 # This micro-batch's part of the mean over tokens. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -456,24 +455,24 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             scores = score_responses(sampler, grader, samples)
             metrics, shown = results.held_out_results(sampler, samples, scores, eval_set, prefix)
-            line |= metrics
+            eval_metrics |= metrics
             examples += shown
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 # ============================================================ refusals

@@ -175,7 +175,7 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(scorer, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer)
-    packer = checks.tested_packer(
+    packer = checks.make_packer(
         accelerator, [model], max_length=args.max_length, share=args.share_prompts
     )
 
@@ -185,7 +185,7 @@ def main():
     must_match = [data, scorer]  # a resumed run must have the same
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match, moments=moments)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
-    console.begin(
+    console.print_start(
         checkpoint,
         data=f"{len(train)} pairs of {int(train.lengths.sum())} tokens; {packer.describe()}",
     )
@@ -231,7 +231,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation
@@ -240,7 +240,7 @@ def evaluate(
     run: Run, model: torch.nn.Module, moments: Moments, packer: Packer, held_out: dict[str, Rows]
 ) -> dict[str, float]:
     """Logs for each held-out set what training logs, and finds the moments of all scores."""
-    line = {}
+    eval_metrics = {}
     all_sets = Means(run.accelerator)
     with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
@@ -253,14 +253,14 @@ def evaluate(
                 scores, ones = metrics["mean_reward"]
                 squares = scores.double() ** 2
                 all_sets.add({"mean": (scores, ones), "mean of squares": (squares, ones)}, is_real)
-            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
+            eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
 
     if found := all_sets.reduce_and_reset():
         variance = max(found["mean of squares"] - found["mean"] ** 2, 0.0)
-        line["eval/std_reward"] = variance**0.5
-        moments.set(found["mean"], line["eval/std_reward"])
-    run.log_evaluation(line, [])
-    return line
+        eval_metrics["eval/std_reward"] = variance**0.5
+        moments.set(found["mean"], eval_metrics["eval/std_reward"])
+    run.log_evaluation(eval_metrics, [])
+    return eval_metrics
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def main():
     optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    packer = checks.tested_packer(accelerator, [model], data.processor)
+    packer = checks.make_packer(accelerator, [model], data.processor)
 
     means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)
@@ -189,7 +189,7 @@ def main():
     checkpoint = Checkpoint(run, saver, optimizer, scheduler, means, must_match)
     checkpoint.begin_or_resume()  # sets seeds, loads what --resume names, opens the log
     size = f"{len(data.train)} rows of {int(train.lengths.sum())} tokens"
-    console.begin(checkpoint, data=size)
+    console.print_start(checkpoint, data=size)
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
@@ -198,9 +198,9 @@ def main():
     while not run.finished:
         update = run.begin_update(train)  # all processes agree on its samples; each takes its share
         n_targets = int(target_counts[update.indices].sum())
-        for sequences, is_real in update.micro_batches:
+        for indices, is_real in update.micro_batches:
             with run.timed("data"):
-                columns = train[sequences]
+                columns = train[indices]
                 batch = collate(columns, packer)
                 token_weights = batch["mask"] * is_real[:, None]
             with accelerator.accumulate(model):
@@ -233,7 +233,7 @@ def main():
 
     run.log(means.reduce_and_reset())  # updates since the last log line
     saver.save()
-    console.end(saver)
+    console.finish_run(saver)
 
 
 # ============================================================ evaluation
@@ -246,17 +246,17 @@ def evaluate(
     held_out: dict[str, Sequences],
 ) -> dict[str, float]:
     """Logs for each held-out set what training logs, and exact match where it has answers."""
-    line = {}
+    eval_metrics = {}
     examples = []
     with run.timed("paused"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
-            for sequences, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
-                columns = eval_rows[sequences]
+            for indices, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
+                columns = eval_rows[indices]
                 batch = collate(columns, packer)
                 _, metrics = token_losses(model, batch, run.args.loss_type)
                 means.add(metrics, is_real, columns["row"])
-            line |= {prefix + name: value for name, value in means.reduce_and_reset().items()}
+            eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:
                 from preference_recipes.rollouts import results  # only here: it loads generation
@@ -264,10 +264,10 @@ def evaluate(
                 exact_match, answered = results.exact_match(
                     run, model, tokenizer, eval_rows.dataset, prefix
                 )
-                line |= exact_match
+                eval_metrics |= exact_match
                 examples += answered
-    run.log_evaluation(line, examples)
-    return line
+    run.log_evaluation(eval_metrics, examples)
+    return eval_metrics
 
 
 if __name__ == "__main__":

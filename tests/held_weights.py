@@ -9,7 +9,7 @@ import torch
 
 from common import console, zero
 
-end = console.end
+end = console.finish_run
 
 
 def hold(saver) -> None:
@@ -25,6 +25,6 @@ def hold(saver) -> None:
     end(saver)
 
 
-console.end = hold
+console.finish_run = hold
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

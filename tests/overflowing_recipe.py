@@ -20,7 +20,7 @@ import preference_recipes.models.scores
 _, mode, numbers, *sys.argv = sys.argv
 windows = {int(number) for number in numbers.split(",")}
 if "lack" in mode:
-    window_rows = common.batches.rows_of_update
+    window_rows = common.batches.indices_of_update
 
     def lacking(n_rows, train_batch_size, seed, index):
         if "ppo" in sys.argv[0] and isinstance(seed, int):  # the prompts of a rollout
@@ -28,7 +28,7 @@ if "lack" in mode:
         kept = [number for number in range(index + len(windows) + 1) if number not in windows]
         return window_rows(n_rows, train_batch_size, seed, kept[index])
 
-    common.batches.rows_of_update = lacking
+    common.batches.indices_of_update = lacking
 if "overflow" in mode:
     update_done, seen = common.progress.Progress.update_done, [0]
 

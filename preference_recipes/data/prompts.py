@@ -14,9 +14,9 @@ def prompt_row(
     strings_as_messages: bool = False,
     tools: list[dict] | None = None,
 ) -> dict:
-    """Returns `prompt_ids length truncated columns notes` of one row.
+    """Returns `prompt_ids length truncated row_json notes` of one row.
 
-    `columns` is the whole row as a JSON text, for reward functions. The response needs
+    `row_json` is the whole row as a JSON text, for reward functions. The response needs
     `max_new_tokens` of `max_length`; raises `LeftOut` if the prompt leaves fewer.
 
     Args:
@@ -34,7 +34,7 @@ def prompt_row(
         "prompt_ids": ids,
         "length": len(ids),
         "truncated": False,
-        "columns": json.dumps(row, default=str),
+        "row_json": json.dumps(row, default=str),
         "notes": notes,
     }
 

@@ -23,10 +23,10 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def sequences_of(self, rows: Sequence[int]) -> np.ndarray:
-        """Returns the indices of the sequences in these rows, row after row."""
+    def sequences_of(self, indices: Sequence[int]) -> np.ndarray:
+        """Returns the indices of the sequences in the rows of these indices, row after row."""
         return np.concatenate(
-            [np.arange(self._starts[row], self._starts[row + 1]) for row in np.asarray(rows)]
+            [np.arange(self._starts[i], self._starts[i + 1]) for i in np.asarray(indices)]
         )
 
     def __getitem__(self, indices: Sequence[int]) -> dict[str, list]:

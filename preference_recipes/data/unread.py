@@ -51,7 +51,7 @@ def learned(row: dict, converter) -> dict:
     """Returns a converted row, as far as a model or a reward function reads it."""
     values = converter.convert_row(row, 0)
     # Reward functions get whole columns. In columns that become ids, a key must change the ids.
-    columns = json.loads(values.pop("columns", "{}"))
+    columns = json.loads(values.pop("row_json", "{}"))
     names = columns.keys() - {"tools", "chat_template_kwargs"}
     visible_columns = {name: name in formats.FORMAT_COLUMNS or columns[name] for name in names}
     return {**values, "columns": visible_columns}

@@ -36,10 +36,10 @@ def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: st
         refuse(f"{whole_model.config.name_or_path}{where}: {problem}: {reason}")
 
 
-def tested_packer(
+def make_packer(
     accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
 ) -> Packer:
-    """Tries these models, and returns the packer for their batches. All processes must call it.
+    """Checks the models, and returns the packer of their batches. All processes must call it.
 
     Args:
         models: the trained one first; None is left out.

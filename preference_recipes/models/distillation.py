@@ -1,6 +1,6 @@
 """A student that learns from its teachers' distributions over the next token, and these.
 
-The formula is a recipe's: `token_values` and `objective_gradient` in recipes/distill.py, functions
+The formula is a recipe's: `token_metrics` and `objective_gradient` in recipes/distill.py, functions
 of both models' log-probs of all tokens. They are called for a chunk of positions at a time, inside
 the student's own passes, so that the log-probs of all positions are never in memory.
 """
@@ -60,14 +60,14 @@ class TeacherOutput:
     head: Head  # its output layer, whole
     target_index: torch.Tensor  # which of the batch's targets these are, int64 `[n]`
 
-    def all_logps(self, chunk: slice, student: torch.Tensor) -> torch.Tensor:
+    def all_logps(self, chunk: slice, student_logps: torch.Tensor) -> torch.Tensor:
         """Returns log-probs of all tokens at a chunk of the targets, fp32 `[n, v]`."""
         weight = self.head.weight.to(product_dtype(self.hidden))
-        teacher, _ = replace(self.head, weight=weight).logps(self.hidden[chunk])
-        return teacher
+        teacher_logps, _ = replace(self.head, weight=weight).logps(self.hidden[chunk])
+        return teacher_logps
 
-    def overrides(self, chunk: slice, student: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns values that replace those which `token_values` makes of `all_logps`, by name."""
+    def overrides(self, chunk: slice, student_logps: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns values that replace those which `token_metrics` makes of `all_logps`, by name."""
         return {}
 
 
@@ -85,11 +85,11 @@ class TopKTeacherOutput:
     target_logps: torch.Tensor  # the targets' log-probs, fp32 `[n]`
     target_index: torch.Tensor  # see `TeacherOutput`
 
-    def all_logps(self, chunk: slice, student: torch.Tensor) -> torch.Tensor:
+    def all_logps(self, chunk: slice, student_logps: torch.Tensor) -> torch.Tensor:
         ids = self.ids[chunk]
-        student_rest = student.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
-        teacher = student + (self.rest(chunk) - student_rest)
-        return teacher.scatter_(1, ids, self.logps[chunk])
+        student_rest = student_logps.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+        teacher_logps = student_logps + (self.rest(chunk) - student_rest)
+        return teacher_logps.scatter_(1, ids, self.logps[chunk])
 
     def rest(self, chunk: slice) -> torch.Tensor:
         """Returns the log-prob of all other tokens together: log(1 - exp(total)), `[n, 1]`."""
@@ -100,66 +100,65 @@ class TopKTeacherOutput:
         for_small_total = total.exp().neg().log1p()
         return torch.where(total < -math.log(2), for_small_total, total.expm1().neg().log())
 
-    def overrides(self, chunk: slice, student: torch.Tensor) -> dict[str, torch.Tensor]:
+    def overrides(self, chunk: slice, student_logps: torch.Tensor) -> dict[str, torch.Tensor]:
         # The entropy is that of the coarser distribution.
         coarse = torch.cat([self.logps[chunk], self.rest(chunk)], 1)
         return {
             "teacher_entropy": -(coarse.exp() * coarse).sum(-1),
-            "agreement": (student.argmax(-1) == self.ids[chunk, 0]).float(),
+            "agreement": (student_logps.argmax(-1) == self.ids[chunk, 0]).float(),
             "teacher_logps": self.target_logps[chunk],
         }
 
 
 @dataclass
 class DistillJob:
-    """Lets `ChunkedHead` return the values of a recipe's `token_values`; `names` are theirs."""
+    """Lets `ChunkedHead` return the values of a recipe's `token_metrics`; `names` are theirs."""
 
     targets: torch.Tensor  # `[n]`
     multiplier: float  # the student's
     softcap: float
     output: TeacherOutput | TopKTeacherOutput  # at exactly these targets
-    token_values: Callable  # see `DistillModel.forward`
+    token_metrics: Callable  # see `DistillModel.forward`
     objective_gradient: Callable
     names: tuple[str, ...] = ()  # filled in by `outputs`
     n_matrices: ClassVar[int] = 2
 
     def forward_chunk(self, chunk: slice, hidden, matrix, bias) -> tuple:
         """Returns both models' log-probs of all tokens, and the derivative of the student's cap."""
-        student, cap_slope = Head(matrix, bias, self.multiplier, self.softcap).logps(hidden)
-        return student, self.output.all_logps(chunk, student), cap_slope
+        student_logps, cap_slope = Head(matrix, bias, self.multiplier, self.softcap).logps(hidden)
+        return student_logps, self.output.all_logps(chunk, student_logps), cap_slope
 
     def outputs(self, chunk: slice, state: tuple) -> list[torch.Tensor]:
-        student, teacher, _ = state
-        parts = [
-            self.token_values(*block) for block in blocks(student, teacher, self.targets[chunk])
-        ]
+        student_logps, teacher_logps, _ = state
+        inputs = (student_logps, teacher_logps, self.targets[chunk])
+        parts = [self.token_metrics(*block) for block in blocks(*inputs)]
         outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        outputs |= self.output.overrides(chunk, student)
+        outputs |= self.output.overrides(chunk, student_logps)
         self.names = tuple(outputs)
         return list(outputs.values())
 
     def logit_grads(self, chunk: slice, state: tuple) -> torch.Tensor:
-        student, teacher, cap_slope = state
+        student_logps, teacher_logps, cap_slope = state
         cap_slopes = [] if cap_slope is None else [cap_slope]
-        inputs = (student, teacher, self.targets[chunk])
+        inputs = (student_logps, teacher_logps, self.targets[chunk])
         for student_block, *others in blocks(*inputs, *cap_slopes):
             grad = self.objective_gradient(student_block, *others[:2])
             for steepness in others[2:]:
                 grad *= steepness
             student_block.copy_(grad)
-        return student
+        return student_logps
 
 
 # ============================================================ the model
 class DistillModel(LogProbModel):
     """A causal language model that learns from teachers, or that is one.
 
-    Only the first `vocabulary` tokens have a probability; None: as many as the output layer has.
+    Only the first `vocab_size` tokens have a probability; None: as many as the output layer has.
     """
 
-    def __init__(self, model: nn.Module, vocabulary: int | None = None):
+    def __init__(self, model: nn.Module, vocab_size: int | None = None):
         super().__init__(model)
-        self.vocabulary = vocabulary or self.vocabulary
+        self.vocab_size = vocab_size or self.vocab_size
 
     def forward(
         self,
@@ -168,7 +167,7 @@ class DistillModel(LogProbModel):
         *args,
         as_teacher: bool = False,
         teacher_outputs: list[TeacherOutput | TopKTeacherOutput] | None = None,
-        token_values: Callable | None = None,
+        token_metrics: Callable | None = None,
         objective_gradient: Callable | None = None,
         **kwargs,
     ):
@@ -180,9 +179,9 @@ class DistillModel(LogProbModel):
         Args:
             as_teacher: returns the input of the output layer before each target, `[targets, h]`.
             teacher_outputs: one for each teacher; together they cover every target once. Then this
-                returns what `token_values` does, by name: fp32 `[answers, longest]`, zero where
+                returns what `token_metrics` does, by name: fp32 `[answers, longest]`, zero where
                 there is no target.
-            token_values: takes the log-probs of all tokens from student and teacher, `[n, v]`, and
+            token_metrics: takes the log-probs of all tokens from student and teacher, `[n, v]`, and
                 the targets `[n]`; returns values by name, `[n]`. Only the first has a gradient:
             objective_gradient: takes the same; returns it by the student's logits, `[n, v]`.
         """
@@ -199,19 +198,19 @@ class DistillModel(LogProbModel):
             for output in teacher_outputs:
                 target_index = output.target_index
                 targets = batch["targets"][target_index]
-                job = DistillJob(targets, *formula, output, token_values, objective_gradient)
+                job = DistillJob(targets, *formula, output, token_metrics, objective_gradient)
                 values = ChunkedHead.apply(hidden.index_select(0, target_index), weight, bias, job)
                 for name, value in zip(job.names, values):
                     all_values = values_by_name.get(name, value.new_zeros(len(batch["targets"])))
                     values_by_name[name] = all_values.index_copy(0, target_index, value)
             return values_by_name
 
-        values = self.model.get_output_embeddings()(states, learn, self.vocabulary)
+        values = self.model.get_output_embeddings()(states, learn, self.vocab_size)
         return {name: scatter_to_answers(value, batch) for name, value in values.items()}
 
     def whole_head(self, temperature: float) -> Head:
         """Returns the whole output layer at a temperature. All processes must call it."""
         layer = self.model.get_output_embeddings()
-        bias = None if layer.bias is None else zero.whole(layer.bias)[: self.vocabulary]
-        weight = zero.whole(layer.weight)[: self.vocabulary]
+        bias = None if layer.bias is None else zero.whole(layer.bias)[: self.vocab_size]
+        weight = zero.whole(layer.weight)[: self.vocab_size]
         return Head(weight, bias, self.multiplier / temperature, self.softcap / temperature)

@@ -54,7 +54,7 @@ class LogProbModel(ModelWrapper):
     """A causal language model whose forward returns log-probs of the tokens asked for.
 
     The backbone runs on whole rows, the output layer only where a log-prob is asked for. Only the
-    first `vocabulary` tokens have a probability. `LogProbJob` explains `multiplier` and `softcap`.
+    first `vocab_size` tokens have a probability. `LogProbJob` explains `multiplier` and `softcap`.
     """
 
     def __init__(self, model: nn.Module):
@@ -64,7 +64,7 @@ class LogProbModel(ModelWrapper):
             problem = f"the output layer is {type(head).__name__}, only nn.Linear is supported"
             refuse(f"{type(model).__name__}: {problem}")
         head.__class__ = LogProbHead  # parameters keep their names, so saving still works
-        self.vocabulary = head.out_features
+        self.vocab_size = head.out_features
         self.multiplier, self.softcap = architecture.logits_formula(model)
 
     def forward(
@@ -93,11 +93,11 @@ class LogProbModel(ModelWrapper):
 
         # The values of a `log_softmax` of all logits, in less memory: fp32 `[targets]` each.
         compute = lambda *layer: ChunkedHead.apply(*layer, job)
-        values = self.model.get_output_embeddings()(hidden, compute, self.vocabulary)
+        values = self.model.get_output_embeddings()(hidden, compute, self.vocab_size)
         outputs = dict(zip(("logps", *extra_outputs), values))
         if check:
             logits = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)
-            all_logps = logits[batch["predictor_index"], : self.vocabulary].float().log_softmax(-1)
+            all_logps = logits[batch["predictor_index"], : self.vocab_size].float().log_softmax(-1)
             outputs["own_logps"] = all_logps.gather(1, batch["targets"][:, None]).squeeze(1)
         return {name: scatter_to_answers(value, batch) for name, value in outputs.items()}
 
@@ -271,14 +271,14 @@ class LogProbHead(nn.Linear):
     """
 
     @torch.compiler.disable  # slower if compiled: once for each number of targets
-    def forward(self, hidden, compute: Callable | None = None, vocabulary: int = 0):
-        """Returns logits, or `compute(hidden, weight, bias)` for the first `vocabulary` tokens."""
+    def forward(self, hidden, compute: Callable | None = None, vocab_size: int = 0):
+        """Returns logits, or `compute(hidden, weight, bias)` for the first `vocab_size` tokens."""
         if compute is None:
             return super().forward(hidden)
-        if vocabulary == self.out_features:
+        if vocab_size == self.out_features:
             return compute(hidden, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias[:vocabulary]
-        return compute(hidden, self.weight[:vocabulary], bias)
+        bias = None if self.bias is None else self.bias[:vocab_size]
+        return compute(hidden, self.weight[:vocab_size], bias)
 
 
 # ============================================================ extra outputs

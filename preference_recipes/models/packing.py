@@ -45,7 +45,7 @@ Group = list[int]
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes batches of prompts and answers; see `checks.tested_packer`."""
+    """Makes batches of prompts and answers; see `checks.make_packer`."""
 
     device: torch.device  # where the batches go
     share: bool = False  # whether prompts are shared where that pays

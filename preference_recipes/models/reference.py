@@ -63,11 +63,11 @@ def precompute(
     for data, parts in [(train, updates), *((data, [range(len(data))]) for data in held_out)]:
         table = torch.zeros(len(data), 2, device=accelerator.device)
         micro_batches = (batches.split(accelerator, part, data.lengths, *sizes) for part in parts)
-        for rows, is_real in itertools.chain.from_iterable(micro_batches):
-            logps = reference.logps(collate(data[rows], packer)).sum(1).view(2, -1).T
+        for indices, is_real in itertools.chain.from_iterable(micro_batches):
+            logps = reference.logps(collate(data[indices], packer)).sum(1).view(2, -1).T
             is_real = is_real.bool()  # a padding row repeats one that another process fills in
-            index = torch.tensor(rows)[is_real].to(accelerator.device)
-            table[index] = logps[is_real.to(accelerator.device)]
+            own_indices = torch.tensor(indices)[is_real].to(accelerator.device)
+            table[own_indices] = logps[is_real.to(accelerator.device)]
         # Each row is filled in on one process and zero on the others: the sum is the whole table.
         data.added["ref_logps"] = accelerator.reduce(table, reduction="sum").cpu().numpy()
     reference.model = None

@@ -20,7 +20,7 @@ from preference_recipes.models.packing import Packer
 
 # The name of a single teacher that the arguments do not name.
 UNNAMED = ""
-# A server's answer about the n learned tokens of a response: the ids of the k most probable tokens,
+# A server's reply about the n learned tokens of a response: the ids of the k most probable tokens,
 # int32 `[n, k]`; their log-probs and that of the learned token itself, fp32 `[n, k + 1]`.
 TopLogps = tuple[torch.Tensor, torch.Tensor]
 
@@ -79,7 +79,7 @@ def row_settings(args) -> dict[str, Any]:
     }
 
 
-def shared_vocabulary(args, data, student: nn.Module) -> int:
+def shared_vocab_size(args, data, student: nn.Module) -> int:
     """Returns how many tokens the student and its local teachers share, counted from the first.
 
     Output layers may be padded to different sizes (Qwen2.5: 151,936 and 152,064 rows). Then only
@@ -96,7 +96,7 @@ class Teacher(NamedTuple):
     """A prepared `DistillModel`, and its output layer at the run's temperature.
 
     The layer is whole on every process, so that the student's passes need not gather it. None: the
-    model is the student in its current state, maybe inside `Average.in_place_of_the_policy`.
+    model is the student in its current state, maybe inside `EMA.in_place_of_the_policy`.
     """
 
     model: nn.Module
@@ -122,14 +122,14 @@ class LocalTeachers:
                 self.by_name[name] = Teacher(model, head=None)
             elif isinstance(path, str):
                 teacher = load.causal_lm(path, tokenizer, args, frozen=True)
-                wrapper = DistillModel(teacher, student.vocabulary)
+                wrapper = DistillModel(teacher, student.vocab_size)
                 title = f"teacher {name}" if name != UNNAMED else "teacher"
                 self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
                 prepared = prepare.frozen_model(accelerator, wrapper)
                 self.by_name[name] = Teacher(prepared, wrapper.whole_head(args.temperature))
 
     @torch.no_grad()
-    def outputs(
+    def outputs_at_targets(
         self,
         batch: dict,
         queries: list[TeacherQuery],
@@ -142,22 +142,22 @@ class LocalTeachers:
 
         Args:
             batch: the answers in these queries, as the student reads them.
-            server_logps: a server's answer for each query; None: its teacher is local.
+            server_logps: a server's reply for each query; None: its teacher is local.
         """
-        row_of_target = np.repeat(np.arange(len(queries)), [sum(q.loss_mask) for q in queries])
+        query_of_target = np.repeat(np.arange(len(queries)), [sum(q.loss_mask) for q in queries])
 
-        def targets_of(rows: list[int]) -> torch.Tensor:
-            targets = np.flatnonzero(np.isin(row_of_target, rows))
+        def targets_of(indices: list[int]) -> torch.Tensor:
+            targets = np.flatnonzero(np.isin(query_of_target, indices))
             return batches.to_device(targets, packer.device)
 
         outputs: list[TeacherOutput | TopKTeacherOutput] = []
         for name, teacher in self.by_name.items():
-            rows = [row for row, query in enumerate(queries) if query.teacher == name]
-            if not rows and not self.is_sharded:
+            indices = [index for index, query in enumerate(queries) if query.teacher == name]
+            if not indices and not self.is_sharded:
                 continue
             teacher_batch = batch
-            if len(rows) < len(queries) or self.have_own_prompts:
-                own_queries = [queries[row] for row in rows or [-1]]  # -1: a padding row
+            if len(indices) < len(queries) or self.have_own_prompts:
+                own_queries = [queries[index] for index in indices or [-1]]  # -1: padding
                 teacher_batch = packer.make_batch(
                     [query.prompt for query in own_queries],
                     [query.answer for query in own_queries],
@@ -165,12 +165,12 @@ class LocalTeachers:
                 )
             hidden = teacher.model(teacher_batch, as_teacher=True)
             head = teacher.head or copy.deepcopy(self.student.whole_head(self.temperature))
-            if rows:
-                outputs.append(TeacherOutput(hidden, head, targets_of(rows)))
-        rows = [row for row, top_logps in enumerate(server_logps) if top_logps is not None]
-        if rows:
-            columns = zip(*(server_logps[row] for row in rows))
+            if indices:
+                outputs.append(TeacherOutput(hidden, head, targets_of(indices)))
+        served = [index for index, top_logps in enumerate(server_logps) if top_logps is not None]
+        if served:
+            columns = zip(*(server_logps[index] for index in served))
             ids, logps = (batches.to_device(torch.cat(parts), packer.device) for parts in columns)
-            top_k = TopKTeacherOutput(ids.long(), logps[:, :-1], logps[:, -1], targets_of(rows))
+            top_k = TopKTeacherOutput(ids.long(), logps[:, :-1], logps[:, -1], targets_of(served))
             outputs.append(top_k)
         return outputs

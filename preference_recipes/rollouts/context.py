@@ -63,11 +63,11 @@ class SamplingContext:
         return min(self.tokenizer.pad_token_id, last_token)
 
     def tokens_without_probability(self) -> list[int]:
-        """Returns tokens that are never drawn: beyond `vocabulary`, and placeholders of images."""
+        """Returns tokens that are never drawn: beyond `vocab_size`, and placeholders of images."""
         n_logits = self.unwrapped.model.get_output_embeddings().out_features
         placeholders = []
         if getattr(self.tokenizer, "processor", None) is not None:
             from preference_recipes.data import images  # only here: text needs none
 
             placeholders = images.tokens_of(self.tokenizer.processor)
-        return placeholders + list(range(self.unwrapped.vocabulary, n_logits))
+        return placeholders + list(range(self.unwrapped.vocab_size, n_logits))

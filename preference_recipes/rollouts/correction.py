@@ -14,7 +14,7 @@ def reweight(
     logps: torch.Tensor,
     experience: dict[str, torch.Tensor],
     args,
-    on_policy: bool,
+    is_first_update: bool,
 ) -> tuple[torch.Tensor, dict]:
     """Returns the losses, weighted where a server sampled, and values to log about the sampler.
 
@@ -22,11 +22,11 @@ def reweight(
         losses: `[samples, length]` or `[samples, 1]`.
         logps: from the policy before the update, which is taken for the sampler.
         experience: `Rollout.experience` for the same samples.
-        on_policy: whether no update was applied since training on this rollout began.
+        is_first_update: whether no update of the rollout was applied yet.
     """
     mask = experience["mask"].to(logps.dtype)
     values = {}
-    if on_policy:
+    if is_first_update:
         values = sampler_differences(logps, experience["sampler_logps"], mask)
     if args.vllm_url:
         weights, ratio_values = importance_weights(logps, experience["sampler_logps"], mask, args)

@@ -66,7 +66,7 @@ class EpisodeRunner:
         self.context = context
         self.generator = generator
         self.user_class = user_class
-        # The environments of the latest samples by row; each process has those of its own prompts.
+        # The environments of the latest samples by index; a process has those of its own prompts.
         self.instances: dict[int, Any] = {}
 
     def run(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
@@ -89,11 +89,11 @@ class EpisodeRunner:
 
         with self.generator.ready():
             own_episodes = distributed.all_or_none(context.accelerator, True, play)
-        episodes = distributed.gather_rows(own_episodes)
+        episodes = distributed.gather_by_index(own_episodes)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
-            row_json=repeat_each(prompts["columns"], per_prompt),
+            row_json=repeat_each(prompts["row_json"], per_prompt),
             row_numbers=repeat_each(prompts["row"], per_prompt),
             ended=torch.tensor([episode.ended for episode in episodes]),
             per_prompt=per_prompt,
@@ -106,23 +106,23 @@ class EpisodeRunner:
         )
 
     def begin(self, prompts: dict, per_prompt: int) -> dict[int, Episode]:
-        """Makes and resets this process's environments; returns their episodes by row."""
-        rows = share_of_groups(self.context.accelerator, len(prompts["row"]), per_prompt)
-        self.instances = {row: self.user_class.make() for row in rows}
+        """Makes and resets this process's environments; returns their episodes by index."""
+        indices = share_of_groups(self.context.accelerator, len(prompts["row"]), per_prompt)
+        self.instances = {index: self.user_class.make() for index in indices}
         calls = environments.Calls(self.context.args.environment_timeout)
-        for row, instance in self.instances.items():
-            columns = json.loads(prompts["columns"][row // per_prompt])
-            calls.start(row, instance.reset, **columns)
+        for index, instance in self.instances.items():
+            columns = json.loads(prompts["row_json"][index // per_prompt])
+            calls.start(index, instance.reset, **columns)
         return {
-            row: self.opening(prompts, row // per_prompt, reset_result)
-            for row, reset_result in calls.wait().items()
+            index: self.opening(prompts, index // per_prompt, reset_result)
+            for index, reset_result in calls.wait().items()
         }
 
     def opening(self, prompts: dict, index: int, reset_result: str | list[dict] | None) -> Episode:
         """Returns the episode of a prompt, with the text or messages that `reset` added."""
         args = self.context.args
         option = f"--environment {self.user_class.name}, data row {prompts['row'][index]}"
-        columns = json.loads(prompts["columns"][index])  # again: `reset` may have changed its copy
+        columns = json.loads(prompts["row_json"][index])  # again: `reset` may have changed its copy
         prompt = columns["prompt"]
         if isinstance(prompt, str):
             if not args.strings_as_messages:
@@ -152,20 +152,20 @@ class EpisodeRunner:
         numbers]`; an answer's numbers follow those of the episode's last answer.
         """
         args = self.context.args
-        rows = list(live)
+        indices = list(live)
         longest = max(episode.room(args) for episode in live.values())
         uniforms = np.stack([draws[n, e.n_sampled :][:longest] for n, e in live.items()])
         ids = [episode.prompt + episode.ids for episode in live.values()]
         calls = environments.Calls(args.environment_timeout)
         images = [episode.images for episode in live.values()]
-        for index, response in self.generator.generate_own(ids, uniforms, temperature, images):
-            row = rows[index]
-            episode = live[row]
+        for place, response in self.generator.generate_own(ids, uniforms, temperature, images):
+            index = indices[place]
+            episode = live[index]
             self.add_answer(episode, response)
             if episode.is_live:
-                calls.start(row, self.reply, self.instances[row], episode)
-        for row, messages in calls.wait().items():
-            self.continue_or_end(live[row], messages)
+                calls.start(index, self.reply, self.instances[index], episode)
+        for index, messages in calls.wait().items():
+            self.continue_or_end(live[index], messages)
 
     def add_answer(self, episode: Episode, response: Response) -> None:
         """Adds an answer to an episode. Without a stop token it was cut, which ends the episode."""
@@ -214,9 +214,9 @@ class EpisodeRunner:
     def call(self, method: str) -> list:
         """Calls a method of this process's environments that have it; returns the results."""
         calls = environments.Calls(self.context.args.environment_timeout)
-        for row, instance in self.instances.items():
+        for index, instance in self.instances.items():
             if hasattr(instance, method):
-                calls.start(row, getattr(instance, method))
+                calls.start(index, getattr(instance, method))
         return list(calls.wait().values())
 
     def close(self) -> None:

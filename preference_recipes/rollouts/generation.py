@@ -43,12 +43,12 @@ def generate(
     micro_batches = batches.split(context.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
     with ready_to_generate(context):
-        for rows, is_real in micro_batches:
+        for indices, is_real in micro_batches:
             if is_real.any():  # there may be fewer prompts than processes
                 responses |= generate_some(
-                    context, prompts, rows, max_new_tokens, temperature, uniforms, images
+                    context, prompts, indices, max_new_tokens, temperature, uniforms, images
                 )
-    return distributed.gather_rows(responses)
+    return distributed.gather_by_index(responses)
 
 
 def generate_some(

@@ -44,7 +44,7 @@ def parts_of(scores: Scores | None) -> dict[str, torch.Tensor]:
 def held_out_results(
     context: SamplingContext, samples: Samples, scores: Scores | None, eval_set, prefix: str
 ) -> tuple[dict[str, float], list[dict]]:
-    """Returns a held-out set's log line, and its samples for `samples.jsonl`."""
+    """Returns a held-out set's metrics, and its samples for `samples.jsonl`."""
     values: dict[str, Any] = {} if scores is None else {"scores": scores.total}
     values |= {"length": samples.mask.sum(1), "eos_rate": samples.ended, **samples.statistics}
     if "answer" in eval_set.column_names:
@@ -55,12 +55,12 @@ def held_out_results(
             for text, answer, prompt in zip(texts, eval_set["answer"][:], prompts)
         ]
     values |= parts_of(scores)
-    line = {}
+    eval_metrics = {}
     for name, column in values.items():
         numbers = np.asarray(column, dtype=float)
         if not np.isnan(numbers).all():  # NaN is not counted
-            line[prefix + name] = float(np.nanmean(numbers))
-    return line, samples.examples(context.tokenizer, scores, prefix.rstrip("/"))
+            eval_metrics[prefix + name] = float(np.nanmean(numbers))
+    return eval_metrics, samples.examples(context.tokenizer, scores, prefix.rstrip("/"))
 
 
 def exact_match(

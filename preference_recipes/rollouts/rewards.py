@@ -60,15 +60,15 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
 def columns_of(data: Data) -> list[str]:
     """Returns the training data's columns, which reward functions and environments may get."""
     # All rows of a set have the columns of its first row, with None for missing values.
-    firsts = data.train[data.starts]["columns"]
+    firsts = data.train[data.starts]["row_json"]
     return list(dict.fromkeys(itertools.chain.from_iterable(map(json.loads, firsts))))
 
 
-def limit_vocabulary(policy: LogProbModel, args, data: Data, *others: str) -> None:
+def limit_vocab_size(policy: LogProbModel, args, data: Data, *others: str) -> None:
     """Limits a policy to tokens that the reference, the reward model and `others` can embed."""
     readers = (args.ref_model_name_or_path, args.reward_model_name_or_path, *others)
     sizes = load.check_embeddings(data, args.model_name_or_path, *readers, draws=True)
-    policy.vocabulary = min(sizes.values())
+    policy.vocab_size = min(sizes.values())
 
 
 class Grader:
@@ -119,13 +119,13 @@ class Grader:
 
     def scores_of_model(self, sampler: Sampler, samples: Samples) -> list[float]:
         """Returns the reward model's normalised score of each sample, on every process."""
-        score_of_row = {}
-        for rows, batch in samples.scoring_batches(sampler):
+        score_of_sample = {}  # by index
+        for indices, batch in samples.scoring_batches(sampler):
             # The model also reads a padding row: other processes may wait for this forward pass.
             scores = self.model(batch).double().cpu().numpy()
-            score_of_row |= dict(zip(rows, ((scores - self.mean) / self.std).tolist()))
+            score_of_sample |= dict(zip(indices, ((scores - self.mean) / self.std).tolist()))
         return reward_functions.as_numbers(
-            "the reward model", distributed.gather_rows(score_of_row), len(samples)
+            "the reward model", distributed.gather_by_index(score_of_sample), len(samples)
         )
 
     def scores_of_functions(self, sampler: Sampler, samples: Samples) -> dict[str, list[float]]:
@@ -134,12 +134,12 @@ class Grader:
         The processes share the samples; those of a prompt stay together. NaN stands for None.
         """
         n_prompts = len(samples) // samples.per_prompt
-        own_rows = share_of_groups(sampler.accelerator, n_prompts, samples.per_prompt)
+        own_indices = share_of_groups(sampler.accelerator, n_prompts, samples.per_prompt)
 
         def own_scores() -> list[list[float]]:
-            if not own_rows:
+            if not own_indices:
                 return []
-            arguments = function_arguments(sampler, samples, own_rows, self.columns)
+            arguments = function_arguments(sampler, samples, own_indices, self.columns)
             scores_by_name = {
                 f"--reward_function {name}": reward_functions.call_function(function, arguments)
                 for name, function in self.functions.items()
@@ -148,39 +148,39 @@ class Grader:
                 name = f"--environment {sampler.args.environment}: `get_reward`"
                 scores_by_name[name] = sampler.episodes.call("get_reward")
             as_numbers = reward_functions.as_numbers
-            return [as_numbers(name, s, len(own_rows)) for name, s in scores_by_name.items()]
+            return [as_numbers(name, s, len(own_indices)) for name, s in scores_by_name.items()]
 
         # If a call ends the run on one process, it must end on all: they would wait forever.
         score_lists = distributed.all_or_none(sampler.accelerator, True, own_scores)
-        scores = distributed.gather_rows(dict(zip(own_rows, zip(*score_lists))))
+        scores = distributed.gather_by_index(dict(zip(own_indices, zip(*score_lists))))
         names = [name for name in self.weights if name != REWARD_MODEL]
         return dict(zip(names, map(list, zip(*scores))))
 
 
 def function_arguments(
-    sampler: Sampler, samples: Samples, rows: list[int], columns: list[str]
+    sampler: Sampler, samples: Samples, indices: list[int], columns: list[str]
 ) -> dict[str, Any]:
     """Returns the arguments that reward functions may take for these samples, by name."""
-    data = [json.loads(samples.row_json[row]) for row in rows]
-    responses = samples.response_texts(sampler.tokenizer)
+    data = [json.loads(samples.row_json[index]) for index in indices]
+    responses = samples.response_texts(sampler.tokenizer)  # of an episode, the last answer
     # With several training sets, these rows may all lack some of the columns.
     names = dict.fromkeys([*columns, *itertools.chain.from_iterable(data)])
     arguments: dict[str, Any] = {name: [values.get(name) for values in data] for name in names}
     arguments["prompts"] = arguments.pop("prompt")  # strings or lists of messages
-    arguments["responses"] = [responses[row] for row in rows]  # for an episode, its last answer
-    arguments["response_ids"] = [samples.responses[row] for row in rows]
-    arguments["truncated"] = [not samples.ended[row].item() for row in rows]
-    texts = sampler.tokenizer.batch_decode([samples.prompts[row] for row in rows])
+    arguments["responses"] = [responses[index] for index in indices]
+    arguments["response_ids"] = [samples.responses[index] for index in indices]
+    arguments["truncated"] = [not samples.ended[index].item() for index in indices]
+    texts = sampler.tokenizer.batch_decode([samples.prompts[index] for index in indices])
     arguments["rendered_prompts"] = texts
     arguments["step"] = sampler.run.global_step
     if reward_functions.has_processor(sampler.tokenizer):
         from preference_recipes.data import images  # only here: text needs none
 
         files = samples.images or [[]] * len(samples)
-        arguments["images"] = [list(map(images.opened, files[row])) for row in rows]
+        arguments["images"] = [list(map(images.opened, files[index])) for index in indices]
     if samples.messages:
-        arguments["messages"] = [samples.messages[row] for row in rows]
-        arguments["environments"] = [sampler.episodes.instances[row] for row in rows]
+        arguments["messages"] = [samples.messages[index] for index in indices]
+        arguments["environments"] = [sampler.episodes.instances[index] for index in indices]
     return arguments
 
 

@@ -22,19 +22,19 @@ class Rollout:
     """Samples, and the values that their updates need, on the CPU of every process."""
 
     samples: Samples
-    step_when_sampled: int  # `global_step` before the rollout's first update
+    step_at_start: int  # `global_step` before the rollout's first update
     # By name: `[samples, longest response]`, or `[samples, 1]` if all tokens have the same value.
     experience: dict[str, torch.Tensor]
-    is_trained: torch.Tensor  # bool `[samples]`
+    in_update: torch.Tensor  # bool `[samples]`
 
     def updates_per_pass(self, args) -> int:
-        return math.ceil(int(self.is_trained.sum()) / args.train_batch_size)
+        return math.ceil(int(self.in_update.sum()) / args.train_batch_size)
 
     def n_updates(self, args) -> int:
         return args.num_epochs_per_rollout * self.updates_per_pass(args)
 
     def next_indices(self, state: "RolloutState", args) -> np.ndarray:
-        """Returns the rows of the next update. Each pass has a new seeded order of the groups.
+        """Returns the indices of the next update. Each pass has a new seeded order of the groups.
 
         Updates differ by at most one sample: a small leftover would get a whole optimizer step.
         """
@@ -43,13 +43,9 @@ class Rollout:
         per_prompt = self.samples.per_prompt
         n_groups = len(self.samples) // per_prompt
         groups = batches.epoch_order(n_groups, state.order_seed(args), pass_number)
-        rows = (groups[:, None] * per_prompt + np.arange(per_prompt)).flatten()
-        trained = rows[self.is_trained[rows].numpy()]
+        indices = (groups[:, None] * per_prompt + np.arange(per_prompt)).flatten()
+        trained = indices[self.in_update[indices].numpy()]
         return np.array_split(trained, n_updates)[update_of_pass]
-
-    def n_tokens(self, rows: np.ndarray) -> int:
-        """Returns how many tokens these samples have, prompts and responses."""
-        return int(self.samples.lengths[rows].sum())
 
 
 @checkpointable
@@ -70,13 +66,13 @@ class RolloutState(progress.PromptProgress):
     def take_prompts(self, train, seed: int, max_prompts: int) -> dict:
         """Returns the columns of the next prompts, at most up to the end of the epoch.
 
-        The order is that of a data set's rows, see `batches.rows_of_update`.
+        The order is that of a data set's rows, see `batches.indices_of_update`.
         """
         epoch, start = divmod(self.prompts_seen, len(train))
         order = batches.epoch_order(len(train), seed, epoch)
-        rows = order[start : start + max_prompts]
-        self.prompts_seen += len(rows)
-        return train[rows]
+        indices = order[start : start + max_prompts]
+        self.prompts_seen += len(indices)
+        return train[indices]
 
     def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
         """Returns the numbers that decide the tokens of the rollout, see `Sampler.sample`.

@@ -48,7 +48,7 @@ class Sampler(SamplingContext):
         """Draws responses to prompts.
 
         Args:
-            prompts: columns of the data, each prompt once: `prompt_ids`, `columns` (the row as a
+            prompts: columns of the data, each prompt once: `prompt_ids`, `row_json` (the row as a
                 JSON text), `row` (its number) and maybe `images`.
             uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see
                 `SampleByUniform`; a server gets seeds that are made from them.
@@ -62,7 +62,7 @@ class Sampler(SamplingContext):
         return Samples(
             prompts=repeat_each(prompts["prompt_ids"], per_prompt),
             responses=[response.ids for response in responses],
-            row_json=repeat_each(prompts["columns"], per_prompt),
+            row_json=repeat_each(prompts["row_json"], per_prompt),
             row_numbers=repeat_each(prompts["row"], per_prompt),
             ended=torch.tensor([response.ids[-1] in stops for response in responses]),
             per_prompt=per_prompt,

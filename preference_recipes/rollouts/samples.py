@@ -25,7 +25,7 @@ SCORED_TOKENS = 2**15
 @checkpointable
 @dataclass
 class Samples:
-    """Prompts with one response each, the same on every process. A sample's index here is its row.
+    """Prompts with one response each, the same on every process.
 
     `is_sampled` marks the tokens of a response that the model drew. Nothing is learned from tokens
     of an environment, or of other speakers in completions of the data.
@@ -57,6 +57,10 @@ class Samples:
         pairs = zip(self.prompts, self.responses)
         return np.array([len(prompt) + len(response) for prompt, response in pairs])
 
+    def n_tokens(self, indices: np.ndarray) -> int:
+        """Returns how many tokens these samples have, prompts and responses."""
+        return int(self.lengths[indices].sum())
+
     @property
     def group_lengths(self) -> np.ndarray:
         """The length of the longest sample in each sample's group, `[samples]`.
@@ -80,57 +84,57 @@ class Samples:
         rows = [torch.tensor(logps, dtype=torch.float32) for logps in self.sampler_logps]
         return pad_sequence(rows, batch_first=True)
 
-    def response_numbers(self, rows: list[int]) -> list[int]:
+    def response_numbers(self, indices: list[int]) -> list[int]:
         """Returns the numbers of samples among those of the same prompt, from 1."""
-        return [row % self.per_prompt + 1 for row in rows]
+        return [index % self.per_prompt + 1 for index in indices]
 
-    def make_batch(self, rows: list[int], packer: Packer) -> dict:
-        prompts = [self.prompts[row] for row in rows]
-        responses = [self.responses[row] for row in rows]
-        is_sampled = [self.is_sampled[row] for row in rows]
-        images = [self.images[row] for row in rows] if self.images else None
+    def make_batch(self, indices: list[int], packer: Packer) -> dict:
+        prompts = [self.prompts[index] for index in indices]
+        responses = [self.responses[index] for index in indices]
+        is_sampled = [self.is_sampled[index] for index in indices]
+        images = [self.images[index] for index in indices] if self.images else None
         return packer.make_batch(prompts, responses, is_sampled, images)
 
     def collate(
-        self, rows: list[int], experience: dict[str, torch.Tensor], packer: Packer
+        self, indices: list[int], experience: dict[str, torch.Tensor], packer: Packer
     ) -> tuple[dict, dict]:
         """Returns samples as a batch that models read, and their part of `experience`."""
-        batch = self.make_batch(rows, packer)
+        batch = self.make_batch(indices, packer)
         longest = batch["mask"].shape[1]
         values = {
-            name: batches.to_device(tensor[rows, :longest], packer.device)
+            name: batches.to_device(tensor[indices, :longest], packer.device)
             for name, tensor in experience.items()
         }
         return batch, values
 
     def scoring_batches(self, context: SamplingContext) -> Iterator[tuple[list[int], dict]]:
-        """Yields this process's micro-batches: the rows of their samples, and the batches.
+        """Yields this process's micro-batches: the indices of their samples, and the batches.
 
-        A process without samples gets a padding row, for which `rows` is empty: others wait for it.
+        A process without samples gets padding, for which no index is yielded: others wait for it.
         """
         size = context.args.score_batch_size
         max_tokens = 0 if size else SCORED_TOKENS
-        for rows, is_real in batches.split(
+        for indices, is_real in batches.split(
             context.accelerator, np.arange(len(self)), self.group_lengths, size, max_tokens
         ):
-            yield rows if is_real.any() else [], self.make_batch(rows, context.packer)
+            yield indices if is_real.any() else [], self.make_batch(indices, context.packer)
 
     @torch.no_grad()
     def compute_outputs(
         self, context: SamplingContext, names: tuple[str, ...], reference: Reference | None
     ) -> dict[str, torch.Tensor]:
-        """Returns the model's outputs of these names and, with a reference, `ref_logps`.
+        """Returns the model's outputs, each name as `old_NAME`, and with a reference `ref_logps`.
 
         Each is `[samples, longest response]`, zero where the model drew nothing, and the same on
         every process. Values that are not finite stop the run. All processes must call it.
         """
-        all_names = [*names, "ref_logps"] if reference else list(names)
+        all_names = [f"old_{name}" for name in names] + (["ref_logps"] if reference else [])
         if not all_names:
             return {}
         temperature = context.args.temperature
-        outputs = {}  # by sample: [response length, names], on the CPU
+        outputs = {}  # by index: [response length, names], on the CPU
         with prepare.evaluation_mode(context.model):
-            for rows, batch in self.scoring_batches(context):
+            for indices, batch in self.scoring_batches(context):
                 per_token = []
                 if names:
                     output = context.model(batch, temperature)
@@ -138,11 +142,11 @@ class Samples:
                 if reference is not None:
                     per_token.append(reference.logps(batch, temperature))
                 stacked = torch.stack(per_token, 2).cpu()
-                for row, values, is_token in zip(rows, stacked, batch["mask"].cpu()):
+                for index, values, is_token in zip(indices, stacked, batch["mask"].cpu()):
                     # Up to the model's last token, tokens of an environment stay in, as zeros.
                     end = int(is_token.nonzero()[-1]) + 1
-                    outputs[row] = torch.where(is_token[:end, None], values[:end], 0.0)
-        padded = pad_sequence(distributed.gather_rows(outputs), batch_first=True)
+                    outputs[index] = torch.where(is_token[:end, None], values[:end], 0.0)
+        padded = pad_sequence(distributed.gather_by_index(outputs), batch_first=True)
         computed = dict(zip(all_names, padded.unbind(2)))
         self.check_finite(context, **computed)
         return computed
@@ -192,19 +196,19 @@ class Samples:
         """Returns all prompts and responses for `samples.jsonl`; `scores` None: nothing scores."""
         examples = []
         texts = zip(tokenizer.batch_decode(self.prompts), tokenizer.batch_decode(self.responses))
-        for row, (prompt, response) in enumerate(texts):
-            example = {"source": source, "row": self.row_numbers[row]}
+        for index, (prompt, response) in enumerate(texts):
+            example = {"source": source, "row": self.row_numbers[index]}
             example |= {"prompt": prompt, "response": response}
-            if self.images and self.images[row]:
-                columns = json.loads(self.row_json[row])
+            if self.images and self.images[index]:
+                columns = json.loads(self.row_json[index])
                 example["images"] = next(filter(None, map(columns.get, IMAGE_COLUMNS)))
             if self.messages:
-                example["messages"] = self.messages[row]
+                example["messages"] = self.messages[index]
             if scores is not None:
-                example["score"] = scores.total[row].item()
+                example["score"] = scores.total[index].item()
                 # NaN, which JSON lacks, means that a function returned None.
                 example["rewards"] = {
-                    name: None if part[row].isnan() else part[row].item()
+                    name: None if part[index].isnan() else part[index].item()
                     for name, part in scores.parts.items()
                 }
             examples.append(example)
@@ -212,7 +216,7 @@ class Samples:
 
 
 def share_of_groups(accelerator, n_prompts: int, per_prompt: int) -> list[int]:
-    """Returns the rows of this process's samples, maybe none. A prompt's samples stay together."""
+    """Returns indices of this process's samples, maybe none; those of a prompt stay together."""
     groups = np.arange(n_prompts * per_prompt).reshape(-1, per_prompt)
     share = np.array_split(groups, accelerator.num_processes)[accelerator.process_index]
     return share.flatten().tolist()

@@ -18,7 +18,7 @@ from preference_recipes.rollouts.rollout_state import Rollout
 from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.rollouts.vllm import Server
 
-REQUESTS_AT_ONCE = 32  # per process: an answer has some kilobytes of text per token
+REQUESTS_AT_ONCE = 32  # per process: a reply has some kilobytes of text per token
 
 
 @checkpointable
@@ -31,7 +31,7 @@ class TaughtRollout(Rollout):
 
     teachers: list[str]  # the name of each sample's teacher
     teacher_prompts: list[list[int]]  # what each sample's teacher reads before the response
-    # The servers' answers, see `AllTeachers.query_servers`; None: not asked yet.
+    # The servers' replies, see `AllTeachers.query_servers`; None: not asked yet.
     top_logps: list | None = None
 
     def lengths_as_read(self, lengths: np.ndarray) -> np.ndarray:
@@ -42,17 +42,17 @@ class TaughtRollout(Rollout):
         prompts = zip(self.samples.prompts, self.teacher_prompts)
         return lengths + [max(len(teacher) - len(student), 0) for student, teacher in prompts]
 
-    def queries(self, rows: Iterable[int]) -> list[TeacherQuery]:
+    def queries(self, indices: Iterable[int]) -> list[TeacherQuery]:
         """Returns the queries to the teachers of these samples."""
         samples = self.samples
         return [
             TeacherQuery(
-                self.teachers[row],
-                self.teacher_prompts[row],
-                samples.responses[row],
-                samples.is_sampled[row],
+                self.teachers[index],
+                self.teacher_prompts[index],
+                samples.responses[index],
+                samples.is_sampled[index],
             )
-            for row in rows
+            for index in indices
         ]
 
 
@@ -64,7 +64,7 @@ class AllTeachers(LocalTeachers):
         super().__init__(accelerator, args, tokenizer, model)
         self.accelerator = accelerator
         self.args = args
-        self.top_k = min(args.teacher_top_k, self.student.vocabulary)
+        self.top_k = min(args.teacher_top_k, self.student.vocab_size)
         self.servers: dict[str, list[Server]] = {}  # by teacher
         for name, urls in teachers.sources(args).items():
             for url in urls if isinstance(urls, list) else ():
@@ -80,7 +80,7 @@ class AllTeachers(LocalTeachers):
     def verify(self, server: Server, tokenizer, max_length: int) -> tuple[str, str]:
         """Returns the names of a server's model and of its weights.
 
-        Refuses a server with another tokenizer, or whose answers lack what is needed.
+        Refuses a server with another tokenizer, or whose replies lack what is needed.
         """
         model, *_ = server.send("/v1/models", method="GET")["data"]
         if (longest := model["max_model_len"]) <= max_length:  # it adds a token
@@ -97,17 +97,17 @@ class AllTeachers(LocalTeachers):
         self.ask_server(TeacherQuery("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
 
-    def make_rollout(self, samples: Samples, columns: dict, global_step: int) -> TaughtRollout:
+    def assign_teachers(self, samples: Samples, prompts: dict, global_step: int) -> TaughtRollout:
         """Returns the rollout of these samples, with the teacher of each, and what that one reads.
 
         Args:
-            columns: columns of the data for the samples' prompts, each prompt once.
+            prompts: columns of the data, each prompt once.
         """
         # With several teachers, the data name the teacher of each row.
-        names = columns.get("teacher", [teachers.UNNAMED] * len(columns["row"]))
+        names = prompts.get("teacher", [teachers.UNNAMED] * len(prompts["row"]))
         names = repeat_each(names, samples.per_prompt)
         # Without --teacher_prompt, teachers read the student's prompt.
-        prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
+        teacher_prompts = prompts.get("teacher_prompt_ids", prompts["prompt_ids"])
         all_names = list(teachers.sources(self.args))
         experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
         experience["teacher_index"] = torch.tensor([[all_names.index(name)] for name in names])
@@ -115,9 +115,9 @@ class AllTeachers(LocalTeachers):
             samples,
             global_step,
             experience,
-            is_trained=torch.ones(len(samples), dtype=torch.bool),
+            in_update=torch.ones(len(samples), dtype=torch.bool),
             teachers=names,
-            teacher_prompts=repeat_each(prompts, samples.per_prompt),
+            teacher_prompts=repeat_each(teacher_prompts, samples.per_prompt),
         )
 
     def query_servers(self, rollout: TaughtRollout, on_failure: Callable | None = None) -> None:
@@ -132,25 +132,25 @@ class AllTeachers(LocalTeachers):
             rollout.top_logps = [None] * len(queries)
             return
         accelerator = self.accelerator
-        rows = range(accelerator.process_index, len(queries), accelerator.num_processes)
-        own_queries = [queries[row] for row in rows]
+        indices = range(accelerator.process_index, len(queries), accelerator.num_processes)
+        own_queries = [queries[index] for index in indices]
         try:
-            answers = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
+            replies = distributed.all_or_none(accelerator, True, self.ask_all, own_queries)
         except Refused:
-            if on_failure is not None and rollout.step_when_sampled:
+            if on_failure is not None and rollout.step_at_start:
                 on_failure()
             raise
-        rollout.top_logps = distributed.gather_rows(dict(zip(rows, answers)))
+        rollout.top_logps = distributed.gather_by_index(dict(zip(indices, replies)))
 
     def outputs_for(
-        self, rollout: TaughtRollout, rows: list[int], batch: dict, packer: Packer
+        self, rollout: TaughtRollout, indices: list[int], batch: dict, packer: Packer
     ) -> list:
         """Returns the teachers' outputs for these samples; `batch` is what the student reads."""
-        server_logps = [rollout.top_logps[row] for row in rows]
-        return self.outputs(batch, rollout.queries(rows), server_logps, packer)
+        server_logps = [rollout.top_logps[index] for index in indices]
+        return self.outputs_at_targets(batch, rollout.queries(indices), server_logps, packer)
 
     def ask_all(self, queries: list[TeacherQuery]) -> list[TopLogps | None]:
-        """Returns the servers' answers; the servers of one teacher share its queries."""
+        """Returns the servers' replies; the servers of one teacher share its queries."""
         server_of_query: list[Server | None] = []
         for index, query in enumerate(queries):
             servers = self.servers.get(query.teacher, [None])
@@ -182,7 +182,7 @@ class AllTeachers(LocalTeachers):
         top_ids = torch.tensor(rows_of_ids, dtype=torch.int32)
         logps = torch.tensor(rows_of_logps)
         totals = logps[:, :-1].exp().sum(1)
-        if not totals.max() <= 1.001 or top_ids.max() >= self.student.vocabulary:
-            problem = f"tokens beyond the {self.student.vocabulary} of the student"
+        if not totals.max() <= 1.001 or top_ids.max() >= self.student.vocab_size:
+            problem = f"tokens beyond the {self.student.vocab_size} of the student"
             refuse(f"{server.url} tells no log-probs (its --logprobs-mode), or of {problem}")
         return top_ids, logps

@@ -32,7 +32,7 @@ from preference_recipes.rollouts.rollout_state import RolloutState, count_update
 
 FOLDER = "for_vllm"  # inside the run's folder; the servers load the weights from it
 ADAPTER = "actor"  # the servers' name for the run's adapter
-# The longest wait for an answer: a rollout's longest response may be the last in a server's queue.
+# The longest wait for a reply: a rollout's longest response may be the last in a server's queue.
 TIMEOUT_SECONDS = 3600
 # Without proxies from environment variables, which do not reach 127.0.0.1.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -52,7 +52,7 @@ class PendingRollout(NamedTuple):
 
     requests: list[dict]  # one for each prompt
     weights_of: int  # `global_step` of the weights that sample it
-    answer: Callable | None  # waits for the responses and returns them; only on the main process
+    wait: Callable | None  # waits for the responses and returns them; only on the main process
 
 
 class Servers:
@@ -91,7 +91,7 @@ class Servers:
         requests = make_requests(context, prompts, uniforms, temperature)
         if self.pending is not None:
             # Even if requests differ: servers sample with one version of the weights at a time.
-            responses = self.on_main_process(self.pending.answer)
+            responses = self.on_main_process(self.pending.wait)
             if self.pending.requests == requests:
                 staleness = context.run.global_step - self.pending.weights_of
                 context.means.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
@@ -133,12 +133,12 @@ class Servers:
         uniforms = state.draw_uniforms(args, len(prompts["row"]))
         requests = make_requests(context, prompts["prompt_ids"], uniforms, args.temperature)
         self.synchronise()
-        answer = None
+        wait = None
         if context.accelerator.is_main_process:
             background = ThreadPoolExecutor(1)
-            answer = background.submit(self.ask, requests).result
-            background.shutdown(wait=False)  # ends the thread once it has the answer
-        self.pending = PendingRollout(requests, context.run.global_step, answer)
+            wait = background.submit(self.ask, requests).result
+            background.shutdown(wait=False)  # ends the thread once it has the responses
+        self.pending = PendingRollout(requests, context.run.global_step, wait)
 
     def state(self) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead, or None.
@@ -147,20 +147,21 @@ class Servers:
         """
         if self.pending is None:
             return None
-        responses = self.on_main_process(self.pending.answer)
-        return {**self.pending._asdict(), "answer": list(map(tuple, responses))}
+        requests, weights_of, wait = self.pending
+        responses = list(map(tuple, self.on_main_process(wait)))
+        return {"requests": requests, "weights_of": weights_of, "responses": responses}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         if state is None:
             return
-        responses = [Response(*response) for response in state["answer"]]
-        self.pending = PendingRollout(**{**state, "answer": lambda: responses})
+        responses = [Response(*response) for response in state["responses"]]
+        self.pending = PendingRollout(state["requests"], state["weights_of"], lambda: responses)
 
     def ask(self, requests: list[dict]) -> list[Response]:
         """Returns the responses to all requests, in their order; for this process alone."""
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            answers = pool.map(Server.complete, itertools.cycle(self.servers), requests)
-            responses = [response for answer in answers for response in answer]
+            parts = pool.map(Server.complete, itertools.cycle(self.servers), requests)
+            responses = [response for part in parts for response in part]
         if {worker["version"] for worker in self.workers()} != {self.version}:
             refuse(
                 "a vLLM server got other weights while it sampled: another run uses it, too, or it "
@@ -224,7 +225,7 @@ class Servers:
         context = self.context
         args = context.args
         prompts = context.data.train[:PROBE_PROMPTS]["prompt_ids"]
-        # Every probe has seed 0, so that unchanged weights give the same answer.
+        # Every probe has seed 0, so that unchanged weights give the same responses.
         same_seed = np.zeros((len(prompts), 1, min(PROBE_TOKENS, args.max_new_tokens)))
         requests = make_requests(context, prompts, same_seed, args.temperature)
         responses = self.on_main_process(lambda: [server.complete(r)[0] for r in requests])
@@ -277,9 +278,9 @@ class Server:
 
     def complete(self, request: dict[str, Any]) -> list[Response]:
         """Returns the responses to a `/v1/completions` request; refuses any that do not fit it."""
-        answer = self.send("/v1/completions", {"model": self.model, **request})
+        reply = self.send("/v1/completions", {"model": self.model, **request})
         responses = []
-        for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+        for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
             ids = choice["token_ids"]
             logps = choice["logprobs"]["token_logprobs"]
             is_whole = len(ids) == request["max_tokens"] or ids[-1] in request["stop_token_ids"]
@@ -292,15 +293,15 @@ class Server:
         return responses
 
     def send(self, path: str, content: dict | None = None, method: str = "POST") -> dict[str, Any]:
-        """Sends a request; returns the JSON object of the answer, or an empty dict without one."""
+        """Sends a request; returns the JSON object of the reply, or an empty dict without one."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         body = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(self.url + path, body, headers, method=method)
         try:
-            with OPENER.open(request, timeout=TIMEOUT_SECONDS) as answer:
-                text = answer.read()
+            with OPENER.open(request, timeout=TIMEOUT_SECONDS) as reply:
+                text = reply.read()
         except urllib.error.HTTPError as error:
             problem = f"answered {error.code} {error.read().decode(errors='replace')[:300]!r}"
         except (OSError, http.client.HTTPException) as error:

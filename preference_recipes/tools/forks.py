@@ -6,9 +6,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from common import FILES, refuse
+from common import ROOT, refuse
 
-FORKS = FILES / "forks"
+FORKS = ROOT / "forks"
 
 
 def names() -> list[str]:
@@ -30,7 +30,7 @@ def patched(recipe: str, chosen: list[str]) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{recipe}.py")
-        shutil.copyfile(FILES / f"recipes/{recipe}.py", file)
+        shutil.copyfile(ROOT / f"recipes/{recipe}.py", file)
         for name in chosen:
             if recipe_of(name) != recipe:
                 refuse(f"{name} changes recipes/{recipe_of(name)}.py, not recipes/{recipe}.py")

@@ -182,7 +182,7 @@ def rows_of_update(run: Path, step: int, args, data) -> list[int]:
     if before["skipped_steps"] != after["skipped_steps"] and before["global_step"] < step - 1:
         sys.exit(f"--step {step}: updates were skipped between log lines, and none says which")
     seen = step - 1 + after["skipped_steps"]
-    indices = batches.rows_of_update(len(data.train), args.train_batch_size, args.seed, seen)
+    indices = batches.indices_of_update(len(data.train), args.train_batch_size, args.seed, seen)
     return data.train[indices]["row"]
 
 

@@ -55,15 +55,15 @@ def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
         for index in range(100):
             if progress.finished:
                 break
-            progress.update_done(applied=index not in (3, 5), samples=16, tokens=100)
+            progress.update_done(applied=index not in (3, 5), n_samples=16, n_tokens=100)
         step = seen - 2
         assert (progress.updates_seen, progress.skipped_steps) == (seen, 2)
         assert progress.global_step == step
-        assert (progress.samples, progress.tokens) == (16 * step, 100 * step)
+        assert (progress.n_samples, progress.n_tokens) == (16 * step, 100 * step)
     assert by_epochs.updates_seen == 2 * by_epochs.updates_per_epoch
     for done in (60, 100):  # all prompts are taken: before and after the last rollout's updates
-        position = PromptProgress(prompts_seen=100, prompts_done=done, prompts_at_last_update=100)
-        assert Progress(100, 16, 1, 0, position=position).finished == (done == 100)
+        prompts = PromptProgress(prompts_seen=100, prompts_done=done, prompts_at_last_update=100)
+        assert Progress(100, 16, 1, 0, prompt_progress=prompts).finished == (done == 100)
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 0), (9, 5)])

@@ -84,7 +84,7 @@ def test_skips_are_said_and_without_end_end(scale, said, capsys):
     progress = Progress(1000, 1, 1, 1000, global_step=20)
     with pytest.raises(ValueError, match=f"update 21 was skipped 100 times .* finite{said}. Lower"):
         while True:
-            progress.update_done(applied=False, samples=1, tokens=1)
+            progress.update_done(applied=False, n_samples=1, n_tokens=1)
             stopping.check_skips(progress, scale)
     assert progress.skipped_steps == 100 and progress.global_step == 20
     lines = capsys.readouterr().out.splitlines()

@@ -77,7 +77,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
 def update(checkpoint, loss: float = 1.0) -> None:
     """An update of 8 samples and 120 tokens."""
     checkpoint.means.add({"loss": torch.full((8,), loss)}, torch.ones(8))
-    checkpoint.run.update_done(True, samples=8, tokens=120)
+    checkpoint.run.update_done(True, n_samples=8, n_tokens=120)
     update = types.SimpleNamespace(loss_scale=None)
     checkpoint.means.close_update(True, update, grad_norm=1.0)
 

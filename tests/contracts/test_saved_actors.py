@@ -179,7 +179,7 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
     made = small_run(tmp_path, push_to_hub="mine")
     made.saver.unwrapped.model.can_generate = lambda: True
     made.run.start()
-    console.end(made.saver)
+    console.finish_run(made.saver)
     assert asked == [
         ("mine", {"private": True, "exist_ok": True}),
         {"repo_id": "me/mine", "folder_path": tmp_path / "actor"},
@@ -187,7 +187,7 @@ def test_the_actor_is_uploaded_to_a_private_repository_of_its_own(tmp_path, monk
     assert f"uploaded {tmp_path}/actor to" in capsys.readouterr().out
     Api.upload_folder = lambda self, **settings: 1 / 0
     again = f"--push_to_hub mine: division by zero. To repeat it: hf upload --private mine {tmp_path}/actor"
-    runs.refuses(again, call=lambda: console.end(made.saver))
+    runs.refuses(again, call=lambda: console.finish_run(made.saver))
 
 
 def test_a_run_of_no_update_saves_no_actor(tmp_path):

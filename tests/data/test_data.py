@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, models, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common.batches import rows_of_update, split
+from common.batches import indices_of_update, split
 from common.shared_args import SharedArgs
 from preference_recipes.data import chat, dataset, files, formats, unread
 from preference_recipes.data.formats import preference_row
@@ -584,7 +584,7 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
     epochs = []
     for epoch in range(3):
         numbers = range(epoch * per_epoch, (epoch + 1) * per_epoch)
-        windows = [rows_of_update(n_rows, batch, seed=5, index=number) for number in numbers]
+        windows = [indices_of_update(n_rows, batch, seed=5, index=number) for number in numbers]
         sizes = [batch] * (n_rows // batch) + ([rest] if rest else [])
         assert [len(window) for window in windows] == sizes
         epochs.append(np.concatenate(windows).tolist())
@@ -592,8 +592,8 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
     if n_rows > 3:
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
         # The cut alone depends on the batch size.
-        assert rows_of_update(n_rows, n_rows, 5, 0).tolist() == epochs[0]
-        assert rows_of_update(n_rows, n_rows, 6, 0).tolist() not in epochs[:2]
+        assert indices_of_update(n_rows, n_rows, 5, 0).tolist() == epochs[0]
+        assert indices_of_update(n_rows, n_rows, 6, 0).tolist() not in epochs[:2]
 
 
 @pytest.mark.parametrize("n_rows", [1, 5, 24])
@@ -601,7 +601,7 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
 @pytest.mark.parametrize("tokens", [0, 8, 20])
 def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
     lengths = np.random.default_rng(n_rows).integers(1, 10, 100)
-    window = rows_of_update(100, n_rows, 0, 1)
+    window = indices_of_update(100, n_rows, 0, 1)
     worlds = [
         types.SimpleNamespace(num_processes=processes, process_index=index)
         for index in range(processes)

@@ -121,7 +121,7 @@ def test_answers_that_look_like_dates_or_numbers_stay_text(tmp_path, accelerator
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     assert load(accelerator, tokenizer, path)["answer"][:] == list(map(str, answers))
     prompts = load(accelerator, tokenizer, path, prompt_row)
-    assert [json.loads(columns)["answer"] for columns in prompts["columns"]] == answers
+    assert [json.loads(columns)["answer"] for columns in prompts["row_json"]] == answers
 
 
 def test_a_column_that_appears_late_is_read(tmp_path, accelerator, tokenizer):

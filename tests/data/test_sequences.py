@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
-from common.batches import rows_of_update
+from common.batches import indices_of_update
 from preference_recipes.data.sequences import Sequences
 
 # The last answer is written with a mark, which is gone when another turn follows.
@@ -95,7 +95,7 @@ def test_the_first_update_by_hand(inputs, reference):
     losses = []
     counted = []
     for update in range(3):
-        rows = rows_of_update(ROWS, BATCH, 0, update)
+        rows = indices_of_update(ROWS, BATCH, 0, update)
         tokens = 0
         for chat in map(conversation, rows):
             for end in range(2, len(chat) + 1, 2):

@@ -304,7 +304,7 @@ def test_thinking_in_the_content_is_read_as_in_a_field(name, content, more, vari
     for answer in (say(content, **more), both):
         for (function, row, settings), (_, other, _) in zip(rows_with(answer), meant):
             rows = [function(each, tokenizer, 1000, **settings) for each in (row, other)]
-            assert rows[0] | {"columns": ""} == rows[1] | {"columns": ""}, row
+            assert rows[0] | {"row_json": ""} == rows[1] | {"row_json": ""}, row
 
 
 def test_thinking_in_strings_is_read_as_in_messages():

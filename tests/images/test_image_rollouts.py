@@ -37,7 +37,7 @@ def prompts_of(tmp_path_factory):
         converter = Converter(prompt_row, tokenizer, {}, settings, "")
         rows = [{"prompt": row["messages"][:-1], "images": row["images"]} for row in some_rows()]
         values = [converter.convert_row(row, number) for number, row in enumerate(rows)]
-        names = ("prompt_ids", "columns", "row", "images")
+        names = ("prompt_ids", "row_json", "row", "images")
         columns = {name: [value[name] for value in values] for name in names}
         columns["images"][2] = None  # as where another set has none at all
         return folder, tokenizer, columns
@@ -128,7 +128,7 @@ def test_reward_functions_see_images_and_samples_name_their_files(prompts_of, ac
     samples = Samples(
         prompts=columns["prompt_ids"],
         responses=[[5]] * 5,
-        row_json=columns["columns"],
+        row_json=columns["row_json"],
         row_numbers=columns["row"],
         ended=torch.ones(5, dtype=torch.bool),
         images=files,
@@ -139,7 +139,7 @@ def test_reward_functions_see_images_and_samples_name_their_files(prompts_of, ac
     assert given["images"][1] == []
     assert given["prompts"][0][0]["content"] == "Compare \ufffc with \ufffc."
     named = samples.examples(tokenizer, None, "rollout")
-    assert named[1]["images"] == json.loads(columns["columns"][1])["images"] != []
+    assert named[1]["images"] == json.loads(columns["row_json"][1])["images"] != []
     assert "images" not in named[2]
     kept = samples.select_groups(torch.tensor([False, True, False, False, True]))
     assert kept.images == [files[1], files[4]]

@@ -177,7 +177,7 @@ def test_a_prompt_names_its_images(vlm, folder):
     row = {"prompt": ASKED, "images": ["one.png", TWO], "answer": "3"}
     row["prompt"] = [turn("user", IMAGE, "or", IMAGE)]
     values = convert(row, vlm, function=prompt_row, folder=folder, max_new_tokens=4)
-    columns = json.loads(values["columns"])
+    columns = json.loads(values["row_json"])
     assert columns["images"] == ["one.png", f"{len(TWO)} bytes"]
     assert columns["prompt"][0]["content"] == "\ufffcor\ufffc"
     assert values["images"] == [ONE, TWO]

@@ -38,7 +38,7 @@ recipes/sft.py contracts/test_fp16.py::test_what_overflows_leaves_no_trace[sft-1
     if applied:\n            scheduler.step() >> scheduler.step()
 recipes/dpo.py contracts/test_metrics.py
     -F.logsigmoid(-scaled) >> -F.logsigmoid(scaled)
-    chosen_log_ratios / chosen_tokens >> chosen_log_ratios / rejected_tokens
+    chosen_log_ratios / chosen_lengths >> chosen_log_ratios / rejected_lengths
     chosen_rewards > rejected_rewards >> chosen_rewards >= rejected_rewards
 recipes/dpo.py models/test_preference_losses.py::test_simpo models/test_preference_losses.py::test_orpo
     beta * difference - gamma >> beta * difference + gamma
@@ -66,16 +66,16 @@ recipes/grpo.py rollout/test_grpo_values.py
     scores.amax(1) > scores.amin(1) >> scores.amax(1) > 0
     (scores.shape[1] - 1)).sqrt() >> scores.shape[1]).sqrt()
     advantages * n / (n - 1) >> advantages
-    advantages[is_trained].norm() >> advantages.norm()
+    advantages[in_update].norm() >> advantages.norm()
     1 + args.clip_range_high >> 1 + args.clip_range
     kl, kl * ratios.detach() >> kl, kl * ratios
     losses + args.kl_coef * terms >> losses + args.kl_coef * kl
     (log_ratios * mask).sum(1, keepdim=True) >> log_ratios.sum(1, keepdim=True)
 recipes/grpo.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     sums / args.max_new_tokens >> sums / mask.shape[1]
-    logps.detach() if on_policy >> logps if on_policy
+    logps.detach() if is_first_update >> logps if is_first_update
     model(batch, args.temperature, >> model(batch, 1.0,
-    on_policy = run.global_step == state.rollout.step_when_sampled >> on_policy = True
+    is_first_update = run.global_step == state.rollout.step_at_start >> is_first_update = True
 recipes/grpo.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[grpo-own0]
     if applied:\n                scheduler.step() >> scheduler.step()
 recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
@@ -86,7 +86,7 @@ recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
     lr=args.critic_learning_rate >> lr=args.learning_rate
 recipes/distill.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     teacher_logps - old_logps >> teacher_logps - logps
-    int(state.rollout.experience["mask"][chosen].sum()) >> update.n_tokens
+    int(state.rollout.experience["mask"][update_indices].sum()) >> update.n_tokens
     experience["teacher_index"] == number >> experience["teacher_index"] >= number
         args.temperature,\n        teacher >> 1.0,\n        teacher
 recipes/distill.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[distill-own1]
@@ -98,7 +98,7 @@ common/batches.py data/test_data.py::test_a_window_is_dealt_out_exactly_once con
     parts[accelerator.process_index :: processes] >> parts[0::processes]
     n_rows * lengths[start] > max_tokens >> n_rows * lengths[index] > max_tokens
 common/progress.py contracts/test_counting.py
-    and position.prompts_done == taken >>
+    prompts.prompts_done == prompts.prompts_seen >= >> prompts.prompts_seen >=
     (first and self.global_step == 1) >> first
     not at_multiple and self.global_step > 0 >> self.global_step > 0
     math.ceil(round(updates * share, 6)) >> math.ceil(updates * share)
@@ -160,7 +160,7 @@ preference_recipes/models/load.py users/test_bad_input.py::test_tokens_without_a
     sizes[smallest] <= token_id >> sizes[smallest] < token_id
 preference_recipes/models/lora.py contracts/test_record.py::test_run_yaml_repeats_the_run
     2.0 * args.lora_r >> 1.0 * args.lora_r
-preference_recipes/models/average.py rollout/test_distill.py::test_the_average_of_a_student_teaches_it
+preference_recipes/models/ema.py rollout/test_distill.py::test_the_average_of_a_student_teaches_it
     part.float(), 1 - self.decay >> part.float(), self.decay
 preference_recipes/data/formats.py data/test_labels.py data/test_data.py::test_truncation_and_rows_left_out
     chosen, rejected = rejected, chosen >> pass
@@ -180,8 +180,8 @@ preference_recipes/data/files.py users/test_bad_input.py::test_files_that_cannot
     len(result) < len(pairs) >> len(result) < 0
 preference_recipes/rollouts/rollout_state.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     self.rollouts_seen, SAMPLING_STREAM >> 0, SAMPLING_STREAM
-    self.prompts_seen += len(rows) >> self.prompts_seen += max_prompts
-    trained = rows[self.is_trained[rows].numpy()] >> trained = rows
+    self.prompts_seen += len(indices) >> self.prompts_seen += max_prompts
+    trained = indices[self.in_update[indices].numpy()] >> trained = indices
 preference_recipes/rollouts/results.py rollout/test_answers.py
     (sorted(names))[usable] >> (sorted(names))[: len(usable)]
 preference_recipes/rollouts/correction.py rollout/test_grpo_values.py
@@ -216,7 +216,7 @@ forks/gdpo.diff rollout/test_forks.py
 forks/curriculum.diff rollout/test_forks.py
     (self.tried + 1) >> (self.tried + 2)
 forks/sdpo.diff rollout/test_forks.py
-    (said[name] - experience["logps"]) >> (experience["logps"] - said[name])
+    (said[name] - experience["old_logps"]) >> (experience["old_logps"] - said[name])
 forks/echo.diff rollout/test_forks.py
     batch["mask"] & ~experience["mask"] >> batch["mask"]
 forks/gkd.diff rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference

@@ -73,7 +73,7 @@ def make_environment(folder: Path, *install) -> Path:
 
 def make_strangers_common(folder: Path) -> None:
     (folder / "common").mkdir()
-    (folder / "common/__init__.py").write_text("FILES = 'of a stranger'\n")
+    (folder / "common/__init__.py").write_text("ROOT = 'of a stranger'\n")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_the_wheel_has_every_file_of_its_folders(built):
 
 # The first lines of a recipe, as far as it looks for `common`.
 HEAD = recipe("dpo").read_text().partition("import preference_recipes")
-PRINT = "\nimport importlib.util\nimport common\nprint('found:', common.FILES)\n"
+PRINT = "\nimport importlib.util\nimport common\nprint('found:', common.ROOT)\n"
 PRINT += "print('found:', importlib.util.find_spec('rollouts'))\n"
 CELL = "import nbclient, nbformat; from nbformat import v4; cell = v4.new_code_cell('%run {}'); "
 CELL += "nbclient.execute(v4.new_notebook(cells=[cell])); print(cell.outputs[0].text)"

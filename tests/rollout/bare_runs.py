@@ -29,7 +29,7 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
     if model is not None:
         wrapper.model = model
         wrapper.config = model.config
-        wrapper.vocabulary = model.config.get_text_config().vocab_size
+        wrapper.vocab_size = model.config.get_text_config().vocab_size
     run = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0)
     run.accelerator = accelerator or alone()
     run.args = types.SimpleNamespace(**{**ARGS, **args})
@@ -45,7 +45,7 @@ def bare_grader(**settings) -> Grader:
 
 def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
     """Training sets whose rows are these JSON texts."""
-    train = datasets.Dataset.from_dict({"columns": [text for texts in sets for text in texts]})
+    train = datasets.Dataset.from_dict({"row_json": [text for texts in sets for text in texts]})
     starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
     return Data(train, starts, eval_sets or {}, converter=None)
 

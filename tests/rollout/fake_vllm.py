@@ -155,7 +155,7 @@ class FakeServer:
     def respond(self, content: dict, seed: int) -> Response:
         tokenizer = types.SimpleNamespace(pad_token_id=0)
         sampler = bare_sampler(tokenizer=tokenizer, model=self.worker.model)
-        sampler.unwrapped.vocabulary -= len(content["logit_bias"])
+        sampler.unwrapped.vocab_size -= len(content["logit_bias"])
         longest = self.worker.model_runner.model_config.max_model_len
         n_tokens = min(content["max_tokens"], longest - len(content["prompt"]))  # as vLLM, unsaid
         draws = np.random.default_rng(seed).random((1, n_tokens))

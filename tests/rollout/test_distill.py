@@ -86,22 +86,22 @@ def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
 class Student(torch.nn.Module):
     """A model of which only the tokenizer's tokens count."""
 
-    def __init__(self, model, vocabulary):
+    def __init__(self, model, vocab_size):
         super().__init__()
         self.model = model
-        self.vocabulary = vocabulary
+        self.vocab_size = vocab_size
 
     def forward(self, ids):
-        return types.SimpleNamespace(logits=self.model(ids).logits[..., : self.vocabulary])
+        return types.SimpleNamespace(logits=self.model(ids).logits[..., : self.vocab_size])
 
 
 class Reference(PlainRun):
     def __init__(self, inputs, settings, teachers: dict):
         super().__init__(inputs, settings_of(), settings)
-        vocabulary = 261 if "padded" in teachers.values() else 264
-        self.student = Student(self.policy, vocabulary)
+        vocab_size = 261 if "padded" in teachers.values() else 264
+        self.student = Student(self.policy, vocab_size)
         self.teachers = {
-            name: Student(self.load(path.strip("@")), vocabulary) for name, path in teachers.items()
+            name: Student(self.load(path.strip("@")), vocab_size) for name, path in teachers.items()
         }
         self.top_k = settings.get("teacher_top_k")
 

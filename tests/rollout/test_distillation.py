@@ -23,9 +23,9 @@ distill = recipes.load("distill")
 
 
 def formula_of(beta: float | None) -> tuple[Callable, Callable]:
-    """The recipe's `token_values` and `objective_gradient`; None: of sampled tokens."""
+    """The recipe's `token_metrics` and `objective_gradient`; None: of sampled tokens."""
     args = distill.Args(loss_type="sampled" if beta is None else "divergence", beta=beta)
-    return partial(distill.token_values, args=args), partial(distill.objective_gradient, args=args)
+    return partial(distill.token_metrics, args=args), partial(distill.objective_gradient, args=args)
 
 
 # ---------------------------------------------------------------------------------------------- a plain reference
@@ -39,7 +39,7 @@ def dense_logps(hidden, weight, bias, multiplier, softcap, temperature) -> torch
 
 
 def dense(student, teacher, targets, beta) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What `token_values` returns, by the definitions, from log-probs `[n, v]`."""
+    """What `token_metrics` returns, by the definitions, from log-probs `[n, v]`."""
     kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
     values = {
         "reverse_kl": kl(student, teacher),
@@ -58,17 +58,17 @@ def dense(student, teacher, targets, beta) -> tuple[torch.Tensor, dict[str, torc
     return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture), values
 
 
-def drawn(n=11, vocabulary=67, teacher_vocabulary=71, cut=61) -> dict:
+def drawn(n=11, vocab_size=67, teacher_vocab_size=71, cut=61) -> dict:
     """Hidden states and output layers of a student and a wider teacher, padded to different sizes; fp32."""
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(*shape, generator=generator)
     return {
         "hidden": draw(n, 16),
-        "weight": draw(vocabulary, 16) / 4,
-        "bias": draw(vocabulary),
+        "weight": draw(vocab_size, 16) / 4,
+        "bias": draw(vocab_size),
         "teacher_hidden": draw(n, 24),
-        "teacher_weight": draw(teacher_vocabulary, 24) / 4,
-        "teacher_bias": draw(teacher_vocabulary),
+        "teacher_weight": draw(teacher_vocab_size, 24) / 4,
+        "teacher_bias": draw(teacher_vocab_size),
         "targets": torch.randint(cut, (n,), generator=generator),
         "weights": torch.rand(n, generator=generator) * (torch.arange(n) % 4 != 1),
     }
@@ -214,12 +214,12 @@ def batch_of(packed: bool) -> dict:
     return packing.Packer(torch.device("cpu"), packed).make_batch(prompts, answers)
 
 
-def own_logps(model, batch: dict, temperature: float, vocabulary: int) -> torch.Tensor:
+def own_logps(model, batch: dict, temperature: float, vocab_size: int) -> torch.Tensor:
     """Log-probs of all tokens before each target, from the architecture's own logits."""
     logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[
         batch["predictor_index"]
     ]
-    return (logits[:, :vocabulary] / temperature).log_softmax(-1)
+    return (logits[:, :vocab_size] / temperature).log_softmax(-1)
 
 
 # Students and teachers: an untied and a tied head, a soft cap, multipliers, a bias.
@@ -234,7 +234,7 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     other_teacher = build("llama tied", vocab_size=310)
     batch = batch_of(packed="gemma2" not in names)  # whose window is shorter than the rows
     weights = torch.rand(batch["mask"].shape)
-    temperature, beta, vocabulary = 0.7, 0.3, 295
+    temperature, beta, vocab_size = 0.7, 0.3, 295
     # The first teacher's answers are the second and the last.
     is_first = torch.tensor([False, True, False, False, True])
     of_first = is_first[:, None].expand_as(batch["mask"])[batch["mask"]]
@@ -242,31 +242,31 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     with torch.no_grad():
         teacher_logps = torch.where(
             of_first[:, None],
-            own_logps(teacher, batch, temperature, vocabulary),
-            own_logps(other_teacher, batch, temperature, vocabulary),
+            own_logps(teacher, batch, temperature, vocab_size),
+            own_logps(other_teacher, batch, temperature, vocab_size),
         )
-    student_logps = own_logps(student, batch, temperature, vocabulary)
+    student_logps = own_logps(student, batch, temperature, vocab_size)
     first, values = dense(student_logps, teacher_logps, batch["targets"], beta)
     (first * weights[batch["mask"]]).sum().backward()
     expected = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
 
-    wrapped = DistillModel(student, vocabulary)
+    wrapped = DistillModel(student, vocab_size)
     outputs = []
     for model, is_mine in ((teacher, of_first), (other_teacher, ~of_first)):
-        wrapped_teacher = DistillModel(model, vocabulary)
+        wrapped_teacher = DistillModel(model, vocab_size)
         with torch.no_grad():
             hidden = wrapped_teacher(batch, as_teacher=True)
         places = is_mine.nonzero().flatten()
         head = wrapped_teacher.whole_head(temperature)
-        assert len(head.weight) == vocabulary
+        assert len(head.weight) == vocab_size
         outputs.append(TeacherOutput(hidden[places], head, places))
     compare, gradient = formula_of(beta)
     output = wrapped(
         batch,
         temperature,
         teacher_outputs=outputs,
-        token_values=compare,
+        token_metrics=compare,
         objective_gradient=gradient,
     )
     assert output.keys() == {"objective", *values}

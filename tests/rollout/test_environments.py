@@ -93,7 +93,7 @@ def play(accelerator, tokenizer):
         rows = [{"prompt": say("user", t), "index": 0, "function": 0} for t in ("1+2=", "30+4=")]
         prompts = {
             "prompt_ids": [chat.encode_prompt(tokenizer, row["prompt"]).ids for row in rows],
-            "columns": [json.dumps(row) for row in rows],
+            "row_json": [json.dumps(row) for row in rows],
             "row": [1, 2],
         }
         uniforms = np.random.default_rng(3).random((2, per_prompt, args["max_new_tokens"]))
@@ -256,7 +256,7 @@ def test_what_reset_returns_is_appended_to_the_prompt():
         ({"prompt": say("user", "1+2="), "tools": [add]}, [], [add]),
         ({"prompt": transcript}, turns, None),
     ]:
-        prompts = {"prompt_ids": [[1]], "columns": [json.dumps(row)], "row": [1]}
+        prompts = {"prompt_ids": [[1]], "row_json": [json.dumps(row)], "row": [1]}
         found = stage.opening(prompts, 0, " Think.")
         assert found.messages == before + say("user", "1+2= Think.")
         text = rendering.render(tokenizer, found.messages, tools, add_generation_prompt=True)

@@ -52,7 +52,7 @@ def test_responses_of_a_prompt_share_its_prefill(
         return forward(self, input_ids, **inputs)
 
     n = 1 if batch_size == 3 else 3
-    columns = {"prompt_ids": PROMPTS, "columns": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
+    columns = {"prompt_ids": PROMPTS, "row_json": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
     uniforms = np.random.default_rng(2).random((n * len(PROMPTS), ROOM))
     for temperature in (0.0, TEMPERATURE):
         expected = [
@@ -181,7 +181,7 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(tm
         [[5], [9]], [[40, 1], [50, 51]], ["{}"] * 2, [1, 2], torch.tensor([True, False])
     )
     samples.sampler_logps = [[-0.5, -0.5], [-0.5, math.nan]]
-    old = {"logps": torch.full((2, 2), -1.0), "values": torch.zeros(2, 2)}
+    old = {"old_logps": torch.full((2, 2), -1.0), "old_values": torch.zeros(2, 2)}
     sampler = bare_sampler(output_dir=tmp_path)
     with pytest.raises(FloatingPointError, match=r"rows 2\. .*Not finite: sampler_logps\. "):
         samples.check_finite(sampler, scores=torch.ones(2, 1), **old)

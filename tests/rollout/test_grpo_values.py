@@ -33,12 +33,14 @@ def losses_of(
     experience = {
         "mask": given["mask"],
         "advantages": given["advantages"][:, None],
-        "logps": given["old_logps"],
+        "old_logps": given["old_logps"],
         "ref_logps": given["ref_logps"],
         "sampler_logps": given["sampler_logps"],
     }
     model = lambda *_, **__: {"logps": logps, "entropy": torch.zeros_like(logps)}
-    losses, values = module.sample_losses(model, batch or {}, experience, args, on_policy=False)
+    losses, values = module.sample_losses(
+        model, batch or {}, experience, args, is_first_update=False
+    )
     return logps, losses, values["loss"][1], values
 
 
@@ -129,12 +131,12 @@ def means_of(values: dict, n_samples: int) -> dict[str, float]:
     return means.reduce_and_reset()
 
 
-def advantages(scores, group, baseline, std, is_trained=None, module=grpo) -> list[float]:
+def advantages(scores, group, baseline, std, in_update=None, module=grpo) -> list[float]:
     """The advantages of scores `[samples]` in groups of so many."""
     grouped = scores.view(-1, group)
-    is_trained = torch.ones(len(scores)) > 0 if is_trained is None else is_trained
+    in_update = torch.ones(len(scores)) > 0 if in_update is None else in_update
     args = types.SimpleNamespace(baseline=baseline, advantage_std=std)
-    return module.advantages_of(grouped, is_trained.view_as(grouped), args).flatten().tolist()
+    return module.advantages_of(grouped, in_update.view_as(grouped), args).flatten().tolist()
 
 
 @pytest.mark.parametrize("name", trl_grpo.ADVANTAGES)
@@ -201,10 +203,10 @@ def test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio():
 
 def test_the_deviation_of_the_rollout_is_that_of_what_is_trained_on():
     scores = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0, 2.0], dtype=torch.float64)
-    is_trained = torch.tensor([True, True, False, False, True, True])
+    in_update = torch.tensor([True, True, False, False, True, True])
 
-    def of_groups(baseline, std, is_trained=is_trained):
-        return advantages(scores, 3, baseline, std, is_trained)
+    def of_groups(baseline, std, in_update=in_update):
+        return advantages(scores, 3, baseline, std, in_update)
 
     third = 1 / 3  # what is cut counts in the mean of its group
     group = [2 * third, -third, -third, 1, -1, 0]
@@ -229,7 +231,7 @@ def test_a_kl_keeps_groups_whose_advantages_are_all_zero():
 
     def kept(**settings):
         args = types.SimpleNamespace(baseline="group", advantage_std="batch", **settings)
-        return grpo.has_advantage(scores, args).tolist()
+        return grpo.groups_to_keep(scores, args).tolist()
 
     assert kept(drop_equal_groups=True, kl_coef=0.0) == [False, False, True]
     assert kept(drop_equal_groups=True, kl_coef=0.1) == [True, True, True]

@@ -148,7 +148,7 @@ class Reference(plain_rollouts.PlainRun):
     def roll_out(self, number: int) -> tuple[list, dict]:
         """The samples of a rollout, and what is logged of it."""
         s, samples = self.set, []
-        rows = batches.rows_of_update(len(self.rows), s.rollout_batch_size, s.seed, number)
+        rows = batches.indices_of_update(len(self.rows), s.rollout_batch_size, s.seed, number)
         for row, of_prompt in zip(rows, self.uniforms(len(rows), number, 1)):
             prompt = self.encode(self.rows[row]["prompt"])
             for numbers in of_prompt:
@@ -240,7 +240,7 @@ class Reference(plain_rollouts.PlainRun):
             kl_coef = self.kl_coef
             for index in range(min(of_rollouts[number % 2], total - len(self.lines))):
                 seed = (s.seed, number, 2)
-                rows = batches.rows_of_update(len(samples), s.train_batch_size, seed, index)
+                rows = batches.indices_of_update(len(samples), s.train_batch_size, seed, index)
                 found = self.update([samples[row] for row in rows], kl_coef, total)
                 epoch = {"epoch": (len(self.lines) + 1) / sum(of_rollouts)}
                 self.lines.append(found | epoch | (line if index == 0 else {}))

@@ -135,7 +135,7 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn(tokenizer):
         generation_config=types.SimpleNamespace(eos_token_id=[5, 2]),
     )
     sampler = bare_sampler(tokenizer=tokenizer, max_length=5)
-    sampler.unwrapped = types.SimpleNamespace(vocabulary=298, model=model)
+    sampler.unwrapped = types.SimpleNamespace(vocab_size=298, model=model)
     uniforms = np.array([[[0.25] * 3] * 2, [[0.5] * 3] * 2])
     first, second, third = vllm.make_requests(
         sampler, [[7], [8, 9], [7] * 4], uniforms[[0, 1, 1]], 0.7

@@ -1,4 +1,4 @@
-"""A running average of the trained weights, however the engine has sharded them."""
+"""An exponential moving average of the trained weights, however the engine has sharded them."""
 
 import contextlib
 
@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common import engine, zero
 
 
-class Average:
-    """A running average of the weights that are trained, in fp32; each process holds its part.
+class EMA:
+    """An average of the weights that are trained, in fp32; each process holds its part.
 
     A checkpoint holds the whole average: pass this to `Checkpoint` under a name of its own.
 
