@@ -67,4 +67,4 @@ def update(checkpoint: Checkpoint) -> None:
     checkpoint.optimizer.step()
     checkpoint.scheduler.step()
     checkpoint.optimizer.zero_grad()
-    checkpoint.run.update_done(True, samples=4, tokens=9)
+    checkpoint.run.update_done(True, n_samples=4, n_tokens=9)
