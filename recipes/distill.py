@@ -195,6 +195,7 @@ def token_losses(
             this very pass are the old ones, so all ratios are exactly 1.
         in_training: False in an evaluation, where no losses are weighted.
     """
+    # The model calls both functions on a chunk of tokens at a time: all `[T, V]` would not fit.
     output = model(
         batch,
         args.temperature,
