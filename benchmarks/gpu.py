@@ -14,7 +14,8 @@
     generation  tokens a second of GRPO's rollouts: a random model of 0.5 B parameters, 128
                 responses of 256 tokens; recording.py on it, in fp32 and in bf16, with prompts of 64
                 tokens, and with such of 1,024, whose keys are kept once for eight responses
-    attention   tokens a second of DPO and SFT with cuDNN's attention and without, alternately
+    attention   tokens a second of DPO and SFT with cuDNN's attention and without, and of DPO
+                without shared prompts, alternately
     anchor      SFT of Qwen3-0.6B's shape on rows of 8,192 tokens: tokens a second, MFU, memory; and
                 a profile of an update of short rows: for how much of it the GPU works, on what
     gemma       SFT and DPO of gemma-3-1b's shape on rows of 8,192 tokens, and DPO on such of 59,392
@@ -442,11 +443,13 @@ def attention(step: Step) -> dict:
     for number, (recipe, data) in itertools.product(range(2), runs.items()):
         flags = ["--model_name_or_path", model, "--dataset_name", ASSETS / data]
         flags += ["--train_batch_size", 64, "--micro_train_batch_size", 16]
-        for how in ("cudnn", "no_cudnn"):
-            within = (how, "-")
+        for how in ("cudnn", "no_cudnn", "unshared"):
+            if how == "unshared" and recipe == "sft":  # it has no prompts to share
+                continue
+            more = ["--no_share_prompts"] if how == "unshared" else []
             name = f"{how}-{number}"
             found.setdefault(f"{recipe}, {how}", []).append(
-                timed_run(step, recipe, name, *flags, within=within)
+                timed_run(step, recipe, name, *flags, *more, within=(how, "-"))
             )
     passed = all(None not in runs_of for runs_of in found.values())
     return {"passed": passed, "perf": found}
