@@ -55,7 +55,7 @@ class ActorSaver:
         if directory is None and not run.global_step:
             refuse(f"no update was applied, {run.skipped_steps} were skipped: no actor is saved")
         directory = directory or run.output_dir / "actor"
-        with run.timed("paused"):
+        with run.timed("excluded"):
             saving.save(
                 run.accelerator,
                 run.args,

@@ -43,7 +43,7 @@ class MicroBatch(NamedTuple):
     """The samples that one process runs forward and backward at once."""
 
     indices: list[int]  # into the data set, its sequences (SFT) or the rollout
-    is_real: torch.Tensor  # float32 `[indices]`: 1, or 0 for a padding row
+    sample_weights: torch.Tensor  # float32 `[indices]`: 1, or 0 for a padding row
 
 
 def indices_of_update(

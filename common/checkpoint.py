@@ -99,7 +99,7 @@ class Checkpoint:
         self.last_saved = self.run.global_step
         final = self.folder / f"global_step_{self.last_saved:06d}"
         temporary = final.with_name(f".{final.name}.writing")
-        with self.run.timed("paused"), folders.writing(temporary):
+        with self.run.timed("excluded"), folders.writing(temporary):
             self.write(temporary, final)
 
     def write(self, temporary: Path, final: Path) -> None:

@@ -39,7 +39,7 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
     return len(shape) >= 2 and "bias" not in name and name != "A_log" and not is_norm
 
 
-def build(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
+def make_optimizer(accelerator, groups: list[dict], args) -> torch.optim.Optimizer:
     """Returns AdamW for the groups, fused on a GPU, which is faster.
 
     With torch's loss scaler for fp16 the fused kernel would skip updates unnoticed by accelerate.
@@ -61,7 +61,7 @@ def warmup_updates(args, total_updates: int) -> int:
     return share_of(total_updates, args.warmup_steps)
 
 
-def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> LambdaLR:
+def make_scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int) -> LambdaLR:
     """Returns the schedule of the learning rates: warm-up, then `args.lr_scheduler_type`.
 
     The rates equal those of `transformers.get_scheduler`, whose module is slow to import. Do not

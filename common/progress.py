@@ -11,7 +11,7 @@ from common import checkpointable
 class PromptProgress:
     """The position in the prompts, over all epochs, where updates do not determine it."""
 
-    prompts_seen: int = 0  # taken so far
+    prompts_taken: int = 0  # taken so far
     prompts_done: int = 0  # those of them whose updates are all made
     prompts_at_last_update: int = 0  # taken when the last update was made
 
@@ -67,14 +67,14 @@ class Progress:
         if self.max_steps:
             return self.global_step >= self.max_steps
         if prompts is not None:
-            return prompts.prompts_done == prompts.prompts_seen >= self.max_epochs * self.n_rows
+            return prompts.prompts_done == prompts.prompts_taken >= self.max_epochs * self.n_rows
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
         if self.prompt_progress is not None:
-            return self.prompt_progress.prompts_seen / self.n_rows
+            return self.prompt_progress.prompts_taken / self.n_rows
         return self.updates_seen / self.updates_per_epoch
 
     def update_done(self, applied: bool, n_samples: int, n_tokens: int) -> None:

@@ -133,8 +133,8 @@ class Run(Progress):
         """Cuts samples into micro-batches of like length, and returns those of this process."""
         sizes = (self.args.micro_train_batch_size, self.args.micro_train_tokens)
         return [
-            batches.MicroBatch(part, batches.to_device(is_real, self.accelerator.device))
-            for part, is_real in batches.split(self.accelerator, indices, lengths, *sizes)
+            batches.MicroBatch(part, batches.to_device(sample_weights, self.accelerator.device))
+            for part, sample_weights in batches.split(self.accelerator, indices, lengths, *sizes)
         ]
 
     # ============================================================ an update
@@ -237,7 +237,7 @@ class Run(Progress):
     def timed(self, name: str):
         """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
 
-        `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
+        `excluded` stands for evaluating and saving: `perf/*` leaves these seconds out.
         """
         start = time.perf_counter()
         yield
@@ -253,7 +253,7 @@ class Run(Progress):
     def speed(self) -> dict[str, float]:
         """Returns `perf/*` of the time since the last line. All processes must call it."""
         seconds = dict(self.seconds)
-        elapsed = time.perf_counter() - self.since - seconds.pop("paused", 0.0)
+        elapsed = time.perf_counter() - self.since - seconds.pop("excluded", 0.0)
         values = {
             "perf/samples_per_second": (self.n_samples - self.n_samples_before) / elapsed,
             "perf/tokens_per_second": (self.n_tokens - self.n_tokens_before) / elapsed,

@@ -41,7 +41,7 @@ class Recorder:
     def keep_logps(self, model, inputs, output) -> None:
         """Keeps the log-probs of a forward pass, `[answers, tokens]`; a hook of the model."""
         if torch.is_grad_enabled() and isinstance(output, dict):
-            self.logps = (output["logps"].detach(), inputs[0]["mask"])
+            self.logps = (output["logps"].detach(), inputs[0]["loss_mask"])
 
     @torch.no_grad()
     def add(self, values: dict, weights: torch.Tensor, rows: list, responses=None) -> None:

@@ -21,7 +21,7 @@ and m = (1 - beta) s + beta t:
 
 Shapes: N samples of a rollout, T tokens in the longest response. What belongs to tokens is [N, T],
 and zero past the end of a response; or [N, 1] if all tokens have the same. An update reads some of
-the N rows. `token_metrics` sees n of their tokens at a time, with all V of the vocabulary.
+the N rows. `token_outputs` sees n of their tokens at a time, with all V of the vocabulary.
 
 The demo, offline:
     python recipes/distill.py
@@ -94,7 +94,7 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-def token_metrics(
+def token_outputs(
     student_logps: torch.Tensor, teacher_logps: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> dict[str, torch.Tensor]:
     """Returns metrics of each token by name, `[n]`: `objective`, which has a gradient, then others.
@@ -108,10 +108,10 @@ def token_metrics(
     """
     p_student = student_logps.exp()
     p_teacher = teacher_logps.exp()
-    gap = student_logps - teacher_logps
+    log_ratios = student_logps - teacher_logps
     metrics = {
-        "reverse_kl": (p_student * gap).sum(-1),
-        "forward_kl": -(p_teacher * gap).sum(-1),
+        "reverse_kl": (p_student * log_ratios).sum(-1),
+        "forward_kl": -(p_teacher * log_ratios).sum(-1),
         "entropy": -(p_student * student_logps).sum(-1),
         "teacher_entropy": -(p_teacher * teacher_logps).sum(-1),
         "agreement": (student_logps.argmax(-1) == teacher_logps.argmax(-1)).float(),
@@ -125,26 +125,28 @@ def token_metrics(
     elif args.beta == 0:
         objective = metrics["forward_kl"]
     else:
-        student_gap, teacher_gap = gaps_to_mixture(gap, args.beta)
-        objective = args.beta * (p_teacher * teacher_gap).sum(-1)
-        objective += (1 - args.beta) * (p_student * student_gap).sum(-1)
+        student_log_ratios, teacher_log_ratios = log_ratios_to_mixture(log_ratios, args.beta)
+        objective = args.beta * (p_teacher * teacher_log_ratios).sum(-1)
+        objective += (1 - args.beta) * (p_student * student_log_ratios).sum(-1)
     return {"objective": objective, **metrics}
 
 
-def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+def log_ratios_to_mixture(
+    log_ratios: torch.Tensor, beta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log s - log m and log t - log m, of log s - log t; all zero where s is t.
 
     Seen from the larger one nothing overflows: log m = log s + log(1 + beta (t/s - 1)).
     """
-    share_of_smaller = torch.full_like(gap, 1 - beta).masked_fill_(gap > 0, beta)
-    below_larger = torch.log1p(share_of_smaller * torch.expm1(-gap.abs()))
-    return gap.clamp(max=0) - below_larger, -gap.clamp(min=0) - below_larger
+    share_of_smaller = torch.full_like(log_ratios, 1 - beta).masked_fill_(log_ratios > 0, beta)
+    below_larger = torch.log1p(share_of_smaller * torch.expm1(-log_ratios.abs()))
+    return log_ratios.clamp(max=0) - below_larger, -log_ratios.clamp(min=0) - below_larger
 
 
 def objective_gradient(
     student_logps: torch.Tensor, teacher_logps: torch.Tensor, targets: torch.Tensor, args: Args
 ) -> torch.Tensor:
-    """Returns the gradient of `objective` by the student's logits, `[n, V]`; see `token_metrics`.
+    """Returns the gradient of `objective` by the student's logits, `[n, V]`; see `token_outputs`.
 
     It is s - t at beta 0, and s (g - sum of s g) at beta 1, with g = log s - log t. In between g is
     (1 - beta) (log s - log m): the derivatives through m cancel. It is written by hand because
@@ -156,11 +158,11 @@ def objective_gradient(
         return p_student.neg_().scatter_add_(1, targets[:, None], ones)
     if args.beta == 0:
         return p_student.sub_(teacher_logps.exp())
-    gap = student_logps - teacher_logps
+    log_ratios = student_logps - teacher_logps
     if args.beta < 1:
-        gap, _ = gaps_to_mixture(gap, args.beta)
-    mean = (p_student * gap).sum(-1, keepdim=True)
-    return gap.sub_(mean).mul_(p_student).mul_(1 if args.beta == 1 else 1 - args.beta)
+        log_ratios, _ = log_ratios_to_mixture(log_ratios, args.beta)
+    mean = (p_student * log_ratios).sum(-1, keepdim=True)
+    return log_ratios.sub_(mean).mul_(p_student).mul_(1 if args.beta == 1 else 1 - args.beta)
 
 
 def sampled_losses(
@@ -186,7 +188,7 @@ def token_losses(
     is_first_update: bool = True,
     in_training: bool = True,
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of response tokens `[rows, T]`, and their metrics.
+    """Returns the losses of response tokens `[samples, T]`, and their metrics.
 
     Args:
         teacher_outputs: what the teachers say of the batch, from `AllTeachers.outputs_for`.
@@ -200,10 +202,10 @@ def token_losses(
         batch,
         args.temperature,
         teacher_outputs=teacher_outputs,
-        token_metrics=partial(token_metrics, args=args),
+        token_outputs=partial(token_outputs, args=args),
         objective_gradient=partial(objective_gradient, args=args),
     )
-    mask = experience["mask"]
+    mask = experience["loss_mask"]
     metrics = {}
     if args.loss_type == "divergence":
         losses = output["objective"]
@@ -216,7 +218,7 @@ def token_losses(
         old_logps = logps.detach() if is_first_update else experience["old_logps"]
         losses = sampled_losses(logps, old_logps, output["teacher_logps"])
         if in_training:  # where a server sampled, its log-probs differ from those of training
-            losses, metrics = correction.reweight(
+            losses, metrics = correction.for_sampler(
                 losses, old_logps, experience, args, is_first_update
             )
     metrics |= {
@@ -243,7 +245,7 @@ def make_rollout(
     with run.timed("generate"):
         samples = sampler.sample_rollout(state, prompts)
     metrics = {
-        "completions/mean_length": samples.mask.sum(1),
+        "completions/mean_length": samples.padded_loss_mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
     }
     results.add_rollout_metrics(sampler, samples, None, "completions", metrics)
@@ -290,8 +292,8 @@ def main():
         charts=CHARTS,
         updates_per_epoch=rollout_state.count_updates(args, len(data.train)),
     )
-    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
-    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    optimizer = optim.make_optimizer(accelerator, optim.parameter_groups(policy, args), args)
+    scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
 
     all_teachers = AllTeachers(accelerator, args, tokenizer, model)
@@ -328,13 +330,13 @@ def main():
         lengths = state.rollout.lengths_as_read(samples.lengths_for_split(packer))
         update = run.plan_update(update_indices, lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
+        response_tokens = int(state.rollout.experience["loss_mask"][update_indices].sum())
         is_first_update = run.global_step == state.rollout.step_at_start
-        for indices, is_real in update.micro_batches:
+        for indices, sample_weights in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(indices, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[index] for index in indices]
-                token_weights = experience["mask"] * is_real[:, None]
+                token_weights = experience["loss_mask"] * sample_weights[:, None]
             with run.timed("teacher"):  # what the teachers say about the same tokens
                 outputs = all_teachers.outputs_for(state.rollout, indices, batch, packer)
             with accelerator.accumulate(model):
@@ -351,8 +353,8 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
-            run.count_flop(batch, is_real)
+            means.add(metrics, sample_weights, row_numbers, samples.response_numbers(indices))
+            run.count_flop(batch, sample_weights)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         rate = scheduler.get_last_lr()[0]
@@ -379,21 +381,21 @@ def evaluate(run: Run, sampler: Sampler, all_teachers: AllTeachers) -> dict[str,
     """Logs how the student answers held-out prompts, and how far it is from its teachers."""
     eval_metrics = {}
     examples = []
-    with run.timed("paused"), prepare.evaluation_mode(sampler.model):
+    with run.timed("excluded"), prepare.evaluation_mode(sampler.model):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             rollout = all_teachers.assign_teachers(samples, eval_set[:], run.global_step)
             all_teachers.query_servers(rollout)
             means = Means(run.accelerator, run.recorder(prefix))
             lengths = rollout.lengths_as_read(samples.lengths)
-            for indices, is_real in run.split(range(len(samples)), lengths):
+            for indices, sample_weights in run.split(range(len(samples)), lengths):
                 batch, experience = samples.collate(indices, rollout.experience, sampler.packer)
                 outputs = all_teachers.outputs_for(rollout, indices, batch, sampler.packer)
                 _, metrics = token_losses(
                     sampler.model, batch, outputs, experience, run.args, in_training=False
                 )
                 row_numbers = [samples.row_numbers[index] for index in indices]
-                means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
+                means.add(metrics, sample_weights, row_numbers, samples.response_numbers(indices))
             eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
             metrics, shown = results.held_out_results(sampler, samples, None, eval_set, prefix)
             eval_metrics |= metrics

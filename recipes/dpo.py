@@ -171,7 +171,7 @@ def pair_losses(
     """
     output = model(batch, extra_outputs=("mean_logits",))
     logps = output["logps"].sum(1)  # zero after an answer's end
-    mask = batch["mask"]
+    mask = batch["loss_mask"]
     lengths = mask.sum(1)
     chosen_logps, rejected_logps = logps.chunk(2)
     if reference is None:
@@ -240,8 +240,8 @@ def main():
     run = Run(
         accelerator, args, len(train), flop=flop, bar_metric="rewards/accuracies", charts=CHARTS
     )
-    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
-    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    optimizer = optim.make_optimizer(accelerator, optim.parameter_groups(policy, args), args)
+    scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     reference = None
     if args.loss_type not in REFERENCE_FREE:
@@ -269,24 +269,24 @@ def main():
         saver.save_if_best(evaluate(run, model, tokenizer, reference, packer, held_out))
     while not run.finished:
         update = run.begin_update(train)  # all processes agree on its samples; each takes its share
-        for indices, is_real in update.micro_batches:
+        for indices, sample_weights in update.micro_batches:
             with run.timed("data"):
                 columns = train[indices]
                 batch = collate(columns, packer)
             with accelerator.accumulate(model):
                 losses, metrics = pair_losses(model, reference, batch, args)
-                run.check_finite(update, columns["row"], losses, is_real)
+                run.check_finite(update, columns["row"], losses, sample_weights)
                 # This micro-batch's part of the mean over pairs. The engine will divide by its
                 # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
-                loss = (losses * is_real).sum() * update.engine_divisor / update.n_samples
+                loss = (losses * sample_weights).sum() * update.engine_divisor / update.n_samples
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(metrics, is_real, columns["row"])
-            run.count_flop(batch, is_real)
+            means.add(metrics, sample_weights, columns["row"])
+            run.count_flop(batch, sample_weights)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         rate = scheduler.get_last_lr()[0]
@@ -319,14 +319,14 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     eval_metrics = {}
     examples = []
-    with run.timed("paused"), prepare.evaluation_mode(model):
+    with run.timed("excluded"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
-            for indices, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
+            for indices, sample_weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 columns = eval_rows[indices]
                 batch = collate(columns, packer)
                 _, metrics = pair_losses(model, reference, batch, run.args)
-                means.add(metrics, is_real, columns["row"])
+                means.add(metrics, sample_weights, columns["row"])
             eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:

@@ -14,7 +14,7 @@ Shao et al. 2024, arXiv:2402.03300. The run makes one rollout after another:
     loss = average of -min(r_t A, clip(r_t, 1 - c_low, 1 + c_high) A) + kl_coef * KL_t
 
 Shapes: G groups of n responses, T tokens in the longest. Scores and advantages are [G, n]. What an
-update reads has a row for each response: [rows, T], or [rows, 1] if all its tokens have the same.
+update reads is [samples, T], or [samples, 1] if all tokens of a response have the same.
 
 By default with DAPO's clip range and average over tokens, and the standard deviation of the whole
 rollout. The paper's own settings, Dr. GRPO, GSPO, RLOO, REINFORCE++ and CISPO: docs/grpo.md. DAPO's
@@ -181,7 +181,7 @@ def kl_losses(
 
 
 def average_tokens(losses: torch.Tensor, mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """Returns the loss of each sample, `[rows]`; `sample_weights` says how much each counts.
+    """Returns the loss of each sample, `[samples]`; `averaging_weights` says how much each counts.
 
     Sources: token, DAPO, arXiv:2503.14476 section 3.3; sequence, arXiv:2402.03300 eq. 3; constant,
     Dr. GRPO, arXiv:2503.20783.
@@ -192,8 +192,8 @@ def average_tokens(losses: torch.Tensor, mask: torch.Tensor, args: Args) -> torc
     return sums / mask.sum(1).clamp(min=1)
 
 
-def sample_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
-    """Returns the weight of each sample in the mean over an update, `[rows]`.
+def averaging_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
+    """Returns the weight of each sample in the mean over an update, `[samples]`.
 
     With `--average token` it is the number of its tokens, so that each token counts the same.
     """
@@ -204,7 +204,7 @@ def sample_weights(mask: torch.Tensor, args: Args) -> torch.Tensor:
 def sample_losses(
     model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first_update: bool
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of samples, `[rows]`, and their metrics.
+    """Returns the losses of samples, `[samples]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.
@@ -213,7 +213,7 @@ def sample_losses(
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
-    mask = experience["mask"].to(logps.dtype)
+    mask = experience["loss_mask"].to(logps.dtype)
     old_logps = logps.detach() if is_first_update else experience["old_logps"]
     log_ratios = logps - old_logps
     token_ratios = torch.exp(log_ratios)
@@ -225,14 +225,14 @@ def sample_losses(
     losses, clipped_low, clipped_high = policy_losses(logps, ratios, experience["advantages"], args)
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The KL
     # is not: its own ratios correct for the old policy, and the server's difference is ignored.
-    losses, metrics = correction.reweight(losses, old_logps, experience, args, is_first_update)
+    losses, metrics = correction.for_sampler(losses, old_logps, experience, args, is_first_update)
     if args.kl_coef:
         kl, terms = kl_losses(logps, experience["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * terms
         metrics["kl"] = (kl, mask)
     averaged = average_tokens(losses, mask, args)
     metrics |= {
-        "loss": (averaged, sample_weights(mask, args)),
+        "loss": (averaged, averaging_weights(mask, args)),
         "clip_ratio/low_mean": (clipped_low.expand_as(mask).float(), mask),
         "clip_ratio/high_mean": (clipped_high.expand_as(mask).float(), mask),
         "entropy": (output["entropy"], mask),
@@ -267,8 +267,8 @@ def make_rollout(
     if not in_update.any():
         return None
     advantages = advantages_of(group_scores, in_update.view_as(group_scores), args)
-    experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
-    experience["advantages"] = advantages.view(-1, 1)
+    experience = {"advantages": advantages.view(-1, 1), "loss_mask": samples.padded_loss_mask}
+    experience["sampler_logps"] = samples.padded_sampler_logps
     rollout = Rollout(samples, run.global_step, experience, in_update)
     with run.timed("score"):
         # The first update takes the log-probs of its own pass as the old ones, later ones these.
@@ -285,7 +285,7 @@ def log_rollout(
     metrics = {
         "reward": scores.total,
         "frac_groups_dropped": ~is_kept,
-        "completions/mean_length": samples.mask.sum(1),
+        "completions/mean_length": samples.padded_loss_mask.sum(1),
         "completions/clipped_ratio": ~samples.ended,
     }
     if run.args.n_samples_per_prompt > 1:
@@ -326,8 +326,8 @@ def main():
         updates_per_epoch=rollout_state.count_updates(args, len(data.train)),  # at most
         prompt_progress=state,
     )
-    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
-    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    optimizer = optim.make_optimizer(accelerator, optim.parameter_groups(policy, args), args)
+    scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
 
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
@@ -352,7 +352,7 @@ def main():
 
     # ============================================================ the loop
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    if state.prompts_seen == 0:  # a rollout may have led to no update
+    if state.prompts_taken == 0:  # a rollout may have led to no update
         saver.save_if_best(evaluate(run, sampler, grader))
     while not run.finished:
         state.rollout = state.rollout or make_rollout(run, sampler, grader, reference, state)
@@ -365,16 +365,16 @@ def main():
             lengths = samples.lengths_for_split(packer)
             update = run.plan_update(update_indices, lengths, samples.n_tokens(update_indices))
             # The loss is the weighted mean over these samples.
-            mask = state.rollout.experience["mask"][update_indices]
-            total_weight = int(sample_weights(mask, args).sum())
+            mask = state.rollout.experience["loss_mask"][update_indices]
+            total_weight = int(averaging_weights(mask, args).sum())
             is_first_update = run.global_step == state.rollout.step_at_start
-            for indices, is_real in update.micro_batches:
+            for indices, sample_weights in update.micro_batches:
                 with run.timed("data"):
                     batch, experience = samples.collate(indices, state.rollout.experience, packer)
                     row_numbers = [samples.row_numbers[index] for index in indices]
                 with accelerator.accumulate(model):
                     losses, metrics = sample_losses(model, batch, experience, args, is_first_update)
-                    weights = sample_weights(experience["mask"], args) * is_real
+                    weights = averaging_weights(experience["loss_mask"], args) * sample_weights
                     run.check_finite(update, row_numbers, losses, weights)
                     # This micro-batch's part of the weighted mean. The engine will divide by its
                     # `engine_divisor`, micro-batches times processes, so that is undone beforehand.
@@ -385,8 +385,8 @@ def main():
                     # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                     optimizer.step()
                     optimizer.zero_grad()
-                means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
-                run.count_flop(batch, is_real)
+                means.add(metrics, sample_weights, row_numbers, samples.response_numbers(indices))
+                run.count_flop(batch, sample_weights)
 
             applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
             rate = scheduler.get_last_lr()[0]
@@ -413,7 +413,7 @@ def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     eval_metrics = {}
     examples = []
-    with run.timed("paused"):
+    with run.timed("excluded"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             scores = grader.score(sampler, samples)

@@ -126,11 +126,11 @@ def estimate_kl(
     next_rows = np.roll(rows, -1)  # after the last row comes the first
     lengths = data.lengths[rows] + data.lengths[next_rows]  # prompt and answers are of two rows
     with prepare.evaluation_mode(model):
-        for indices, is_real in run.split(range(len(rows)), lengths):
+        for indices, sample_weights in run.split(range(len(rows)), lengths):
             mixed = with_prompts(data[next_rows[indices]], data[rows[indices]], run.args.max_length)
             batch = collate(mixed, packer)
             log_ratios = model(batch)["logps"].sum(1) - reference.logps(batch).sum(1)
-            means.add({"kl": log_ratios}, is_real[batch["row_of_answer"]])
+            means.add({"kl": log_ratios}, sample_weights[batch["row_of_answer"]])
     return max(means.reduce_and_reset()["kl"], 0.0)
 
 
@@ -181,8 +181,8 @@ def main():
     policy = prepare.policy(accelerator, args, tokenizer, dropout=False)
     flop = cost.flop(policy, data.processor)
     run = Run(accelerator, args, len(train), flop=flop, bar_metric="kl", charts=CHARTS)
-    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
-    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    optimizer = optim.make_optimizer(accelerator, optim.parameter_groups(policy, args), args)
+    scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]
@@ -208,10 +208,10 @@ def main():
         update = run.begin_update(train)  # all processes agree on its samples; each takes its share
         n_answers = int(answer_counts[update.indices].sum())
         kl = estimate_kl(run, model, reference, packer, train, update.indices)
-        for indices, is_real in update.micro_batches:
+        for indices, sample_weights in update.micro_batches:
             with run.timed("data"):
                 batch = collate(train[indices], packer)
-                answer_weights = is_real[batch["row_of_answer"]]
+                answer_weights = sample_weights[batch["row_of_answer"]]
             with accelerator.accumulate(model):
                 losses, metrics = answer_losses(model, reference, batch, kl, args)
                 run.check_finite(update, batch["row_numbers"], losses, answer_weights)
@@ -225,7 +225,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             means.add(metrics, answer_weights, batch["row_numbers"])
-            run.count_flop(batch, is_real)
+            run.count_flop(batch, sample_weights)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         rate = scheduler.get_last_lr()[0]
@@ -258,16 +258,16 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     eval_metrics = {}
     examples = []
-    with run.timed("paused"), prepare.evaluation_mode(model):
+    with run.timed("excluded"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
             # Shuffled, because in a file the next row may answer the same prompt.
             order = batches.epoch_order(len(eval_rows), run.args.seed, epoch=0)
             kl = estimate_kl(run, model, reference, packer, eval_rows, order)
-            for indices, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
+            for indices, sample_weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 batch = collate(eval_rows[indices], packer)
                 _, metrics = answer_losses(model, reference, batch, kl, run.args)
-                means.add(metrics, is_real[batch["row_of_answer"]], batch["row_numbers"])
+                means.add(metrics, sample_weights[batch["row_of_answer"]], batch["row_numbers"])
             eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:

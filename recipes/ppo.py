@@ -104,7 +104,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) ->
     return torch.exp(-difference) - 1 + difference  # k3: unbiased, never negative
 
 
-def clip_scores(
+def adjust_scores(
     scores: torch.Tensor, ended: torch.Tensor, reward_clip: float, missing_eos_penalty: float
 ) -> torch.Tensor:
     """Clips the scores `[samples]`, then subtracts a penalty where a response does not end."""
@@ -204,7 +204,7 @@ def explained_variance(
 def token_losses(
     model: torch.nn.Module, batch: dict, experience: dict, args: Args, is_first_update: bool
 ) -> tuple[torch.Tensor, dict]:
-    """Returns the losses of response tokens `[rows, T]`, and their metrics.
+    """Returns the losses of response tokens `[samples, T]`, and their metrics.
 
     Args:
         experience: `Rollout.experience` of the same samples.
@@ -213,7 +213,7 @@ def token_losses(
     """
     output = model(batch, args.temperature, extra_outputs=("entropy",))
     logps = output["logps"]
-    mask = experience["mask"]
+    mask = experience["loss_mask"]
     old_logps = logps.detach() if is_first_update else experience["old_logps"]
     log_ratios = logps - old_logps
     clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
@@ -225,7 +225,7 @@ def token_losses(
     )
     # With --vllm_url they are weighted: a server's log-probs differ from those of training. The
     # critic needs no weight: it fits the returns of these samples, whoever drew them.
-    losses, metrics = correction.reweight(
+    losses, metrics = correction.for_sampler(
         actor_losses, old_logps, experience, args, is_first_update
     )
     if args.kl_in == "loss":
@@ -263,7 +263,7 @@ def make_rollout(
     # Checked before whitening, which would spread a single NaN to all samples.
     samples.check_finite(sampler, scores=scores.total[:, None])
 
-    mask = samples.mask
+    mask = samples.padded_loss_mask
     kl = torch.zeros_like(computed["old_logps"])
     if reference is not None:
         estimate = kl_estimate(computed["old_logps"], computed["ref_logps"], args.kl_estimator)
@@ -273,7 +273,7 @@ def make_rollout(
     advantages, returns = gae(
         per_token_rewards, computed["old_values"], mask, args.gamma, args.gae_lambda
     )
-    experience = {"mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
+    experience = {"loss_mask": mask, "sampler_logps": samples.padded_sampler_logps, **computed}
     experience |= {"returns": returns, "advantages": whiten(advantages, mask)}
     log_rollout(run, sampler, samples, scores, experience, kl, per_token_rewards)
     in_update = torch.ones(len(samples), dtype=torch.bool)
@@ -284,7 +284,7 @@ def score_responses(sampler: Sampler, grader: Grader, samples: Samples) -> Score
     """Returns the scores of responses, clipped, less the penalty of those that do not end."""
     args = sampler.args
     scores = grader.score(sampler, samples)
-    total = clip_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
+    total = adjust_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
     return scores._replace(total=total)
 
 
@@ -304,7 +304,7 @@ def log_rollout(
         kl: to the reference, `[N, T]`.
         per_token_rewards: `[N, T]`.
     """
-    mask = experience["mask"]
+    mask = experience["loss_mask"]
     rlhf_rewards = per_token_rewards.sum(1)
     explained = explained_variance(experience["old_values"], experience["returns"], mask)
     metrics = {
@@ -376,8 +376,8 @@ def main():
         charts=CHARTS,
         updates_per_epoch=rollout_state.count_updates(args, len(data.train)),
     )
-    optimizer = optim.build(accelerator, parameter_groups(policy, args), args)
-    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    optimizer = optim.make_optimizer(accelerator, parameter_groups(policy, args), args)
+    scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
 
     reference = None
@@ -416,13 +416,13 @@ def main():
         )
         update = run.plan_update(update_indices, samples.lengths, samples.n_tokens(update_indices))
         # The loss is the mean over these tokens.
-        response_tokens = int(state.rollout.experience["mask"][update_indices].sum())
+        response_tokens = int(state.rollout.experience["loss_mask"][update_indices].sum())
         is_first_update = run.global_step == state.rollout.step_at_start
-        for indices, is_real in update.micro_batches:
+        for indices, sample_weights in update.micro_batches:
             with run.timed("data"):
                 batch, experience = samples.collate(indices, state.rollout.experience, packer)
                 row_numbers = [samples.row_numbers[index] for index in indices]
-                token_weights = experience["mask"] * is_real[:, None]
+                token_weights = experience["loss_mask"] * sample_weights[:, None]
             with accelerator.accumulate(model):
                 losses, metrics = token_losses(model, batch, experience, args, is_first_update)
                 run.check_finite(update, row_numbers, losses, token_weights, experience)
@@ -435,8 +435,8 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(metrics, is_real, row_numbers, samples.response_numbers(indices))
-            run.count_flop(batch, is_real)
+            means.add(metrics, sample_weights, row_numbers, samples.response_numbers(indices))
+            run.count_flop(batch, sample_weights)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         actor_rate, *_, critic_rate = scheduler.get_last_lr()  # of the parameter groups
@@ -464,7 +464,7 @@ def evaluate(run: Run, sampler: Sampler, grader: Grader) -> dict[str, float]:
     """Logs how the policy responds to the held-out prompts, scored as in training."""
     eval_metrics = {}
     examples = []
-    with run.timed("paused"):
+    with run.timed("excluded"):
         for prefix, eval_set in sampler.data.eval_sets.items():
             samples = sampler.sample_held_out(eval_set)
             scores = score_responses(sampler, grader, samples)

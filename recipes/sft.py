@@ -140,7 +140,7 @@ def token_losses(model: torch.nn.Module, batch: dict, loss_type: str) -> tuple[t
         losses = losses * output["logps"].detach().exp()
     elif loss_type == "eaft":
         losses = losses * output["top_entropy"] / 3
-    mask = batch["mask"]
+    mask = batch["loss_mask"]
     return losses, {
         "loss": (losses, mask),
         "mean_token_accuracy": (output["correct"], mask),
@@ -178,8 +178,8 @@ def main():
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
     )
-    optimizer = optim.build(accelerator, optim.parameter_groups(policy, args), args)
-    scheduler = optim.scheduler(optimizer, args, run.total_steps)
+    optimizer = optim.make_optimizer(accelerator, optim.parameter_groups(policy, args), args)
+    scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     packer = checks.make_packer(accelerator, [model], data.processor)
 
@@ -198,11 +198,11 @@ def main():
     while not run.finished:
         update = run.begin_update(train)  # all processes agree on its samples; each takes its share
         n_targets = int(target_counts[update.indices].sum())
-        for indices, is_real in update.micro_batches:
+        for indices, sample_weights in update.micro_batches:
             with run.timed("data"):
                 columns = train[indices]
                 batch = collate(columns, packer)
-                token_weights = batch["mask"] * is_real[:, None]
+                token_weights = batch["loss_mask"] * sample_weights[:, None]
             with accelerator.accumulate(model):
                 losses, metrics = token_losses(model, batch, args.loss_type)
                 run.check_finite(update, columns["row"], losses, token_weights)
@@ -215,8 +215,8 @@ def main():
                 # With DeepSpeed these do nothing; else they act only in the last micro-batch.
                 optimizer.step()
                 optimizer.zero_grad()
-            means.add(metrics, is_real, columns["row"])
-            run.count_flop(batch, is_real)
+            means.add(metrics, sample_weights, columns["row"])
+            run.count_flop(batch, sample_weights)
 
         applied = run.finish_update(update, grad_norm)  # False: its gradients overflowed
         rate = scheduler.get_last_lr()[0]
@@ -248,14 +248,14 @@ def evaluate(
     """Logs for each held-out set what training logs, and exact match where it has answers."""
     eval_metrics = {}
     examples = []
-    with run.timed("paused"), prepare.evaluation_mode(model):
+    with run.timed("excluded"), prepare.evaluation_mode(model):
         for prefix, eval_rows in held_out.items():
             means = Means(run.accelerator, run.recorder(prefix))
-            for indices, is_real in run.split(range(len(eval_rows)), eval_rows.lengths):
+            for indices, sample_weights in run.split(range(len(eval_rows)), eval_rows.lengths):
                 columns = eval_rows[indices]
                 batch = collate(columns, packer)
                 _, metrics = token_losses(model, batch, run.args.loss_type)
-                means.add(metrics, is_real, columns["row"])
+                means.add(metrics, sample_weights, columns["row"])
             eval_metrics |= {prefix + tag: value for tag, value in means.reduce_and_reset().items()}
 
             if "answer" in eval_rows.dataset.column_names:

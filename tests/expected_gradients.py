@@ -81,7 +81,7 @@ def expected_gradient(
     mask = MASK[choices].flatten(0, 1)
     ratios = (samples - samples.detach()).exp()
     losses, _, _ = grpo.policy_losses(samples, ratios, advantages[:, None], args)
-    weights = grpo.sample_weights(mask, args).reshape(scores.shape)
+    weights = grpo.averaging_weights(mask, args).reshape(scores.shape)
     losses = grpo.average_tokens(losses, mask, args).reshape(scores.shape)
     of_rollouts = (losses * weights).sum(1) / weights.sum(1).clamp(min=1)
     return torch.autograd.grad((of_rollouts * probabilities).sum(), policy)[0]

@@ -332,7 +332,7 @@ def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
     return {
         "inputs": {"input_ids": ids},
         "targets": ids[scored],
-        "mask": scored,
+        "loss_mask": scored,
         "target_slots": scored.flatten().nonzero().flatten(),
         "predictor_index": predictor_index[scored],
     }

@@ -47,16 +47,16 @@ def encode_answers(
     if not answers:
         return rendered.ids, [], rendered.notes
     encoded = [encode_answer(tokenizer, rendered, prompt, answer, tools) for answer in answers]
-    contexts = [context for context, _, _ in encoded]
-    n = rendering.n_common(contexts[0], contexts[-1])  # the ids that all answers share
+    prefixes = [prefix for prefix, _, _ in encoded]
+    n = rendering.n_common(prefixes[0], prefixes[-1])  # the ids that all answers share
     sequences = []
-    for context, (ids, loss_mask), _ in encoded:
-        prefix = context[n:]  # the rest of the prompt becomes part of the answer
-        loss_mask = [True] * len(prefix) + loss_mask
+    for prefix, (ids, loss_mask), _ in encoded:
+        rest = prefix[n:]  # the rest of the prompt becomes part of the answer
+        loss_mask = [True] * len(rest) + loss_mask
         if n == 0:  # nothing predicts a first token
             loss_mask[0] = False
-        sequences.append(TokenSequence(prefix + ids, loss_mask))
-    return contexts[0][:n], sequences, sum((notes for *_, notes in encoded), rendered.notes)
+        sequences.append(TokenSequence(rest + ids, loss_mask))
+    return prefixes[0][:n], sequences, sum((notes for *_, notes in encoded), rendered.notes)
 
 
 def encode_answer(
@@ -66,8 +66,8 @@ def encode_answer(
     messages = prompt + answer
     turns = learned_turns(messages, len(prompt))
     if turns == [len(prompt)]:
-        context, ids, notes = encode_turn(tokenizer, rendered, prompt, answer[0], tools)
-        return context, TokenSequence(ids, [True] * len(ids)), notes
+        prefix, ids, notes = encode_turn(tokenizer, rendered, prompt, answer[0], tools)
+        return prefix, TokenSequence(ids, [True] * len(ids)), notes
     # The answer has several messages.
     sequences, _, notes = encode_conversation(tokenizer, messages, turns, tools, learn_each=True)
     if len(sequences) > 1:
@@ -106,9 +106,7 @@ def encode_conversation(
         if turn == turns[-1]:
             notes += prompt.notes
         try:
-            context, ids, turn_notes = encode_turn(
-                tokenizer, prompt, history, messages[turn], tools
-            )
+            prefix, ids, turn_notes = encode_turn(tokenizer, prompt, history, messages[turn], tools)
         except LeftOut as left_out:
             if learn_each or (turn == turns[-1] and not sequences):
                 raise
@@ -117,15 +115,15 @@ def encode_conversation(
         notes += turn_notes
         prompt_ids = prompt.ids
         before, loss_mask = sequences[-1] if sequences else TokenSequence([], [])
-        if context[: len(before)] == before:  # the same history: one sequence
+        if prefix[: len(before)] == before:  # the same history: one sequence
             del sequences[-1:]
         elif learn_all:
             raise LeftOut(REWRITES_TURNS)
         else:
             loss_mask = []
-        loss_mask = loss_mask + [learn_all] * (len(context) - len(loss_mask)) + [True] * len(ids)
+        loss_mask = loss_mask + [learn_all] * (len(prefix) - len(loss_mask)) + [True] * len(ids)
         # Nothing predicts a sequence's first token.
-        sequences.append(TokenSequence(context + ids, [False, *loss_mask[1:]]))
+        sequences.append(TokenSequence(prefix + ids, [False, *loss_mask[1:]]))
     return sequences, prompt_ids, notes
 
 
@@ -150,15 +148,15 @@ def encode_turn(
     """Returns the ids before an answer, those of the answer including its end, and notes."""
     answer = rendering.to_write(tokenizer, answer)
     whole = rendering.render(tokenizer, [*history, answer], tools)
-    context = prompt.text
+    prefix = prompt.text
     if not history:
-        context = odd_templates.find_opening(tokenizer, tools, whole)
-    text = whole.removeprefix(context)
+        prefix = odd_templates.find_opening(tokenizer, tools, whole)
+    text = whole.removeprefix(prefix)
     notes: list[str] = []
     is_plain = not answer.get("tool_calls") and not thoughts.thinking_of(answer)
-    if not (whole.startswith(context) and is_plain and answer["content"].strip() in text):
-        context, text, notes = odd_templates.find_answer(
-            tokenizer, context, history, answer, tools, whole
+    if not (whole.startswith(prefix) and is_plain and answer["content"].strip() in text):
+        prefix, text, notes = odd_templates.find_answer(
+            tokenizer, prefix, history, answer, tools, whole
         )
     thought = thoughts.find_thought(answer["content"])
     if thought and rendering.is_foreign(tokenizer, thought.closer):
@@ -170,8 +168,8 @@ def encode_turn(
         text += tokenizer.eos_token
         notes = [*notes, APPENDS_EOS]
     return (
-        rendering.encode(tokenizer, context),
-        rendering.encode_after(tokenizer, context, text),
+        rendering.encode(tokenizer, prefix),
+        rendering.encode_after(tokenizer, prefix, text),
         notes,
     )
 

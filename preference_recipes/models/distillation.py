@@ -1,6 +1,6 @@
 """A student that learns from its teachers' distributions over the next token, and these.
 
-The formula is a recipe's: `token_metrics` and `objective_gradient` in recipes/distill.py, functions
+The formula is a recipe's: `token_outputs` and `objective_gradient` in recipes/distill.py, functions
 of both models' log-probs of all tokens. They are called for a chunk of positions at a time, inside
 the student's own passes, so that the log-probs of all positions are never in memory.
 """
@@ -67,7 +67,7 @@ class TeacherOutput:
         return teacher_logps
 
     def overrides(self, chunk: slice, student_logps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns values that replace those which `token_metrics` makes of `all_logps`, by name."""
+        """Returns values that replace those which `token_outputs` makes of `all_logps`, by name."""
         return {}
 
 
@@ -112,13 +112,13 @@ class TopKTeacherOutput:
 
 @dataclass
 class DistillJob:
-    """Lets `ChunkedHead` return the values of a recipe's `token_metrics`; `names` are theirs."""
+    """Lets `ChunkedHead` return the values of a recipe's `token_outputs`; `names` are theirs."""
 
     targets: torch.Tensor  # `[n]`
     multiplier: float  # the student's
     softcap: float
     output: TeacherOutput | TopKTeacherOutput  # at exactly these targets
-    token_metrics: Callable  # see `DistillModel.forward`
+    token_outputs: Callable  # see `DistillModel.forward`
     objective_gradient: Callable
     names: tuple[str, ...] = ()  # filled in by `outputs`
     n_matrices: ClassVar[int] = 2
@@ -131,7 +131,7 @@ class DistillJob:
     def outputs(self, chunk: slice, state: tuple) -> list[torch.Tensor]:
         student_logps, teacher_logps, _ = state
         inputs = (student_logps, teacher_logps, self.targets[chunk])
-        parts = [self.token_metrics(*block) for block in blocks(*inputs)]
+        parts = [self.token_outputs(*block) for block in blocks(*inputs)]
         outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         outputs |= self.output.overrides(chunk, student_logps)
         self.names = tuple(outputs)
@@ -167,7 +167,7 @@ class DistillModel(LogProbModel):
         *args,
         as_teacher: bool = False,
         teacher_outputs: list[TeacherOutput | TopKTeacherOutput] | None = None,
-        token_metrics: Callable | None = None,
+        token_outputs: Callable | None = None,
         objective_gradient: Callable | None = None,
         **kwargs,
     ):
@@ -179,9 +179,9 @@ class DistillModel(LogProbModel):
         Args:
             as_teacher: returns the input of the output layer before each target, `[targets, h]`.
             teacher_outputs: one for each teacher; together they cover every target once. Then this
-                returns what `token_metrics` does, by name: fp32 `[answers, longest]`, zero where
+                returns what `token_outputs` does, by name: fp32 `[answers, longest]`, zero where
                 there is no target.
-            token_metrics: takes the log-probs of all tokens from student and teacher, `[n, v]`, and
+            token_outputs: takes the log-probs of all tokens from student and teacher, `[n, v]`, and
                 the targets `[n]`; returns values by name, `[n]`. Only the first has a gradient:
             objective_gradient: takes the same; returns it by the student's logits, `[n, v]`.
         """
@@ -198,7 +198,7 @@ class DistillModel(LogProbModel):
             for output in teacher_outputs:
                 target_index = output.target_index
                 targets = batch["targets"][target_index]
-                job = DistillJob(targets, *formula, output, token_metrics, objective_gradient)
+                job = DistillJob(targets, *formula, output, token_outputs, objective_gradient)
                 values = ChunkedHead.apply(hidden.index_select(0, target_index), weight, bias, job)
                 for name, value in zip(job.names, values):
                     all_values = values_by_name.get(name, value.new_zeros(len(batch["targets"])))

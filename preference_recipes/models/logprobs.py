@@ -76,7 +76,7 @@ class LogProbModel(ModelWrapper):
     ) -> dict[str, torch.Tensor]:
         """Returns the log-probs of a batch's targets, `logps`, and the `EXTRA_OUTPUTS` asked for.
 
-        They are fp32 `[answers, longest answer]`, zero where `batch["mask"]` is false.
+        They are fp32 `[answers, longest answer]`, zero where `batch["loss_mask"]` is false.
 
         Args:
             batch: from `Packer.make_batch`.
@@ -107,7 +107,7 @@ def scatter_to_answers(values: torch.Tensor, batch: dict) -> torch.Tensor:
 
     It needs no `masked_scatter`, whose backward pass makes the host wait for a GPU.
     """
-    mask = batch["mask"]
+    mask = batch["loss_mask"]
     zeros = values.new_zeros(mask.numel())
     return zeros.index_copy(0, batch["target_slots"], values).view(mask.shape)
 

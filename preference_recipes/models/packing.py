@@ -1,9 +1,9 @@
 """Lays out prompts and answers as the rows of tokens that a model reads.
 
 A prompt is read once, before all its answers, where that costs no more than to read it for each.
-All prompts then form one row. Positions and a mask let each answer see its prompt and itself alone,
-so that it is read as if nothing else were there. Two answers, [4, 5] and [6], to the prompt [1, 2]
-are laid out as:
+All prompts then form one row, without padding. Positions and a mask let each answer see its prompt
+and itself alone, so that it is read as if nothing else were there. Two answers, [4, 5] and [6], to
+the prompt [1, 2] are laid out as:
 
     input_ids       1  2  4  5  6     one row, `[rows, row length]`
     position_ids    0  1  2  3  2     each answer goes on from its prompt
@@ -36,8 +36,8 @@ import torch
 from common import batches
 from preference_recipes.models.shared_attention import SharedMask
 
-# Most scores of a head in a layer's attention from answers to prompts and to themselves.
-MAX_SCORES = 2**26
+# Largest `answer_mask` of a `SharedMask`, in elements.
+MAX_MASK = 2**26
 
 # A prompt with its answers, given as the answers' indices.
 Group = list[int]
@@ -80,6 +80,7 @@ class Packer:
         files = [tuple(image_files or ()) for image_files in images or [None] * len(answers)]
         if self.example is not None and not any(files):
             example_ids, example_file = self.example
+            # It has no `loss_mask`, so `zip` leaves it out of the targets.
             prompts, answers = [*prompts, example_ids], [*answers, []]
             files.append((example_file,))
         rows = self.lay_out(prompts, answers, files)
@@ -118,7 +119,7 @@ class Packer:
             "targets": batches.to_device(np.array(targets, np.int64), self.device),
             "predictor_index": batches.to_device(np.array(predictor_index, np.int64), self.device),
             "last_token_index": batches.to_device(last_token_index, self.device),
-            "mask": batches.to_device(mask, self.device),
+            "loss_mask": batches.to_device(mask, self.device),
             "target_slots": batches.to_device(target_slots, self.device),
             "n_tokens": sum(row_length(row, prompts, answers) for row in rows),
         }
@@ -126,7 +127,10 @@ class Packer:
     def lay_out(
         self, prompts: Sequence[list[int]], answers: Sequence[list[int]], files: Sequence[tuple]
     ) -> list[list[Group]]:
-        """Returns the groups of each row; prompts are shared if that is wanted and pays off."""
+        """Returns the groups of each row: one row if prompts are shared, else one for each answer.
+
+        They are shared if that is wanted and pays off. Unshared rows begin with the longest.
+        """
         lengths = np.array([[len(prompt), len(answer)] for prompt, answer in zip(prompts, answers)])
         longest_first = np.argsort(-lengths.sum(1), kind="stable").tolist()
         unshared = [[[index]] for index in longest_first]
@@ -140,11 +144,11 @@ class Packer:
         # that of the answers does not; both have products with keys and with values.
         longest_prompt, longest_answer = lengths.max(0).tolist()
         longest = int(lengths.sum(1).max())
-        scores = len(answers) * longest_answer * (longest_prompt + longest_answer)
+        mask_size = len(answers) * longest_answer * (longest_prompt + longest_answer)
         shared_cost = row_length(shared[0], prompts, answers) * 12 * self.width
-        shared_cost += len(by_prompt) * longest_prompt**2 + 2 * scores
+        shared_cost += len(by_prompt) * longest_prompt**2 + 2 * mask_size
         unshared_cost = len(answers) * longest * (12 * self.width + longest)
-        pays = shared_cost <= unshared_cost and scores <= MAX_SCORES
+        pays = shared_cost <= unshared_cost and mask_size <= MAX_MASK
         return shared if pays else unshared
 
     def describe(self) -> str:

@@ -63,9 +63,10 @@ def precompute(
     for data, parts in [(train, updates), *((data, [range(len(data))]) for data in held_out)]:
         table = torch.zeros(len(data), 2, device=accelerator.device)
         micro_batches = (batches.split(accelerator, part, data.lengths, *sizes) for part in parts)
-        for indices, is_real in itertools.chain.from_iterable(micro_batches):
+        for indices, sample_weights in itertools.chain.from_iterable(micro_batches):
             logps = reference.logps(collate(data[indices], packer)).sum(1).view(2, -1).T
-            is_real = is_real.bool()  # a padding row repeats one that another process fills in
+            # A padding row repeats one that another process fills in.
+            is_real = sample_weights.bool()
             own_indices = torch.tensor(indices)[is_real].to(accelerator.device)
             table[own_indices] = logps[is_real.to(accelerator.device)]
         # Each row is filled in on one process and zero on the others: the sum is the whole table.

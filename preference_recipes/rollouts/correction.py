@@ -9,7 +9,7 @@ weighted by p/q. Such ratios may be huge, so they are cut: a little bias for muc
 import torch
 
 
-def reweight(
+def for_sampler(
     losses: torch.Tensor,
     logps: torch.Tensor,
     experience: dict[str, torch.Tensor],
@@ -24,7 +24,7 @@ def reweight(
         experience: `Rollout.experience` for the same samples.
         is_first_update: whether no update of the rollout was applied yet.
     """
-    mask = experience["mask"].to(logps.dtype)
+    mask = experience["loss_mask"].to(logps.dtype)
     values = {}
     if is_first_update:
         values = sampler_differences(logps, experience["sampler_logps"], mask)

@@ -2,7 +2,7 @@
 
 An episode's tokens are its prompt, an answer as it was sampled, what the chat template writes
 between this answer and the next one, the next answer as it was sampled, and so on. Nothing is
-tokenised again. `Samples.is_sampled` says which tokens the model drew.
+tokenised again. `Samples.loss_mask` says which tokens the model drew.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Episode:
     messages: list[dict]  # so far
     images: list[bytes] = dataclasses.field(default_factory=list)  # in the prompt
     ids: list[int] = dataclasses.field(default_factory=list)
-    is_sampled: list[bool] = dataclasses.field(default_factory=list)  # whether the model drew it
+    loss_mask: list[bool] = dataclasses.field(default_factory=list)  # whether the model drew it
     logps: list[float] = dataclasses.field(default_factory=list)  # the sampler's, else 0
     turns: int = 0  # answers of the model
     calls: int = 0  # calls of tools
@@ -40,7 +40,7 @@ class Episode:
 
     @property
     def n_sampled(self) -> int:
-        return sum(self.is_sampled)
+        return sum(self.loss_mask)
 
     def tokens_left(self, args) -> int:
         return args.max_length - len(self.prompt) - len(self.ids)
@@ -51,7 +51,7 @@ class Episode:
 
     def add(self, ids: list[int], logps: list[float], is_sampled: bool) -> None:
         self.ids += ids
-        self.is_sampled += [is_sampled] * len(ids)
+        self.loss_mask += [is_sampled] * len(ids)
         self.logps += logps
 
 
@@ -98,7 +98,7 @@ class EpisodeRunner:
             ended=torch.tensor([episode.ended for episode in episodes]),
             per_prompt=per_prompt,
             sampler_logps=[episode.logps if temperature else [] for episode in episodes],
-            is_sampled=[episode.is_sampled for episode in episodes],
+            loss_mask=[episode.loss_mask for episode in episodes],
             # A checkpoint holds only plain values, not even subclasses of `str`.
             messages=json.loads(json.dumps([e.messages for e in episodes], default=str)),
             statistics=statistics(episodes),

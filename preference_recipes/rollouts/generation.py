@@ -43,8 +43,8 @@ def generate(
     micro_batches = batches.split(context.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses: dict[int, Response] = {}
     with ready_to_generate(context):
-        for indices, is_real in micro_batches:
-            if is_real.any():  # there may be fewer prompts than processes
+        for indices, sample_weights in micro_batches:
+            if sample_weights.any():  # there may be fewer prompts than processes
                 responses |= generate_some(
                     context, prompts, indices, max_new_tokens, temperature, uniforms, images
                 )

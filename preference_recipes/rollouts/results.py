@@ -29,7 +29,7 @@ def add_rollout_metrics(
         prefix: begins the tags of the lengths.
         values: by tag, each of any shape and the same on every process; NaN is not counted.
     """
-    lengths = samples.mask.sum(1)
+    lengths = samples.padded_loss_mask.sum(1)
     context.means.add_rollout(values | parts_of(scores) | samples.statistics)
     context.means.add_rollout({f"{prefix}/min_length": lengths}, reduce="min")
     context.means.add_rollout({f"{prefix}/max_length": lengths}, reduce="max")
@@ -46,7 +46,11 @@ def held_out_results(
 ) -> tuple[dict[str, float], list[dict]]:
     """Returns a held-out set's metrics, and its samples for `samples.jsonl`."""
     values: dict[str, Any] = {} if scores is None else {"scores": scores.total}
-    values |= {"length": samples.mask.sum(1), "eos_rate": samples.ended, **samples.statistics}
+    values |= {
+        "length": samples.padded_loss_mask.sum(1),
+        "eos_rate": samples.ended,
+        **samples.statistics,
+    }
     if "answer" in eval_set.column_names:
         prompts = context.tokenizer.batch_decode(samples.prompts)
         texts = samples.response_texts(context.tokenizer)

@@ -68,10 +68,10 @@ class RolloutState(progress.PromptProgress):
 
         The order is that of a data set's rows, see `batches.indices_of_update`.
         """
-        epoch, start = divmod(self.prompts_seen, len(train))
+        epoch, start = divmod(self.prompts_taken, len(train))
         order = batches.epoch_order(len(train), seed, epoch)
         indices = order[start : start + max_prompts]
-        self.prompts_seen += len(indices)
+        self.prompts_taken += len(indices)
         return train[indices]
 
     def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
@@ -90,12 +90,12 @@ class RolloutState(progress.PromptProgress):
     def advance(self, args) -> None:
         """Counts an update. After the last one of its rollout, the next rollout is due."""
         self.updates_made += 1
-        self.prompts_at_last_update = self.prompts_seen
+        self.prompts_at_last_update = self.prompts_taken
         if self.updates_made == self.rollout.n_updates(args):
             self.end_rollout()
 
     def end_rollout(self) -> None:
-        self.prompts_done = self.prompts_seen
+        self.prompts_done = self.prompts_taken
         self.rollouts_seen += 1
         self.updates_made = 0
         self.rollout = None

@@ -27,7 +27,7 @@ SCORED_TOKENS = 2**15
 class Samples:
     """Prompts with one response each, the same on every process.
 
-    `is_sampled` marks the tokens of a response that the model drew. Nothing is learned from tokens
+    `loss_mask` marks the tokens of a response that the model drew. Nothing is learned from tokens
     of an environment, or of other speakers in completions of the data.
     """
 
@@ -38,15 +38,15 @@ class Samples:
     ended: torch.Tensor  # bool `[samples]`, whether the response ends with a stop token
     per_prompt: int = 1  # how many consecutive samples answer the same prompt
     sampler_logps: list[list[float]] = field(default_factory=list)  # see `context.Response`
-    is_sampled: list[list[bool]] = field(default_factory=list)
+    loss_mask: list[list[bool]] = field(default_factory=list)
     messages: list[list[dict]] = field(default_factory=list)  # episodes, prompt included
     images: list[list[bytes]] = field(default_factory=list)  # files, if any prompt has some
     # Values of episodes for the log, `[samples]` by tag; `select_groups` and `joined` drop them.
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self):
-        if not self.is_sampled:
-            self.is_sampled = [[True] * len(response) for response in self.responses]
+        if not self.loss_mask:
+            self.loss_mask = [[True] * len(response) for response in self.responses]
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -74,9 +74,9 @@ class Samples:
         return self.group_lengths if packer.share else self.lengths
 
     @property
-    def mask(self) -> torch.Tensor:
+    def padded_loss_mask(self) -> torch.Tensor:
         """bool `[samples, longest response]`, true where the model drew a token."""
-        return pad_sequence([torch.tensor(flags) for flags in self.is_sampled], batch_first=True)
+        return pad_sequence([torch.tensor(flags) for flags in self.loss_mask], batch_first=True)
 
     @property
     def padded_sampler_logps(self) -> torch.Tensor:
@@ -91,16 +91,16 @@ class Samples:
     def make_batch(self, indices: list[int], packer: Packer) -> dict:
         prompts = [self.prompts[index] for index in indices]
         responses = [self.responses[index] for index in indices]
-        is_sampled = [self.is_sampled[index] for index in indices]
+        loss_mask = [self.loss_mask[index] for index in indices]
         images = [self.images[index] for index in indices] if self.images else None
-        return packer.make_batch(prompts, responses, is_sampled, images)
+        return packer.make_batch(prompts, responses, loss_mask, images)
 
     def collate(
         self, indices: list[int], experience: dict[str, torch.Tensor], packer: Packer
     ) -> tuple[dict, dict]:
         """Returns samples as a batch that models read, and their part of `experience`."""
         batch = self.make_batch(indices, packer)
-        longest = batch["mask"].shape[1]
+        longest = batch["loss_mask"].shape[1]
         values = {
             name: batches.to_device(tensor[indices, :longest], packer.device)
             for name, tensor in experience.items()
@@ -114,10 +114,10 @@ class Samples:
         """
         size = context.args.score_batch_size
         max_tokens = 0 if size else SCORED_TOKENS
-        for indices, is_real in batches.split(
+        for indices, sample_weights in batches.split(
             context.accelerator, np.arange(len(self)), self.group_lengths, size, max_tokens
         ):
-            yield indices if is_real.any() else [], self.make_batch(indices, context.packer)
+            yield indices if sample_weights.any() else [], self.make_batch(indices, context.packer)
 
     @torch.no_grad()
     def compute_outputs(
@@ -142,7 +142,7 @@ class Samples:
                 if reference is not None:
                     per_token.append(reference.logps(batch, temperature))
                 stacked = torch.stack(per_token, 2).cpu()
-                for index, values, is_token in zip(indices, stacked, batch["mask"].cpu()):
+                for index, values, is_token in zip(indices, stacked, batch["loss_mask"].cpu()):
                     # Up to the model's last token, tokens of an environment stay in, as zeros.
                     end = int(is_token.nonzero()[-1]) + 1
                     outputs[index] = torch.where(is_token[:end, None], values[:end], 0.0)
@@ -158,7 +158,7 @@ class Samples:
         """
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
         sums = sum(tensors.values())  # [samples, longest response], finite only if all parts are
-        losses = stopping.Losses(self.row_numbers, sums, self.mask)
+        losses = stopping.Losses(self.row_numbers, sums, self.padded_loss_mask)
         stopping.check_finite(context.run, [losses], tensors)
 
     def select_groups(self, is_kept: torch.Tensor) -> "Samples":
@@ -186,7 +186,7 @@ class Samples:
     def response_texts(self, tokenizer) -> list[str]:
         """Returns the text of each response; for an episode, the text of its last answer."""
         answers = []
-        for response, is_sampled in zip(self.responses, self.is_sampled):
+        for response, is_sampled in zip(self.responses, self.loss_mask):
             # The last answer: the tokens at the end that the model drew.
             n_drawn = len(list(takewhile(bool, reversed(is_sampled))))
             answers.append(response[len(response) - n_drawn :])

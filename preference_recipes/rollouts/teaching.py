@@ -50,7 +50,7 @@ class TaughtRollout(Rollout):
                 self.teachers[index],
                 self.teacher_prompts[index],
                 samples.responses[index],
-                samples.is_sampled[index],
+                samples.loss_mask[index],
             )
             for index in indices
         ]
@@ -109,7 +109,10 @@ class AllTeachers(LocalTeachers):
         # Without --teacher_prompt, teachers read the student's prompt.
         teacher_prompts = prompts.get("teacher_prompt_ids", prompts["prompt_ids"])
         all_names = list(teachers.sources(self.args))
-        experience = {"mask": samples.mask, "sampler_logps": samples.padded_sampler_logps}
+        experience = {
+            "loss_mask": samples.padded_loss_mask,
+            "sampler_logps": samples.padded_sampler_logps,
+        }
         experience["teacher_index"] = torch.tensor([[all_names.index(name)] for name in names])
         return TaughtRollout(
             samples,

@@ -125,7 +125,7 @@ class Servers:
         state = dataclasses.replace(state)  # the run's own state does not advance
         updates = count_updates(args, args.rollout_batch_size)
         at_end_of_run = context.run.updates_seen + updates >= context.run.total_steps
-        at_end_of_data = state.prompts_seen >= args.max_epochs * len(context.data.train)
+        at_end_of_data = state.prompts_taken >= args.max_epochs * len(context.data.train)
         if at_end_of_run or (at_end_of_data and not args.max_steps):
             return
         state.end_rollout()  # a rollout's seeds contain its index
@@ -234,7 +234,7 @@ class Servers:
         with prepare.evaluation_mode(context.model):
             train_logps = context.model(batch, args.temperature)["logps"].cpu()
         server_logps = pad_sequence([torch.tensor(response.logps) for response in responses], True)
-        difference = (server_logps - train_logps)[batch["mask"].cpu()].abs().mean().item()
+        difference = (server_logps - train_logps)[batch["loss_mask"].cpu()].abs().mean().item()
 
         in_training = str(engine.half_precision(context.accelerator) or torch.float32)
         dtype = coarsest(in_training.removeprefix("torch."), self.dtype)

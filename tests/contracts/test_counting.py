@@ -62,7 +62,7 @@ def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
         assert (progress.n_samples, progress.n_tokens) == (16 * step, 100 * step)
     assert by_epochs.updates_seen == 2 * by_epochs.updates_per_epoch
     for done in (60, 100):  # all prompts are taken: before and after the last rollout's updates
-        prompts = PromptProgress(prompts_seen=100, prompts_done=done, prompts_at_last_update=100)
+        prompts = PromptProgress(prompts_taken=100, prompts_done=done, prompts_at_last_update=100)
         assert Progress(100, 16, 1, 0, prompt_progress=prompts).finished == (done == 100)
 
 

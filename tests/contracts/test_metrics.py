@@ -21,7 +21,7 @@ def test_equal_rewards_are_no_success():
     output = {"logps": logps, "mean_logits": logps}
     # The second pair's chosen answer is above its reference's.
     ref_logps = logps.sum(1) - torch.tensor([0.0, 0.5, 0.0, 0.0])
-    batch = {"mask": torch.ones(4, 5, dtype=torch.bool), "ref_logps": ref_logps}
+    batch = {"loss_mask": torch.ones(4, 5, dtype=torch.bool), "ref_logps": ref_logps}
     args = module["Args"](beta=0.3)
     _, values = module["pair_losses"](lambda batch, extra_outputs: output, object(), batch, args)
     assert values["rewards/accuracies"].tolist() == [0.0, 1.0]
@@ -89,7 +89,7 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
     made = small_run(tmp_path)
     made.run.start()
     run = made.run
-    for seconds, name in ((1, "data"), (4, "paused"), (1, "data")):
+    for seconds, name in ((1, "data"), (4, "excluded"), (1, "data")):
         with run.timed(name):
             now[0] += seconds
     now[0] += 4
@@ -103,7 +103,7 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
     assert first["perf/data_seconds"] == 2.0 and second["perf/data_seconds"] == 0.0
     assert first["perf/samples_per_second"] == 8 / 6 and first["perf/tokens_per_second"] == 20.0
     assert second["perf/samples_per_second"] == 16 / 5 and second["perf/tokens_per_second"] == 48.0
-    assert not any("paused" in name for line in (first, second) for name in line)
+    assert not any("excluded" in name for line in (first, second) for name in line)
     assert (first["epoch"], second["epoch"]) == (1 / 25, 3 / 25)
 
 

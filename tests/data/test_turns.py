@@ -111,9 +111,9 @@ class Uniform(torch.nn.Module):
     """Its log-prob of a token is minus its id / 1000, and so is what else it returns."""
 
     def forward(self, batch, extra_outputs=()):
-        cells = torch.zeros(batch["mask"].numel())
+        cells = torch.zeros(batch["loss_mask"].numel())
         cells[batch["target_slots"]] = -batch["targets"] / 1000
-        values = cells.view_as(batch["mask"])
+        values = cells.view_as(batch["loss_mask"])
         return {"logps": values, **{name: values for name in extra_outputs}}
 
 

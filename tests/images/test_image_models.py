@@ -100,7 +100,7 @@ def test_sft_is_that_of_plain_transformers(folder_of, accelerator, family):
         batch = SFT.collate(data[numbers], packer)
         of_tokens, _ = SFT.token_losses(model, batch, "nll")
         losses.append(of_tokens.sum())
-        n_targets += int(batch["mask"].sum())
+        n_targets += int(batch["loss_mask"].sum())
     loss = torch.stack(losses).sum() / n_targets
     loss.backward()
 

@@ -81,7 +81,7 @@ def expect_training_to_agree(samples, model, processor):
     never = torch.tensor(images.tokens_of(processor))
     logits = logits[batch["predictor_index"]].index_fill(1, never, -torch.inf)
     expected = logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]
-    drawn = samples.padded_sampler_logps[batch["mask"]]
+    drawn = samples.padded_sampler_logps[batch["loss_mask"]]
     torch.testing.assert_close(drawn, expected, rtol=0, atol=2e-5)
 
 

@@ -16,7 +16,7 @@ from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.scores import ScoreModel
 from runs import slow_but, whole_rows
-from test_packing import CPU, ON_CPU, UNBATCHABLE, can_share
+from test_packing import CPU, ON_CPU, UNSHARED_ROWS, can_share
 
 BF16 = types.SimpleNamespace(
     mixed_precision="bf16",
@@ -270,7 +270,7 @@ def test_scores_are_those_of_plain_transformers(name):
     expected = gradients_of(model)
     model.zero_grad()
     rows = [row[:length].tolist() for row, length in zip(ids, lengths)]
-    alone = UNBATCHABLE.make_batch([row[:3] for row in rows], [row[3:] for row in rows])
+    alone = UNSHARED_ROWS.make_batch([row[:3] for row in rows], [row[3:] for row in rows])
     scores = ScoreModel(copy.deepcopy(model)).eval()
     ours = scores(alone)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ def test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler():
         (SimpleNamespace(device=torch.device("cpu"), scaler=None), None),
     ]
     for accelerator, fused in cases:
-        optimizer = optim.build(accelerator, [{"params": [weight]}], ARGS)
+        optimizer = optim.make_optimizer(accelerator, [{"params": [weight]}], ARGS)
         (group,) = optimizer.param_groups
         assert (group["fused"], group["lr"], group["eps"]) == (fused, 0.01, 1e-6)
 

@@ -17,7 +17,7 @@ from preference_recipes.models.packing import Packer
 from preference_recipes.models.shared_attention import SharedMask
 
 CPU = torch.device("cpu")
-UNBATCHABLE = Packer(CPU)
+UNSHARED_ROWS = Packer(CPU)
 SHARED = Packer(CPU, share=True)
 # What checks read of an accelerator.
 ON_CPU = types.SimpleNamespace(device=CPU, mixed_precision="no")
@@ -56,7 +56,7 @@ def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
         "targets": [4, 5, 6],
         "predictor_index": [1, 2, 1],
         "last_token_index": [3, 4],
-        "mask": [[1, 1], [1, 0]],
+        "loss_mask": [[1, 1], [1, 0]],
         "target_slots": [0, 1, 2],
     }
 
@@ -109,7 +109,7 @@ def test_attention_of_a_shared_row_is_that_of_a_mask_over_the_whole_row(heads):
 
 
 def test_padded_rows_begin_with_the_longest():
-    batch = UNBATCHABLE.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
+    batch = UNSHARED_ROWS.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
     assert lists(batch["inputs"]) == {"input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]}
     assert batch["predictor_index"].tolist() == [6, 7, 0, 1, 2, 3]
     assert batch["last_token_index"].tolist() == [8, 4] and batch["target_slots"].tolist() == [
@@ -174,5 +174,5 @@ def test_prompts_are_shared_where_that_pays(monkeypatch):
     assert shape(10, 9000, 9000) == (2, 9010) and shape(9000, 10, 10) == (1, 9020)
     assert shape(10, *[300] * 16) == (16, 310) and shape(100, 100, 100) == (1, 300)
     for most, expected in ((3 * 30 * 430, (1, 460)), (3 * 30 * 430 - 1, (3, 430))):
-        monkeypatch.setattr(packing, "MAX_SCORES", most)
+        monkeypatch.setattr(packing, "MAX_MASK", most)
         assert shape(400, 20, 30, 10) == expected

@@ -75,7 +75,7 @@ def losses_of_tokens(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         )
         return dict(zip(("logps", *extra_outputs), found))
 
-    losses, values = SFT.token_losses(model, {"mask": torch.ones(7, dtype=torch.bool)}, kind)
+    losses, values = SFT.token_losses(model, {"loss_mask": torch.ones(7, dtype=torch.bool)}, kind)
     assert values["loss"][0] is losses
     return hidden @ weight.T, targets, losses, torch.autograd.grad(losses.sum(), weight)[0]
 
@@ -139,9 +139,9 @@ class Pretended(torch.nn.Module):
         self.sizes.append(batch["inputs"]["input_ids"].numel())
         before = batch["inputs"]["input_ids"].flatten()[batch["predictor_index"]].double()
         logps = torch.sin(before * 31 + batch["targets"]) * self.scale
-        cells = torch.zeros(batch["mask"].numel(), dtype=torch.float64)
+        cells = torch.zeros(batch["loss_mask"].numel(), dtype=torch.float64)
         cells[batch["target_slots"]] = logps
-        return {"logps": cells.view_as(batch["mask"])}
+        return {"logps": cells.view_as(batch["loss_mask"])}
 
 
 def data(given: list[dict]) -> Rows:
@@ -163,7 +163,9 @@ def estimate(scale: float, split, rows: list[int], given=ROWS, longest=LONGEST):
     run = SimpleNamespace(accelerator=accelerator, split=split, args=args)
     model = Pretended()
     model.scale, model.sizes = scale, []
-    reference = SimpleNamespace(logps=lambda batch: torch.zeros_like(batch["mask"], dtype=float))
+    reference = SimpleNamespace(
+        logps=lambda batch: torch.zeros_like(batch["loss_mask"], dtype=float)
+    )
     packer = Packer(torch.device("cpu"))
     kl = KTO.estimate_kl(run, model, reference, packer, data(given), np.array(rows))
     return kl, model.sizes

@@ -17,7 +17,7 @@ def rates_of(kind, warmup_steps, updates):
     """The learning rates of all updates."""
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
     args = types.SimpleNamespace(lr_scheduler_type=kind, warmup_steps=warmup_steps)
-    scheduler = optim.scheduler(optimizer, args, updates)
+    scheduler = optim.make_scheduler(optimizer, args, updates)
     rates = []
     for _ in range(updates):
         rates.append(scheduler.get_last_lr()[0])

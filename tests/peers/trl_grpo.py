@@ -63,7 +63,7 @@ def tensors() -> dict[str, torch.Tensor]:
     mask = torch.arange(MAX_NEW_TOKENS) < lengths
     old_logps = -1 - draw(6, MAX_NEW_TOKENS).abs()
     return {
-        "mask": mask,
+        "loss_mask": mask,
         "old_logps": old_logps * mask,
         "logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
         "ref_logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
@@ -75,7 +75,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def correction_of_trl(mode: str) -> torch.Tensor:
     """The weights of tokens, `[6, MAX_NEW_TOKENS]` or `[6, 1]`."""
     given = tensors()
-    log_ratios = (given["old_logps"] - given["sampler_logps"]) * given["mask"]
+    log_ratios = (given["old_logps"] - given["sampler_logps"]) * given["loss_mask"]
     ratios = log_ratios.exp()
     if mode == "sequence_mask":
         ratios = log_ratios.sum(1, keepdim=True).exp()
@@ -129,11 +129,11 @@ def loss_of_trl(
         "prompt_ids": ids[:, :1],
         "prompt_mask": ids[:, :1] + 1,
         "completion_ids": ids,
-        "completion_mask": given["mask"].long(),
+        "completion_mask": given["loss_mask"].long(),
         "advantages": given["advantages"],
         "old_per_token_logps": given["old_logps"],
         "ref_per_token_logps": given["ref_logps"],
-        "num_items_in_batch": given["mask"].sum(),
+        "num_items_in_batch": given["loss_mask"].sum(),
     }
     if correction:
         inputs["importance_sampling_ratio"] = correction_of_trl(correction)

@@ -86,7 +86,7 @@ recipes/ppo.py rollout/test_ppo.py::test_every_logged_number_of_a_run
     lr=args.critic_learning_rate >> lr=args.learning_rate
 recipes/distill.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     teacher_logps - old_logps >> teacher_logps - logps
-    int(state.rollout.experience["mask"][update_indices].sum()) >> update.n_tokens
+    int(state.rollout.experience["loss_mask"][update_indices].sum()) >> update.n_tokens
     experience["teacher_index"] == number >> experience["teacher_index"] >= number
         args.temperature,\n        teacher >> 1.0,\n        teacher
 recipes/distill.py contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved[distill-own1]
@@ -98,12 +98,12 @@ common/batches.py data/test_data.py::test_a_window_is_dealt_out_exactly_once con
     parts[accelerator.process_index :: processes] >> parts[0::processes]
     n_rows * lengths[start] > max_tokens >> n_rows * lengths[index] > max_tokens
 common/progress.py contracts/test_counting.py
-    prompts.prompts_done == prompts.prompts_seen >= >> prompts.prompts_seen >=
+    prompts.prompts_done == prompts.prompts_taken >= >> prompts.prompts_taken >=
     (first and self.global_step == 1) >> first
     not at_multiple and self.global_step > 0 >> self.global_step > 0
     math.ceil(round(updates * share, 6)) >> math.ceil(updates * share)
 common/run.py contracts/test_metrics.py
-    - seconds.pop("paused", 0.0) >>
+    - seconds.pop("excluded", 0.0) >>
 common/optim.py models/test_optim.py::test_every_projection_decays_and_no_norm_bias_or_rate models/test_optim.py::test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler
     and not is_norm >>
     and "bias" not in name >>
@@ -136,7 +136,7 @@ preference_recipes/models/logprobs.py models/test_logprobs.py models/test_archit
     grad_bias += grad.sum(0) >> grad_bias = grad.sum(0)
     self.softcap / temperature >> self.softcap
 recipes/distill.py rollout/test_distillation.py
-    masked_fill_(gap > 0, beta) >> masked_fill_(gap < 0, beta)
+    masked_fill_(log_ratios > 0, beta) >> masked_fill_(log_ratios < 0, beta)
 preference_recipes/models/distillation.py rollout/test_distillation.py
     grad *= steepness >> pass
     (self.rest(chunk) - student_rest) >> self.rest(chunk)
@@ -147,9 +147,9 @@ preference_recipes/models/packing.py models/test_packing.py
     sum(row_length(row, prompts, answers) for row in rows) >> ids.size
 preference_recipes/models/shared_attention.py models/test_packing.py
     sees_own.tril() >> sees_own
-    indices.argsort()[-length:] >> indices.argsort()[:length]
+    .argsort()[-length:] >> .argsort()[:length]
 preference_recipes/models/reference.py models/test_frozen_models.py::test_precomputed_log_probs_change_no_bit
-    is_real = is_real.bool() >> is_real = is_real > -1
+    is_real = sample_weights.bool() >> is_real = sample_weights > -1
 preference_recipes/models/scores.py models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run
     token_index = batch["last_token_index"] >> token_index = batch["last_token_index"] - 1
 preference_recipes/models/prepare.py models/test_logprobs.py::test_modes_come_back_as_they_were
@@ -169,7 +169,7 @@ preference_recipes/data/formats.py data/test_formats.py::test_a_column_system_be
     if first != "system" else [] >> if True else []
     shared.rfind(HH_MARKER) >> shared.find(HH_MARKER)
 preference_recipes/data/chat.py data/test_data.py::test_targets_of_a_conversation data/test_data.py::test_a_turn_ends_where_its_template_ends_it
-    [learn_all] * (len(context) - len(loss_mask)) >> [True] * (len(context) - len(loss_mask))
+    [learn_all] * (len(prefix) - len(loss_mask)) >> [True] * (len(prefix) - len(loss_mask))
     notes = [*notes, APPENDS_EOS] >> pass
 preference_recipes/data/rendering.py data/test_data.py::test_tokenised_once_and_again_when_anything_changes
     \0{tokenizer.chat_template} >>
@@ -180,7 +180,7 @@ preference_recipes/data/files.py users/test_bad_input.py::test_files_that_cannot
     len(result) < len(pairs) >> len(result) < 0
 preference_recipes/rollouts/rollout_state.py rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference
     self.rollouts_seen, SAMPLING_STREAM >> 0, SAMPLING_STREAM
-    self.prompts_seen += len(indices) >> self.prompts_seen += max_prompts
+    self.prompts_taken += len(indices) >> self.prompts_taken += max_prompts
     trained = indices[self.in_update[indices].numpy()] >> trained = indices
 preference_recipes/rollouts/results.py rollout/test_answers.py
     (sorted(names))[usable] >> (sorted(names))[: len(usable)]
@@ -218,7 +218,7 @@ forks/curriculum.diff rollout/test_forks.py
 forks/sdpo.diff rollout/test_forks.py
     (said[name] - experience["old_logps"]) >> (experience["old_logps"] - said[name])
 forks/echo.diff rollout/test_forks.py
-    batch["mask"] & ~experience["mask"] >> batch["mask"]
+    batch["loss_mask"] & ~experience["loss_mask"] >> batch["loss_mask"]
 forks/gkd.diff rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
-    is_sampled=columns["completion_loss_mask"] >> is_sampled=[[True] * len(ids) for ids in completions]
+    loss_mask=columns["completion_loss_mask"] >> loss_mask=[[True] * len(ids) for ids in completions]
 """

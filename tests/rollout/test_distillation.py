@@ -23,9 +23,9 @@ distill = recipes.load("distill")
 
 
 def formula_of(beta: float | None) -> tuple[Callable, Callable]:
-    """The recipe's `token_metrics` and `objective_gradient`; None: of sampled tokens."""
+    """The recipe's `token_outputs` and `objective_gradient`; None: of sampled tokens."""
     args = distill.Args(loss_type="sampled" if beta is None else "divergence", beta=beta)
-    return partial(distill.token_metrics, args=args), partial(distill.objective_gradient, args=args)
+    return partial(distill.token_outputs, args=args), partial(distill.objective_gradient, args=args)
 
 
 # ---------------------------------------------------------------------------------------------- a plain reference
@@ -39,7 +39,7 @@ def dense_logps(hidden, weight, bias, multiplier, softcap, temperature) -> torch
 
 
 def dense(student, teacher, targets, beta) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What `token_metrics` returns, by the definitions, from log-probs `[n, v]`."""
+    """What `token_outputs` returns, by the definitions, from log-probs `[n, v]`."""
     kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
     values = {
         "reverse_kl": kl(student, teacher),
@@ -233,11 +233,11 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     student, teacher = (build(name) for name in names)
     other_teacher = build("llama tied", vocab_size=310)
     batch = batch_of(packed="gemma2" not in names)  # whose window is shorter than the rows
-    weights = torch.rand(batch["mask"].shape)
+    weights = torch.rand(batch["loss_mask"].shape)
     temperature, beta, vocab_size = 0.7, 0.3, 295
     # The first teacher's answers are the second and the last.
     is_first = torch.tensor([False, True, False, False, True])
-    of_first = is_first[:, None].expand_as(batch["mask"])[batch["mask"]]
+    of_first = is_first[:, None].expand_as(batch["loss_mask"])[batch["loss_mask"]]
 
     with torch.no_grad():
         teacher_logps = torch.where(
@@ -247,7 +247,7 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
         )
     student_logps = own_logps(student, batch, temperature, vocab_size)
     first, values = dense(student_logps, teacher_logps, batch["targets"], beta)
-    (first * weights[batch["mask"]]).sum().backward()
+    (first * weights[batch["loss_mask"]]).sum().backward()
     expected = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
 
@@ -266,15 +266,19 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
         batch,
         temperature,
         teacher_outputs=outputs,
-        token_metrics=compare,
+        token_outputs=compare,
         objective_gradient=gradient,
     )
     assert output.keys() == {"objective", *values}
     for name, value in {**values, "objective": first}.items():
         found = output[name]
-        assert not found[~batch["mask"]].any()
+        assert not found[~batch["loss_mask"]].any()
         torch.testing.assert_close(
-            found[batch["mask"]], value.detach().to(found.dtype), rtol=1e-4, atol=1e-4, msg=name
+            found[batch["loss_mask"]],
+            value.detach().to(found.dtype),
+            rtol=1e-4,
+            atol=1e-4,
+            msg=name,
         )
     (output["objective"] * weights).sum().backward()
     found = {name: p.grad for name, p in student.named_parameters()}

@@ -111,21 +111,24 @@ def test_what_is_trained_on_is_what_was_sampled(play, tokenizer):
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
     logps = LogProbModel(sampler.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
     drawn = found.padded_sampler_logps
-    assert torch.equal(found.mask, drawn != 0)
+    assert torch.equal(found.padded_loss_mask, drawn != 0)
     assert (logps - drawn).abs().max() < 2e-6
-    assert found.statistics["environment/model_tokens"].tolist() == found.mask.sum(1).tolist()
+    assert (
+        found.statistics["environment/model_tokens"].tolist()
+        == found.padded_loss_mask.sum(1).tolist()
+    )
     for row, ids in enumerate(found.responses):
         text = decode(tokenizer, found.prompts[row] + ids)
         # The messages, as the template itself writes them.
         assert text == rendering.render(tokenizer, found.messages[row])[: len(text)]
-        assert found.is_sampled[row][-1]
+        assert found.loss_mask[row][-1]
         # The k-th token that the model draws is the one that the k-th number chooses, in any turn.
         whole = torch.tensor([found.prompts[row] + ids])
         logits = sampler.unwrapped.model(whole).logits[0, -len(ids) - 1 : -1]
-        cumulative = logits[found.is_sampled[row]].softmax(-1).cumsum(-1)
+        cumulative = logits[found.loss_mask[row]].softmax(-1).cumsum(-1)
         numbers = torch.tensor(uniforms.reshape(4, -1)[row, : len(cumulative), None])
         chosen = torch.searchsorted(cumulative, numbers)[:, 0]
-        assert chosen.tolist() == whole[0, -len(ids) :][found.is_sampled[row]].tolist()
+        assert chosen.tolist() == whole[0, -len(ids) :][found.loss_mask[row]].tolist()
 
 
 def test_an_environment_of_one_turn_changes_nothing(play):
@@ -133,7 +136,9 @@ def test_an_environment_of_one_turn_changes_nothing(play):
     sampler.episodes = None
     plain = sampler.sample(prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
-    assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
+    assert torch.equal(found.ended, plain.ended) and torch.equal(
+        found.padded_loss_mask, plain.padded_loss_mask
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,7 @@ def test_limits_truncate_an_episode(play):
     for settings in (dict(max_turns=1), dict(max_new_tokens=3), dict(max_length=30)):
         sampler, _, _, found = play(MINE.Echo, **settings)
         args = sampler.args
-        for prompt, ids, flags in zip(found.prompts, found.responses, found.is_sampled):
+        for prompt, ids, flags in zip(found.prompts, found.responses, found.loss_mask):
             assert sum(flags) <= args.max_new_tokens
             assert len(prompt) + len(ids) <= args.max_length and flags[-1]
         assert not found.ended.all()

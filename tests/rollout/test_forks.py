@@ -43,7 +43,7 @@ def test_the_losses_of_dppo_are_those_of_verl(loss_type):
     q[0] = torch.tensor([1e-5, 0.9, 0.2, 0.5, 0.31])
     signed = torch.randn(60, generator=draw, dtype=torch.float64)
     signed[0], signed[1] = 1.0, 0.0
-    given = dict(mask=p > 0, advantages=signed, logps=p.log(), ref_logps=p.log())
+    given = dict(loss_mask=p > 0, advantages=signed, logps=p.log(), ref_logps=p.log())
     given |= dict(old_logps=old.log(), sampler_logps=q.log())
     settings = dict(loss_type=loss_type, average="token", ratio="token", kl_coef=0.0)
     settings |= dict(clip_range=0.05, clip_range_high=0.1)
@@ -129,7 +129,7 @@ def test_prompts_are_drawn_the_more_often_the_less_they_were_solved():
     sampler = types.SimpleNamespace(args=args, data=types.SimpleNamespace(train=np.arange(4)))
     first = np.zeros(4)
     for _ in range(5_000):
-        state.prompts_seen += 4 - state.prompts_seen % 4  # a new epoch
+        state.prompts_taken += 4 - state.prompts_taken % 4  # a new epoch
         _, numbers = state.draw_prompts(sampler, 3)
         assert len(set(numbers)) == 3
         first[numbers[0]] += 1
@@ -192,14 +192,14 @@ def test_what_the_environment_says_is_learned_by_cross_entropy():
     """ECHO: of all tokens that the policy did not draw, and of no other."""
     fork = loaded(forked("echo"))
     given = trl_grpo.tensors()
-    is_drawn = given["mask"] & (torch.arange(given["mask"].shape[1]) % 3 != 1)
+    is_drawn = given["loss_mask"] & (torch.arange(given["loss_mask"].shape[1]) % 3 != 1)
     args = args_of(loss_type="clip", average="token", ratio="token", kl_coef=0.0, echo_coef=0.1)
     logps, _, _, logged = losses_of(
-        {**given, "mask": is_drawn}, args, fork, batch={"mask": given["mask"]}
+        {**given, "loss_mask": is_drawn}, args, fork, batch={"loss_mask": given["loss_mask"]}
     )
     means = means_of(logged, len(logps))
-    said = given["mask"] & ~is_drawn
+    said = given["loss_mask"] & ~is_drawn
     assert said.sum() > 5
     assert means["echo/loss"] == pytest.approx(-logps[said].mean().item(), abs=1e-12)
-    expected = losses_of({**given, "mask": is_drawn}, args)[3]["loss"][0]
+    expected = losses_of({**given, "loss_mask": is_drawn}, args)[3]["loss"][0]
     assert torch.equal(logged["loss"][0], expected)

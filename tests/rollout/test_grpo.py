@@ -63,7 +63,7 @@ class Reference(PlainRun):
     def __init__(self, inputs, **settings):
         super().__init__(inputs, dapo.Args(), settings)
         self.reference = self.load("model")
-        self.prompts_seen = self.rollouts_seen = 0
+        self.prompts_taken = self.rollouts_seen = 0
 
     def score(self, row, response):
         text = self.tokenizer.decode(response, skip_special_tokens=True)
@@ -98,10 +98,10 @@ class Reference(PlainRun):
         s, kept, sampled = self.set, [], []
         n = len(self.rows)
         for round_number in range(1 + s.refill_rounds):
-            epoch, place = divmod(self.prompts_seen, n)
+            epoch, place = divmod(self.prompts_taken, n)
             order = np.random.default_rng([s.seed, epoch]).permutation(n)
             prompts = order[place : place + s.rollout_batch_size - len(kept)]
-            self.prompts_seen += len(prompts)
+            self.prompts_taken += len(prompts)
             groups = self.sample_rollout(prompts, round_number)
             sampled += groups
             for group in groups:
@@ -109,7 +109,7 @@ class Reference(PlainRun):
                 differs = len({sample.raw for sample in group}) > 1
                 if differs or s.kl_coef or not s.drop_equal_groups:
                     kept.append(group)
-            if len(kept) == s.rollout_batch_size or self.prompts_seen % n == 0:
+            if len(kept) == s.rollout_batch_size or self.prompts_taken % n == 0:
                 break
         flat = [sample for group in sampled for sample in group]
         equal = [len({sample.score for sample in group}) == 1 for group in sampled]
@@ -173,7 +173,7 @@ class Reference(PlainRun):
 
     def go(self):
         s, n = self.set, len(self.rows)
-        is_done = lambda: self.prompts_seen >= s.max_epochs * n
+        is_done = lambda: self.prompts_taken >= s.max_epochs * n
         if s.max_steps:
             is_done = lambda: len(self.lines) >= s.max_steps
         while not is_done():
@@ -184,7 +184,7 @@ class Reference(PlainRun):
                 if s.max_steps and len(self.lines) == s.max_steps:
                     break
                 self.update(samples, is_first=bool(line))
-                self.lines[-1] |= {"epoch": self.prompts_seen / n, **line}
+                self.lines[-1] |= {"epoch": self.prompts_taken / n, **line}
                 line = {}
             self.rollouts_seen += 1
         return self

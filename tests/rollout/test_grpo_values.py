@@ -31,7 +31,7 @@ def losses_of(
     """What a recipe makes of `trl_grpo.tensors` after a first update: log-probs, losses, weights, values."""
     logps = given["logps"].requires_grad_()
     experience = {
-        "mask": given["mask"],
+        "loss_mask": given["loss_mask"],
         "advantages": given["advantages"][:, None],
         "old_logps": given["old_logps"],
         "ref_logps": given["ref_logps"],
@@ -97,7 +97,7 @@ def test_losses_and_gradients_are_those_of_trl(case):
 def test_corrections_of_the_sampler_are_those_of_trl(mode):
     stored = STORED[f"corrected {mode}"]
     given = trl_grpo.tensors()
-    mask = given["mask"]
+    mask = given["loss_mask"]
     old = given["old_logps"].where(mask, 5.0)  # what the model did not draw counts nowhere
     logps = (old, given["sampler_logps"])
     weights, logged = correction.importance_weights(*logps, mask.double(), args_of(mode))

@@ -149,7 +149,7 @@ class Scorer(torch.nn.Module):
         self.left = list(scores)
 
     def forward(self, inputs):
-        count = len(inputs["mask"])
+        count = len(inputs["loss_mask"])
         scores, self.left = self.left[:count], self.left[count:]
         return torch.tensor(scores)
 

@@ -53,7 +53,7 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
         [row] = data
         prompts = [row["prompt_ids"]] * 2
         answers = [row["chosen_ids"], row["rejected_ids"]]
-        mask = Packer(torch.device("cpu"), share=True).make_batch(prompts, answers)["mask"]
+        mask = Packer(torch.device("cpu"), share=True).make_batch(prompts, answers)["loss_mask"]
         trained = [[False] * len(row["prompt_ids"])]
         trained += [[True] * int(of_answer.sum()) for of_answer in mask]
     else:
@@ -61,7 +61,7 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
         cut = sequences[range(len(sequences))]
         ids = cut["input_ids"]
         batch = Packer(torch.device("cpu")).make_batch([[] for _ in ids], ids, cut["loss_mask"])
-        trained = [mask[: len(row)].tolist() for mask, row in zip(batch["mask"], ids)]
+        trained = [mask[: len(row)].tolist() for mask, row in zip(batch["loss_mask"], ids)]
     assert shown(lines) == trained
     ids = [list(map(int, line.split()[1:])) for line in lines if line.startswith("    ids ")]
     assert [len(each) for each in ids] == [len(each) for each in trained]

@@ -104,8 +104,8 @@ FAULTS = {
             "last-update", f"recipes/{name}.py", {f"loss = {loss}": "loss = losses.mean()"}
         )
         for name, loss in {
-            "dpo": "(losses * is_real).sum() * update.engine_divisor / update.n_samples",
-            "reward": "(losses * is_real).sum() * update.engine_divisor / update.n_samples",
+            "dpo": "(losses * sample_weights).sum() * update.engine_divisor / update.n_samples",
+            "reward": "(losses * sample_weights).sum() * update.engine_divisor / update.n_samples",
             "kto": "(losses * answer_weights).sum() * update.engine_divisor / n_answers",
             "sft": LOSS_OF_SFT,
             "grpo": "(losses * weights).sum() * update.engine_divisor / total_weight",
