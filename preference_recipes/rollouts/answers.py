@@ -68,22 +68,22 @@ PLAIN_FORMS = [
 LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 
 
-def decode_answers(tokenizer, answers: list[list[int]]) -> list[str]:
-    """Returns the texts of answers without special tokens, but with the markers of thoughts.
+def decode_responses(tokenizer, responses: list[list[int]]) -> list[str]:
+    """Returns the texts of responses without special tokens, but with the markers of thoughts.
 
     Some tokenizers have these markers as special tokens, and without them a thought would run into
-    the answer. Where answers have headers (gpt-oss), the text begins after the last header.
+    the answer. Where responses have headers (gpt-oss), a text begins after the last header.
     """
     header = header_of(tokenizer)
     if header:
-        answers = [ids[answer_start(header, ids) :] for ids in answers]
+        responses = [ids[answer_start(header, ids) :] for ids in responses]
     markers = " ".join(map(" ".join, thoughts.MARKERS))
     special = {
         token_id
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special and token.content not in markers
     }
-    kept = [[token for token in ids if token not in special] for ids in answers]
+    kept = [[token for token in ids if token not in special] for ids in responses]
     return tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 

@@ -8,7 +8,7 @@ import torch
 from common import print_once
 from preference_recipes.data import dataset
 from preference_recipes.models import architecture
-from preference_recipes.rollouts.answers import decode_answers, is_right
+from preference_recipes.rollouts.answers import decode_responses, is_right
 from preference_recipes.rollouts.context import SamplingContext
 from preference_recipes.rollouts.generation import generate
 from preference_recipes.rollouts.rewards import Scores
@@ -96,7 +96,7 @@ def exact_match(
         images=[files or [] for files in columns.get("images", [])],
     )
     response_ids = [response.ids for response in responses]
-    texts = decode_answers(tokenizer, response_ids)
+    texts = decode_responses(tokenizer, response_ids)
     prompts = tokenizer.batch_decode(columns["prompt_ids"])
     examples = [
         {

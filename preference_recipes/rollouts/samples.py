@@ -15,7 +15,7 @@ from preference_recipes.data.messages import IMAGE_COLUMNS
 from preference_recipes.models import prepare
 from preference_recipes.models.packing import Packer
 from preference_recipes.models.reference import Reference
-from preference_recipes.rollouts.answers import decode_answers
+from preference_recipes.rollouts.answers import decode_responses
 from preference_recipes.rollouts.context import SamplingContext
 
 # Tokens, padding counted, that a process scores at once where `--score_batch_size` is 0.
@@ -185,12 +185,12 @@ class Samples:
 
     def response_texts(self, tokenizer) -> list[str]:
         """Returns the text of each response; for an episode, the text of its last answer."""
-        answers = []
+        last_answers = []
         for response, is_sampled in zip(self.responses, self.loss_mask):
-            # The last answer: the tokens at the end that the model drew.
+            # The tokens at the end that the model drew.
             n_drawn = len(list(takewhile(bool, reversed(is_sampled))))
-            answers.append(response[len(response) - n_drawn :])
-        return decode_answers(tokenizer, answers)
+            last_answers.append(response[len(response) - n_drawn :])
+        return decode_responses(tokenizer, last_answers)
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
         """Returns all prompts and responses for `samples.jsonl`; `scores` None: nothing scores."""

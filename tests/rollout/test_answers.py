@@ -13,7 +13,7 @@ from bare_runs import bare_sampler
 from plain_rollouts import alone
 from preference_recipes.data import chat, dataset
 from preference_recipes.rollouts import answers, results, rewards
-from preference_recipes.rollouts.answers import decode_answers
+from preference_recipes.rollouts.answers import decode_responses
 from preference_recipes.rollouts.context import Response
 
 # What a response says, the column `answer`, and whether the response is right.
@@ -209,7 +209,7 @@ def test_markers_of_thoughts_that_are_special_tokens_stay_in_the_text():
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     texts = ["[THINK]The answer is 5[/THINK]4<|im_end|>", "one<|im_end|>"]
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    (thought, plain) = decode_answers(tokenizer, ids)
+    (thought, plain) = decode_responses(tokenizer, ids)
     assert plain == tokenizer.decode(ids[1], skip_special_tokens=True) == "one"
     assert "[THINK]" in thought and "[/THINK]" in thought and "<|im_end|>" not in thought
     assert answers.is_right(thought, "4") and not answers.is_right(thought, "5")
@@ -223,12 +223,12 @@ def test_what_is_learned_of_a_right_answer_is_right(name, thought):
     question = {"role": "user", "content": "3 + 4?"}
     answer = {"role": "assistant", "content": "It is 7", "reasoning_content": thought}
     prompt, [learned], _ = chat.encode_answers(tokenizer, [question], [[answer]])
-    [text] = decode_answers(tokenizer, [learned.ids])
+    [text] = decode_responses(tokenizer, [learned.ids])
     assert answers.is_right(text, "It is 7", tokenizer.decode(prompt))
     assert text == "It is 7" or name == "glm4moe"  # that has a thought, and maybe an empty one
     if thought and name != "glm4moe":
         cut = learned.ids[: learned.ids.index(tokenizer("I").input_ids[-1]) + 5]
-        assert decode_answers(tokenizer, [cut, tokenizer("4").input_ids[-1:]]) == ["", "4"]
+        assert decode_responses(tokenizer, [cut, tokenizer("4").input_ids[-1:]]) == ["", "4"]
 
 
 def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
