@@ -29,7 +29,8 @@ class ActorSaver:
     """Saves the trained model as an ordinary folder: at intervals, the best one, and at the end.
 
     `model` is the prepared module. What is saved is the transformers model inside it,
-    `unwrapped.model`. `others` holds further models inside, such as PPO's critic, by folder name.
+    `unwrapped.model`. `others` holds further models inside, such as PPO's critic, by
+    folder name; only checkpoints hold them, see `write_into`.
     """
 
     def __init__(

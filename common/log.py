@@ -32,7 +32,7 @@ def lines(output_dir: Path) -> Iterator[dict]:
 
 
 def evaluations(output_dir: Path) -> list[dict]:
-    """Returns those of the lines that hold an evaluation."""
+    """Returns those of the lines that hold an evaluation. Only lines of training have `epoch`."""
     return [line for line in lines(output_dir) if "epoch" not in line]
 
 

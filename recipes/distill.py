@@ -136,11 +136,12 @@ def log_ratios_to_mixture(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log s - log m and log t - log m, of log s - log t; all zero where s is t.
 
-    Seen from the larger one nothing overflows: log m = log s + log(1 + beta (t/s - 1)).
+    Nothing overflows if S is the smaller of the two, L the larger, and w the weight of S in m:
+    log m = log L + log(1 + w (S/L - 1)).
     """
-    share_of_smaller = torch.full_like(log_ratios, 1 - beta).masked_fill_(log_ratios > 0, beta)
-    below_larger = torch.log1p(share_of_smaller * torch.expm1(-log_ratios.abs()))
-    return log_ratios.clamp(max=0) - below_larger, -log_ratios.clamp(min=0) - below_larger
+    weight_of_smaller = torch.full_like(log_ratios, 1 - beta).masked_fill_(log_ratios > 0, beta)
+    shift = torch.log1p(weight_of_smaller * torch.expm1(-log_ratios.abs()))  # log m - log L
+    return log_ratios.clamp(max=0) - shift, -log_ratios.clamp(min=0) - shift
 
 
 def objective_gradient(

@@ -147,7 +147,7 @@ def reference_free_loss(
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns pairs as a model reads them: all chosen answers, then all rejected ones.
 
-    `mask` `[2 * pairs, tokens]` says which tokens of the answers count; see `Packer.make_batch`.
+    `loss_mask` `[2 * pairs, tokens]` says which tokens of answers count; see `Packer.make_batch`.
     """
     prompts = columns["prompt_ids"] * 2  # for the chosen answers, then for the rejected ones
     ids = columns["chosen_ids"] + columns["rejected_ids"]

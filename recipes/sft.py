@@ -72,20 +72,20 @@ def encode_demonstration(
     A string has one; for messages see `chat.encode_conversation`.
     """
     prompt, [answer], tools, is_text = conversation
-    learn_contexts = loss_on == "all"
+    learn_all = loss_on == "all"
     messages = prompt + answer
     turns = learned_turns(messages, len(prompt))
-    if learn_contexts and not all(map(is_learned, messages)):
+    if learn_all and not all(map(is_learned, messages)):
         raise BadRow("--loss_on all learns every message, but one of them opts out")
     if not turns:
         raise LeftOut(formats.missing_answer(answer))
     if is_text:
         prompt_ids, [(ids, loss_mask)], notes = chat.encode_answers(tokenizer, *conversation)
-        loss_mask = [learn_contexts] * len(prompt_ids) + loss_mask
+        loss_mask = [learn_all] * len(prompt_ids) + loss_mask
         return [chat.TokenSequence(prompt_ids + ids, [False, *loss_mask[1:]])], prompt_ids, notes
     if loss_on == "completion":
         turns = turns[-1:]
-    return chat.encode_conversation(tokenizer, messages, turns, tools, learn_contexts)
+    return chat.encode_conversation(tokenizer, messages, turns, tools, learn_all)
 
 
 def sft_row(

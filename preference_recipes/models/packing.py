@@ -16,9 +16,9 @@ the prompt [1, 2] are laid out as:
     targets         4  5  6           the tokens whose log-probs are wanted, answer after answer
     predictor_index 1  2  1           the index of the token that predicts each target
     last_token_index  3  4            the index of the last token of each answer
-    mask            x  x              which tokens of the answers are targets, padded:
+    loss_mask       x  x              which tokens of the answers are targets, padded:
                     x  .              `[answers, longest answer]`
-    target_slots    0  1  2           the index of each target in the flattened `mask`
+    target_slots    0  1  2           the index of each target in the flattened `loss_mask`
 
 Without sharing, each answer has a row of its own, after its prompt. A token's index then counts
 over all rows, one row after the other. Padding is on the right and needs no mask: under causal

@@ -2,7 +2,7 @@
 
 A vLLM server computes with other kernels, perhaps in another precision and, with
 `--rollouts_ahead`, with earlier weights. So the samples come from a distribution q other than the
-policy before the update, p. An expectation over p equals one over q in which each sample is
+policy before its updates, p. An expectation over p equals one over q in which each sample is
 weighted by p/q. Such ratios may be huge, so they are cut: a little bias for much less variance.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 def for_sampler(
     losses: torch.Tensor,
-    logps: torch.Tensor,
+    old_logps: torch.Tensor,
     experience: dict[str, torch.Tensor],
     args,
     is_first_update: bool,
@@ -20,16 +20,18 @@ def for_sampler(
 
     Args:
         losses: `[samples, length]` or `[samples, 1]`.
-        logps: from the policy before the update, which is taken for the sampler.
+        old_logps: of the policy before the rollout's first update, which is taken for the sampler.
         experience: `Rollout.experience` for the same samples.
         is_first_update: whether no update of the rollout was applied yet.
     """
-    mask = experience["loss_mask"].to(logps.dtype)
+    mask = experience["loss_mask"].to(old_logps.dtype)
     values = {}
     if is_first_update:
-        values = sampler_differences(logps, experience["sampler_logps"], mask)
+        values = sampler_differences(old_logps, experience["sampler_logps"], mask)
     if args.vllm_url:
-        weights, ratio_values = importance_weights(logps, experience["sampler_logps"], mask, args)
+        weights, ratio_values = importance_weights(
+            old_logps, experience["sampler_logps"], mask, args
+        )
         losses = losses * weights
         values |= ratio_values
     return losses, values

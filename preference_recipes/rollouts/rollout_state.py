@@ -38,14 +38,14 @@ class Rollout:
 
         Updates differ by at most one sample: a small leftover would get a whole optimizer step.
         """
-        n_updates = self.updates_per_pass(args)
-        pass_number, update_of_pass = divmod(state.updates_made, n_updates)
+        updates_per_pass = self.updates_per_pass(args)
+        pass_number, update_of_pass = divmod(state.updates_made, updates_per_pass)
         per_prompt = self.samples.per_prompt
         n_groups = len(self.samples) // per_prompt
         groups = batches.epoch_order(n_groups, state.order_seed(args), pass_number)
         indices = (groups[:, None] * per_prompt + np.arange(per_prompt)).flatten()
         trained = indices[self.in_update[indices].numpy()]
-        return np.array_split(trained, n_updates)[update_of_pass]
+        return np.array_split(trained, updates_per_pass)[update_of_pass]
 
 
 @checkpointable

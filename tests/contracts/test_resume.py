@@ -48,7 +48,7 @@ SAMPLED = RUN | dict(max_steps=12, max_new_tokens=6, generate_batch_size=8, scor
 OF_RECIPE = {
     # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
     "ppo": SAMPLED | dict(n_samples_per_prompt=1, num_epochs_per_rollout=2),
-    # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout has 1 to 3 updates.
+    # Rollouts of 6 groups; those of equal scores are left out, so a rollout has 1 to 3 updates.
     "grpo": SAMPLED | dict(rollout_batch_size=6, n_samples_per_prompt=4),
 }
 REWARDS = {"ppo": ANSWER_REWARD, "grpo": TIES}
