@@ -30,9 +30,9 @@ class Checkpoint:
         optimizer: the one that `accelerator.prepare` returned.
         scheduler: a `LambdaLR`, not prepared.
         means: the values of the next log line.
-        must_match: the data, and the models: of a policy its base below adapters counts. A run
-            resumes only from a checkpoint with the same `fingerprints` of these, and the same
-            arguments. None is left out.
+        must_match: the data, models that are only read, and the policy, of which only the base
+            below adapters counts. A run resumes only from a checkpoint with the same
+            `fingerprints` of these, and the same arguments. None is left out.
         states: the recipe's own, by name, such as `rollout=state`. `state()` of each returns
             what to save, the same on all processes: None, numbers, strings, tensors, lists and
             dicts of them, and dataclasses that are `checkpointable`. `load_state` restores it.

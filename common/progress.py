@@ -96,8 +96,8 @@ class Progress:
     def due(self, interval: float, first: bool = False) -> bool:
         """Whether something is due now: after every `interval` applied updates, and at the end.
 
-        If the run ends by updates that were not applied, what was due after the last applied one
-        has happened: then only what waits for the end is due.
+        If the last updates were not applied, what was due after the last applied one is already
+        done. Only what waits for the end is due then.
 
         Args:
             interval: a number of updates, or below 1 a share of all updates. 0: at the end alone.

@@ -7,8 +7,8 @@ the prompt [1, 2] are laid out as:
 
     input_ids       1  2  4  5  6     one row, `[rows, row length]`
     position_ids    0  1  2  3  2     each answer goes on from its prompt
-    attention_mask  x                 what each token sees, from the first one down; see
-                    x  x              `SharedMask`, which computes it piece by piece
+    attention_mask  x                 what each token sees, from the first one down; a
+                    x  x              `SharedMask` stands for it and does not hold it
                     x  x  x
                     x  x  x  x
                     x  x  .  .  x     the second answer does not see the first
