@@ -88,8 +88,13 @@ def attend(query, key, value, attn_mask: SharedMask, is_causal=False, **kwargs) 
 
     prompts = [take(states, attn_mask.prompt_index) for states in (query, key, value)]
     queries, *own = [take(states, attn_mask.answer_index) for states in (query, key, value)]
-    # Answers have prompts in common. On a GPU `index_select` adds their gradients in any order.
-    of_prompts = [states[attn_mask.prompt_of_answer] for states in prompts[1:]]
+    # Answers have prompts in common. On a GPU `index_select` adds their gradients in any order; on a
+    # CPU it is much faster.
+    of_answer = attn_mask.prompt_of_answer
+    of_prompts = [
+        states.index_select(0, of_answer) if states.is_cpu else states[of_answer]
+        for states in prompts[1:]
+    ]
     keys, values = (torch.cat(parts, 2) for parts in zip(of_prompts, own))
     attention = functional.scaled_dot_product_attention
     outputs = (

@@ -81,8 +81,8 @@ class FixedLayer(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         rows = slice(self.step.rows)
         # Under autocast, rotary keys are fp32 and so are the values read before; new ones are not.
-        self.keys[rows].index_copy_(2, self.step.slot, key_states.to(self.keys.dtype))
-        self.values[rows].index_copy_(2, self.step.slot, value_states.to(self.values.dtype))
+        self.keys[rows, :, self.step.slot] = key_states.to(self.keys.dtype)
+        self.values[rows, :, self.step.slot] = value_states.to(self.values.dtype)
         visible = slice(self.step.visible)
         keys = self.keys[rows, :, visible]
         keys.layer = self  # for `sharing.attend`

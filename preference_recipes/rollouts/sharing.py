@@ -92,7 +92,7 @@ class SharedPrompts:
         by_prompt = queries[self.rows].transpose(1, 2).flatten(2, 3)
         for part in attend_part(by_prompt @ layer.prompt_keys, layer.prompt_values, self.mask):
             by_group = part.unflatten(2, (self.rows.shape[1], -1)).transpose(1, 2)
-            yield by_group.flatten(0, 1)[self.slots]
+            yield by_group.flatten(0, 1).index_select(0, self.slots)
 
 
 def attend(module, query, key, value, attention_mask, scaling=None, position_bias=None, **kwargs):
