@@ -34,9 +34,9 @@ import numpy as np
 import torch
 
 from common import batches
-from preference_recipes.models.shared_attention import SharedMask
+from preference_recipes.models import shared_attention
 
-# Largest `answer_mask` of a `SharedMask`, in elements.
+# Most elements of the masks of a `SharedMask`.
 MAX_MASK = 2**26
 
 # A prompt with its answers, given as the answers' indices.
@@ -93,12 +93,9 @@ class Packer:
             inputs |= pictures.inputs_of(self.processor, ids, row_files, self.device)
         if len(rows) < len(answers):
             [groups] = rows
-            lengths = [
-                (len(prompts[group[0]]), [len(answers[index]) for index in group])
-                for group in groups
-            ]
+            lengths = lengths_of(groups, prompts, answers)
             inputs["position_ids"] = batches.to_device(positions, self.device)
-            inputs["attention_mask"] = SharedMask.make(lengths, self.device)
+            inputs["attention_mask"] = shared_attention.SharedMask.make(lengths, self.device)
 
         targets: list[int] = []
         predictor_index: list[int] = []
@@ -140,20 +137,29 @@ class Packer:
         for index, prompt in enumerate(prompts):
             by_prompt.setdefault((tuple(prompt), files[index]), []).append(index)
         shared = [list(by_prompt.values())]
-        # The multiplications of a layer, divided by its width. Causal attention skips half of them,
-        # that of the answers does not; both have products with keys and with values.
-        longest_prompt, longest_answer = lengths.max(0).tolist()
-        longest = int(lengths.sum(1).max())
-        mask_size = len(answers) * longest_answer * (longest_prompt + longest_answer)
+        groups = lengths_of(shared[0], prompts, answers)
+        blocks = [
+            [groups[index] for index in block]
+            for block in shared_attention.split(groups, self.device)
+        ]
+        # The multiplications of a layer, divided by its width. Attention has products with keys and
+        # with values; without a mask it is causal and skips half of them.
         shared_cost = row_length(shared[0], prompts, answers) * 12 * self.width
-        shared_cost += len(by_prompt) * longest_prompt**2 + 2 * mask_size
+        shared_cost += sum(2 * shared_attention.cost(block) for block in blocks)
+        longest = int(lengths.sum(1).max())
         unshared_cost = len(answers) * longest * (12 * self.width + longest)
+        mask_size = sum(shared_attention.mask_size(block) for block in blocks)
         pays = shared_cost <= unshared_cost and mask_size <= MAX_MASK
         return shared if pays else unshared
 
     def describe(self) -> str:
         """Returns in words whether prompts are shared."""
         return "prompts are computed once" if self.share else "prompts are computed for each answer"
+
+
+def lengths_of(row: list[Group], prompts: Sequence, answers: Sequence) -> list[tuple]:
+    """Returns the length of each group's prompt, and those of its answers."""
+    return [(len(prompts[group[0]]), [len(answers[index]) for index in group]) for group in row]
 
 
 def row_length(row: list[Group], prompts: Sequence, answers: Sequence) -> int:

@@ -1,14 +1,57 @@
 """Attention within a row of shared prompts: prompt by prompt, and answer by answer.
 
 A mask of the whole row would grow with its square, and most of it would hide one answer from
-another. Instead, all prompts are one batch, and all answers another, in which each answer attends
-to the keys of its prompt and to its own.
+another. Instead, prompts are one batch, and answers another, in which each answer attends to the
+keys of its prompt and to its own. A batch is padded to its longest: where prompts or answers are of
+unlike lengths, there are several such pairs of batches, called blocks.
 """
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
 
 from common import batches
+
+# The length of a prompt, and the lengths of its answers.
+Group = tuple[int, Sequence[int]]
+# One more block takes as long as so many products of a query and a key. Measured on a CPU; estimated
+# for a GPU and other devices, where small kernels wait for the host.
+BLOCK_COST = {"cpu": 2**12, "cuda": 2**22}
+
+
+def split(groups: Sequence[Group], device: torch.device) -> list[list[int]]:
+    """Divides groups into blocks, so that attention costs least. Returns the groups' indices."""
+    block_cost = BLOCK_COST.get(device.type, 2**22)
+    blocks: list[list[int]] = []
+    last_cost = 0
+    for index in sorted(range(len(groups)), key=lambda index: max(groups[index][1])):
+        own_cost = cost([groups[index]])
+        if blocks:
+            cost_together = cost([groups[other] for other in [*blocks[-1], index]])
+            if cost_together <= last_cost + own_cost + block_cost:
+                blocks[-1].append(index)
+                last_cost = cost_together
+                continue
+        blocks.append([index])
+        last_cost = own_cost
+    return blocks
+
+
+def cost(block: Sequence[Group]) -> int:
+    """Returns how many products of a query and a key the attention of a block takes."""
+    longest_prompt = max(prompt for prompt, _ in block)
+    # Causal attention skips half of them; that of answers, which has a mask, skips none.
+    return len(block) * longest_prompt**2 // 2 + mask_size(block)
+
+
+def mask_size(block: Sequence[Group]) -> int:
+    """Returns the number of elements of a block's mask."""
+    longest_prompt = max(prompt for prompt, _ in block)
+    longest_answer = max(max(answers) for _, answers in block)
+    n_answers = sum(len(answers) for _, answers in block)
+    return n_answers * longest_answer * (longest_prompt + longest_answer)
 
 
 class SharedMask(torch.Tensor):
@@ -19,49 +62,53 @@ class SharedMask(torch.Tensor):
     its mask in another way has other log-probs, which `checks.can_share` finds.
 
     Attributes:
-        prompt_index: `[prompts, longest prompt]`, where each token is in the row; 0 for padding.
-        answer_index: `[answers, longest answer]`, likewise.
-        prompt_of_answer: `[answers]`.
-        answer_mask: bool `[answers, 1, longest answer, longest prompt + longest answer]`, which
-            keys of its prompt and of its own answer a token sees.
-        flat_index: `[row length]`, where each token is in the flattened `prompt_index` and, after
-            it, `answer_index`.
+        shapes: `[prompts, longest prompt]` and `[answers, longest answer]` of each block in turn.
+        index: where each token of these is in the row, flattened and one after the other; 0 for
+            padding.
+        prompts_of_answers: for each block `[answers]`, the index of the prompt.
+        masks: for each block bool `[answers, 1, longest answer, longest prompt + longest answer]`,
+            which keys of its prompt and of its own answer a token sees.
+        flat_index: `[row length]`, where each token is in `index`.
     """
 
     @staticmethod
-    def make(groups: list[tuple[int, list[int]]], device: torch.device) -> "SharedMask":
-        """Returns the mask of prompts and answers, given the length of each prompt and answer."""
-        prompts, answers, prompt_of_answer = [], [], []
+    def make(groups: Sequence[Group], device: torch.device) -> "SharedMask":
+        """Returns the mask of a row of these prompts and answers."""
+        places = []  # in the row, of each group's prompt and answers
         length = 0
         for prompt_length, answer_lengths in groups:
-            prompts.append(range(length, length + prompt_length))
-            length += prompt_length
-            for answer_length in answer_lengths:
-                answers.append(range(length, length + answer_length))
-                prompt_of_answer.append(len(prompts) - 1)
-                length += answer_length
-        prompt_index = batches.pad(prompts, -1, "cpu")
-        answer_index = batches.pad(answers, -1, "cpu")
-        longest_answer = answer_index.shape[1]
-        # A GPU's kernel wants a multiple of 8 keys. At least one is added: prompts may be empty.
-        n_more = 8 - (prompt_index.shape[1] + longest_answer) % 8
-        prompt_index = functional.pad(prompt_index, (0, n_more), value=-1)
-        sees_prompt = batches.to_device((prompt_index >= 0)[prompt_of_answer], device)
-        sees_own = torch.ones(longest_answer, longest_answer, dtype=torch.bool, device=device)
-        sees = (
-            sees_prompt[:, None].expand(-1, longest_answer, -1),
-            sees_own.tril().expand(len(answers), -1, -1),
-        )
-        # Sorted by their place in the row; padding, -1, comes first.
-        flat_index = torch.cat([prompt_index.flatten(), answer_index.flatten()]).argsort()[-length:]
-
+            place = []
+            for piece_length in (prompt_length, *answer_lengths):
+                place.append(range(length, length + piece_length))
+                length += piece_length
+            places.append(place)
         mask = torch.ones((), dtype=torch.bool, device=device).expand(1, 1, length, length)
         mask = mask.as_subclass(SharedMask)
-        mask.prompt_index = batches.to_device(prompt_index.clamp(min=0), device)
-        mask.answer_index = batches.to_device(answer_index.clamp(min=0), device)
-        mask.prompt_of_answer = batches.to_device(prompt_of_answer, device)
-        mask.answer_mask = torch.cat(sees, 2)[:, None]
-        mask.flat_index = batches.to_device(flat_index, device)
+        mask.shapes, mask.prompts_of_answers, mask.masks = [], [], []
+        indices = []
+        for block in split(groups, device):
+            prompts = batches.pad([places[group][0] for group in block], -1, "cpu")
+            answers = [place for group in block for place in places[group][1:]]
+            prompt_of_answer = [n for n, group in enumerate(block) for _ in places[group][1:]]
+            answers = batches.pad(answers, -1, "cpu")
+            longest_answer = answers.shape[1]
+            # A GPU's kernel wants a multiple of 8 keys. At least one is added: prompts may be empty.
+            n_more = 8 - (prompts.shape[1] + longest_answer) % 8
+            prompts = functional.pad(prompts, (0, n_more), value=-1)
+            sees_prompt = batches.to_device((prompts >= 0)[prompt_of_answer], device)
+            sees_own = torch.ones(longest_answer, longest_answer, dtype=torch.bool, device=device)
+            sees = (
+                sees_prompt[:, None].expand(-1, longest_answer, -1),
+                sees_own.tril().expand(len(answers), -1, -1),
+            )
+            mask.masks.append(torch.cat(sees, 2)[:, None])
+            mask.prompts_of_answers.append(batches.to_device(prompt_of_answer, device))
+            mask.shapes += [prompts.shape, answers.shape]
+            indices += [prompts.flatten(), answers.flatten()]
+        index = torch.cat(indices)
+        mask.index = batches.to_device(index.clamp(min=0), device)
+        # Sorted by their place in the row; padding, -1, comes first.
+        mask.flat_index = batches.to_device(index.argsort()[-length:], device)
         return mask
 
     @classmethod
@@ -80,26 +127,28 @@ def attend(query, key, value, attn_mask: SharedMask, is_causal=False, **kwargs) 
 
     `is_causal` is not used: `attn_mask` says what each token sees.
     """
+    sizes = [math.prod(shape) for shape in attn_mask.shapes]
 
-    def take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def batches_of(states: torch.Tensor) -> list[torch.Tensor]:
+        """Returns prompts and answers of each block in turn, `[batch, heads, longest, size]`."""
         # Only padding takes a token twice, and its gradients are zero.
-        by_token = states[0].transpose(0, 1).index_select(0, index.flatten())
-        return by_token.unflatten(0, index.shape).transpose(1, 2)
+        by_token = states[0].transpose(0, 1).index_select(0, attn_mask.index)
+        parts = zip(by_token.split(sizes), attn_mask.shapes)
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in parts]
 
-    prompts = [take(states, attn_mask.prompt_index) for states in (query, key, value)]
-    queries, *own = [take(states, attn_mask.answer_index) for states in (query, key, value)]
-    # Answers have prompts in common. On a GPU `index_select` adds their gradients in any order; on a
-    # CPU it is much faster.
-    of_answer = attn_mask.prompt_of_answer
-    of_prompts = [
-        states.index_select(0, of_answer) if states.is_cpu else states[of_answer]
-        for states in prompts[1:]
-    ]
-    keys, values = (torch.cat(parts, 2) for parts in zip(of_prompts, own))
     attention = functional.scaled_dot_product_attention
-    outputs = (
-        attention(*prompts, is_causal=True, **kwargs),
-        attention(queries, keys, values, attn_mask=attn_mask.answer_mask, **kwargs),
-    )
+    states = list(zip(*map(batches_of, (query, key, value))))
+    outputs = []
+    blocks = zip(states[::2], states[1::2], attn_mask.prompts_of_answers, attn_mask.masks)
+    for prompts, (queries, *own), of_answer, mask in blocks:
+        # Answers have prompts in common. On a GPU `index_select` adds their gradients in any
+        # order; on a CPU it is much faster.
+        of_prompts = [
+            prompt.index_select(0, of_answer) if prompt.is_cpu else prompt[of_answer]
+            for prompt in prompts[1:]
+        ]
+        keys, values = (torch.cat(pair, 2) for pair in zip(of_prompts, own))
+        outputs.append(attention(*prompts, is_causal=True, **kwargs))
+        outputs.append(attention(queries, keys, values, attn_mask=mask, **kwargs))
     by_token = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
     return by_token.index_select(0, attn_mask.flat_index).transpose(0, 1)[None]

@@ -14,6 +14,7 @@ from architectures import TEXT, build, config_of
 from preference_recipes.models import checks, packing
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
+from preference_recipes.models import shared_attention
 from preference_recipes.models.shared_attention import SharedMask
 
 CPU = torch.device("cpu")
@@ -85,15 +86,17 @@ def test_several_prompts_form_one_row():
     assert batch["predictor_index"].tolist() == [1, 2, 7, 1, 4, 5, 11, 7, 9]
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_attention_of_a_shared_row_is_that_of_a_mask_over_the_whole_row(heads):
-    """Also its gradients, and where queries share heads of keys; a prompt may be empty."""
+@pytest.mark.parametrize("heads, blocks", [(1, 1), (3, 1), (3, 2), (1, 4)])
+def test_attention_of_a_shared_row_is_that_of_a_mask_over_the_whole_row(heads, blocks, monkeypatch):
+    """Also its gradients, and where queries share heads of keys; prompts and answers may be empty."""
     generator = torch.Generator().manual_seed(0)
-    mask = SharedMask.make([(5, [3, 7, 1]), (0, [4]), (9, [2, 2])], CPU)
-    length = 5 + 3 + 7 + 1 + 4 + 9 + 2 + 2
+    monkeypatch.setattr(shared_attention, "BLOCK_COST", {"cpu": {1: 1000, 2: 100, 4: 0}[blocks]})
+    mask = SharedMask.make([(5, [3, 7, 1]), (0, [4]), (9, [2, 2]), (2, [0])], CPU)
+    assert len(mask.masks) == blocks
+    length = 5 + 3 + 7 + 1 + 4 + 9 + 2 + 2 + 2
     assert mask.shape == (1, 1, length, length) and mask.untyped_storage().nbytes() == 1
     whole = torch.tensor(seen_by(mask), dtype=torch.bool)
-    assert whole.sum() == 15 + (15 + 6) + (35 + 28) + (5 + 1) + 10 + 45 + 2 * (18 + 3)
+    assert whole.sum() == 15 + (15 + 6) + (35 + 28) + (5 + 1) + 10 + 45 + 2 * (18 + 3) + 3
     found = []
     for attn_mask in (mask, mask.detach(), whole):  # ZeRO-3 detaches it
         shapes = (1, 2 * heads, length, 4), (1, 2, length, 4), (1, 2, length, 4)
