@@ -16,8 +16,8 @@ from common import batches
 
 # The length of a prompt, and the lengths of its answers.
 Group = tuple[int, Sequence[int]]
-# One more block takes as long as so many products of a query and a key. Measured on a CPU; estimated
-# for a GPU and other devices, where small kernels wait for the host.
+# One more block takes as long as so many products of a query and a key. Measured on a CPU;
+# estimated for a GPU and other devices, where small kernels wait for the host.
 BLOCK_COST = {"cpu": 2**12, "cuda": 2**22}
 
 
@@ -89,20 +89,15 @@ class SharedMask(torch.Tensor):
         for block in split(groups, device):
             prompts = batches.pad([places[group][0] for group in block], -1, "cpu")
             answers = [place for group in block for place in places[group][1:]]
-            prompt_of_answer = [n for n, group in enumerate(block) for _ in places[group][1:]]
             answers = batches.pad(answers, -1, "cpu")
-            longest_answer = answers.shape[1]
-            # A GPU's kernel wants a multiple of 8 keys. At least one is added: prompts may be empty.
-            n_more = 8 - (prompts.shape[1] + longest_answer) % 8
+            # A GPU's kernel wants a multiple of 8 keys. Prompts may be empty, so one is added at
+            # least.
+            n_more = 8 - (prompts.shape[1] + answers.shape[1]) % 8
             prompts = functional.pad(prompts, (0, n_more), value=-1)
-            sees_prompt = batches.to_device((prompts >= 0)[prompt_of_answer], device)
-            sees_own = torch.ones(longest_answer, longest_answer, dtype=torch.bool, device=device)
-            sees = (
-                sees_prompt[:, None].expand(-1, longest_answer, -1),
-                sees_own.tril().expand(len(answers), -1, -1),
-            )
-            mask.masks.append(torch.cat(sees, 2)[:, None])
-            mask.prompts_of_answers.append(batches.to_device(prompt_of_answer, device))
+            of_answers = [n for n, group in enumerate(block) for _ in places[group][1:]]
+            sees_prompt = batches.to_device((prompts >= 0)[of_answers], device)
+            mask.masks.append(answer_mask(sees_prompt, answers.shape[1]))
+            mask.prompts_of_answers.append(batches.to_device(of_answers, device))
             mask.shapes += [prompts.shape, answers.shape]
             indices += [prompts.flatten(), answers.flatten()]
         index = torch.cat(indices)
@@ -120,6 +115,16 @@ class SharedMask(torch.Tensor):
         if function is torch.Tensor.detach:  # ZeRO-3 detaches what a model is given
             vars(result).update(vars(args[0]))
         return result
+
+
+def answer_mask(sees_prompt: torch.Tensor, longest_answer: int) -> torch.Tensor:
+    """Returns the mask of a block's answers, given which keys of its prompt each one sees."""
+    sees_own = sees_prompt.new_ones(longest_answer, longest_answer).tril()
+    sees = (
+        sees_prompt[:, None].expand(-1, longest_answer, -1),
+        sees_own.expand(len(sees_prompt), -1, -1),
+    )
+    return torch.cat(sees, 2)[:, None]
 
 
 def attend(query, key, value, attn_mask: SharedMask, is_causal=False, **kwargs) -> torch.Tensor:

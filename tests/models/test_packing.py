@@ -3,6 +3,7 @@
 That shared rows give the log-probs of each answer alone is in test_architectures.py, for every architecture.
 """
 
+import itertools
 import types
 
 import pytest
@@ -11,10 +12,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from architectures import TEXT, build, config_of
-from preference_recipes.models import checks, packing
+from preference_recipes.models import checks, packing, shared_attention
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
-from preference_recipes.models import shared_attention
 from preference_recipes.models.shared_attention import SharedMask
 
 CPU = torch.device("cpu")
@@ -109,6 +109,24 @@ def test_attention_of_a_shared_row_is_that_of_a_mask_over_the_whole_row(heads, b
         output.square().sum().backward()
         found.append([output, *(tensor.grad for tensor in states)])
     torch.testing.assert_close(found[:2], [found[2]] * 2, rtol=1e-12, atol=1e-12)
+
+
+def test_prompts_and_answers_of_unlike_lengths_are_computed_apart():
+    """Padded to the longest, eight real pairs took more products than a mask over the whole row."""
+    lengths = (
+        "729 11 41, 360 222 469, 235 15 293, 325 73 49, 300 68 64, 234 5 116, 229 44 70, 203 8 145"
+    )
+    pairs = [list(map(int, pair.split())) for pair in lengths.split(",")]
+    groups = [(prompt, answers) for prompt, *answers in pairs]
+    needed = sum(prompt**2 // 2 + 2 * max(pair) * (prompt + max(pair)) for prompt, pair in groups)
+    found = {}
+    for name in ("cpu", "cuda"):
+        blocks = shared_attention.split(groups, torch.device(name))
+        assert sorted(itertools.chain(*blocks)) == list(range(8))
+        found[name] = sum(shared_attention.cost([groups[n] for n in block]) for block in blocks)
+    assert needed == 2_012_432 and found["cpu"] < 1.05 * needed and found["cuda"] < 5 * needed
+    same = shared_attention.split([(300, [50, 50])] * 6, torch.device("cpu"))
+    assert same == [list(range(6))]
 
 
 def test_padded_rows_begin_with_the_longest():
