@@ -21,9 +21,9 @@ Group = tuple[int, Sequence[int]]
 BLOCK_COST = {"cpu": 2**12, "cuda": 2**22}
 
 
-def split(groups: Sequence[Group], device: torch.device) -> list[list[int]]:
+def split(groups: Sequence[Group], device: "torch.device | str") -> list[list[int]]:
     """Divides groups into blocks, so that attention costs least. Returns the groups' indices."""
-    block_cost = BLOCK_COST.get(device.type, 2**22)
+    block_cost = BLOCK_COST.get(torch.device(device).type, 2**22)
     blocks: list[list[int]] = []
     last_cost = 0
     for index in sorted(range(len(groups)), key=lambda index: max(groups[index][1])):
