@@ -1,7 +1,5 @@
 """Splits the samples of an update into micro-batches of similar length."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 import math

@@ -1,7 +1,5 @@
 """Exact means over all samples: of an update, of a log line, of an evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 

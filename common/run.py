@@ -1,7 +1,5 @@
 """What a training loop asks: the samples of its next update, what is due, what is logged."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The values of single samples behind the logged means, which `--values_steps` records."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
