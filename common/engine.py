@@ -1,10 +1,8 @@
 """What a training loop needs from its engine: accumulation, the loss scale, shards, counts."""
 
-from __future__ import annotations
-
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,9 +27,8 @@ def describe(accelerator: Accelerator) -> str:
 
 def unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """Returns the module inside a prepared one, as it was before DDP, DeepSpeed and compilation."""
-    is_compiled = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-    if accelerator.distributed_type == DistributedType.NO and not is_compiled:
-        return model  # accelerate would import DeepSpeed
+    if accelerator.distributed_type == DistributedType.NO:  # accelerate would import DeepSpeed
+        return getattr(model, "_orig_mod", model)  # of torch.compile
     return accelerator.unwrap_model(model, keep_torch_compile=False)
 
 

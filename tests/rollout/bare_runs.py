@@ -4,7 +4,7 @@ import types
 
 import datasets
 import torch
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType
 
 from common.metrics import Means
 from common.progress import Progress
@@ -52,11 +52,9 @@ def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
 
 def alone():
     """What code that splits rows needs to know of the only process."""
-    plugin = types.SimpleNamespace(backend=DynamoBackend.NO)
     return types.SimpleNamespace(
         num_processes=1,
         process_index=0,
         device=torch.device("cpu"),
         distributed_type=DistributedType.NO,
-        state=types.SimpleNamespace(dynamo_plugin=plugin),
     )
