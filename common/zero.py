@@ -37,10 +37,8 @@ def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
         if config.get(key, "auto") not in ("auto", value):
             refuse(f'the DeepSpeed config sets "{key}": {config[key]}: write "auto" there')
         config[key] = value
-    ours = {"scheduler": "--lr_scheduler_type", "optimizer": "--learning_rate, --weight_decay ..."}
-    for key, flags in ours.items():
-        if key in config:
-            refuse(f'the DeepSpeed config has "{key}": remove it and use {flags}')
+    if "scheduler" in config:  # accelerate itself refuses an "optimizer"
+        refuse('the DeepSpeed config has "scheduler": remove it and use --lr_scheduler_type')
     if not config["zero_optimization"].get("stage"):
         refuse("the DeepSpeed config has ZeRO stage 0: take 1, 2 or 3, or launch with ddp.yaml")
     # Otherwise DeepSpeed waits for the GPU before each forward pass, to measure the time.

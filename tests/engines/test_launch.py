@@ -155,7 +155,6 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     cases = {
         '"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3},
         'has "scheduler": remove it': {"scheduler": {"type": "WarmupLR", "params": {}}},
-        'has "optimizer": remove it': {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
         "has ZeRO stage 0": {"zero_optimization": {"stage": 0}},
         "has ZeRO stage 0: take 1, 2 or 3": {"zero_optimization": {}},
     }
