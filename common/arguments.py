@@ -44,14 +44,15 @@ class Parser(HfArgumentParser):
     def __init__(self, args_class: type):
         # Errors repeat the usage: this line instead of the list of all arguments.
         usage = "%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]"
+        self.groups = {}  # by argument
+        super().__init__(allow_abbrev=False, usage=usage)
         # The class that first had a field is its group; the algorithm's own come first.
-        self.owners = {
-            name: cls for cls in args_class.__mro__ for name in inspect.get_annotations(cls)
-        }
-        self.groups = {}
-        super().__init__(args_class, allow_abbrev=False, usage=usage)
-        order = [self.groups[cls] for cls in args_class.__mro__ if cls in self.groups]
-        self._action_groups.sort(key=lambda group: group in order and order.index(group) + 1)
+        for cls in args_class.__mro__:
+            is_own = "Args(" in cls.__doc__  # as `dataclass` writes it where a class has none
+            title = "The algorithm" if is_own else cls.__doc__.partition(".")[0]
+            group = self.add_argument_group(title)
+            self.groups |= dict.fromkeys(inspect.get_annotations(cls), group)
+        self._add_dataclass_arguments(args_class)
 
     def add_argument(
         self, *flags: str, limits=None, with_lora=None, only_with=None, **settings
@@ -60,15 +61,10 @@ class Parser(HfArgumentParser):
         flags = tuple(flag for flag in flags if "-" not in flag.lstrip("-"))
         if limits:
             settings["help"] += f" [{range_in_words(limits)}]"
-        owner = self.owners.get(flags[0].lstrip("-").removeprefix("no_"))
-        if owner is None:  # --help
+        group = self.groups.get(flags[0].lstrip("-").removeprefix("no_"))
+        if group is None:  # --help
             return super().add_argument(*flags, **settings)
-        if owner not in self.groups:
-            is_own = "Args(" in owner.__doc__  # as `dataclass` writes it where a class has none
-            self.groups[owner] = self.add_argument_group(
-                "The algorithm" if is_own else owner.__doc__.partition(".")[0]
-            )
-        return self.groups[owner].add_argument(*flags, **settings)
+        return group.add_argument(*flags, **settings)
 
     def error(self, message: str):
         if message.startswith("unrecognized arguments: --"):
