@@ -46,11 +46,6 @@ def print_preview(args, data: Data) -> None:
             values = replace(data.converter, folder=rows.folder).convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
             print("\n".join(describe_row(row, values, data.converter)))
-    if getattr(args, "environment", None):
-        print(
-            f"\nNOTE: {args.environment} is not played here: what its `reset` adds to a prompt, "
-            "and all that follows the first answer, is in samples.jsonl of a run"
-        )
 
 
 def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
