@@ -52,14 +52,14 @@ def export(
         refuse(f"{out} exists and is not an empty folder: choose another")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        copy = Path(folder, "copy")
-        written = copy
-        is_checkpoint = (checkpoint / "manifest.json").is_file()
-        if is_checkpoint or not merge_adapter:
-            copy_model(checkpoint, model, copy)
+        source = checkpoint
+        if (checkpoint / "manifest.json").is_file() or not merge_adapter:
+            source = Path(folder, "copy")
+            copy_model(checkpoint, model, source)
+        written = source
         if merge_adapter:
             written = Path(folder, "merged")
-            merge(str(copy if is_checkpoint else checkpoint), written, base)
+            merge(str(source), written, base)
         if dtype:
             convert(written, dtype)
         folders.replace(written, out)
@@ -106,8 +106,6 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
         refuse(f"{adapter} holds no adapter, as a run with --lora_r writes it: nothing to merge")
     config = peft.PeftConfig.from_pretrained(folder)
     base = base or config.base_model_name_or_path
-    if Path(base).is_absolute() and not Path(base).is_dir():
-        refuse(f"{base}, the adapter's base, is not there: if it moved, give --base FOLDER")
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     name = str(folder if has_tokenizer else base)
     tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -137,9 +135,8 @@ def merge(adapter: str, out: Path, base: str | None = None) -> None:
     # peft 0.21 merges the adapters of all layers that share a matrix, such as tied embeddings.
     if not difference <= 1e-3 * largest:  # NaN must fail, too
         refuse(
-            f"the whole model would be another one: its logits differ by up to {difference:.3g} "
-            f"from those of base and adapter, which are up to {largest:.3g} in size. Load the "
-            "adapter with peft instead, or make one that leaves alone what several layers share"
+            f"the whole model would be another one: its logits differ by up to {difference:.3g}, "
+            f"and are up to {largest:.3g} in size: load the adapter with peft instead"
         )
     if config.task_type == "SEQ_CLS":  # by it transformers finds the last token
         merged.config.pad_token_id = tokenizer.pad_token_id
