@@ -231,8 +231,6 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     folder = cache / datasets.fingerprint.Hasher.hash(key)
     if folder.is_dir():
         return folder
-    if len(rows) == 0:
-        refuse(f"data set {name!r}, split {split!r}, holds no rows")
     # The name is random, because containers reuse process ids: a killed run's folder may exist.
     temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
     try:
@@ -272,7 +270,7 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     notes = [f"{text}: {count} of {len(rows)} rows" for text, count in sorted(counts.items())]
     checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
-        refuse(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+        refuse("; ".join([f"data set {name!r}: no usable row of {len(rows)}", *notes]))
     from preference_recipes.data import unread  # only here: most runs find their rows tokenised
 
     unread_note = unread.describe(rows.select(range(len(rows))), converter)

@@ -167,7 +167,7 @@ def test_folders_that_are_no_data_set(tmp_path, kind):
             [{**PAIR, "prompt": "long" * 9}],
             ["no usable row", "left out (prompt fills max_length): 1 of 1 rows"],
         ),
-        (sft_row, [], ["holds no rows"]),
+        (sft_row, [], ["no usable row of 0"]),
     ],
 )
 def test_rows_that_do_not_fit(accelerator, tokenizer, tmp_path, function, rows, parts):
