@@ -14,8 +14,8 @@ import json
 import marshal
 import multiprocessing
 import os
-import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -231,18 +231,16 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     folder = cache / datasets.fingerprint.Hasher.hash(key)
     if folder.is_dir():
         return folder
-    # The name is random, because containers reuse process ids: a killed run's folder may exist.
-    temporary = cache / f".{folder.name}.{os.urandom(8).hex()}"
-    try:
-        with folders.writing(temporary):
-            temporary.mkdir(parents=True)
+    with folders.writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".") as parent:
+            temporary = Path(parent, folder.name)
+            temporary.mkdir()
             about = convert(name, rows, converter, temporary)
             (temporary / ABOUT).write_text(json.dumps(about), encoding="utf-8")
             folders.flush(*temporary.iterdir(), temporary)
-        with contextlib.suppress(OSError):  # another run was faster
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run was faster
+                temporary.rename(folder)
     return folder
 
 

@@ -126,8 +126,8 @@ def test_a_bad_row_is_named_by_two_processes_as_by_one(accelerator, monkeypatch,
 def test_a_full_disk_of_the_cache_is_named(accelerator, monkeypatch, many, tmp_path):
     full = lambda *_, **__: Path("/dev/full").write_text("x")
     monkeypatch.setattr(dataset, "ArrowWriter", full)
-    said = (f"{tmp_path}/tokenised/.", "cannot be written: [Errno 28] ")
-    refuses(*said, call=lambda: load(accelerator, monkeypatch, many, tmp_path))
+    said = f"{tmp_path}/tokenised cannot be written: [Errno 28] "
+    refuses(said, call=lambda: load(accelerator, monkeypatch, many, tmp_path))
     assert not list((tmp_path / "tokenised").iterdir())
 
 
