@@ -31,7 +31,7 @@ from accelerate.utils import gather_object
 from datasets.arrow_writer import ArrowWriter
 
 from common import display, distributed, folders, one_line, refuse
-from preference_recipes.data import files, formats, rendering
+from preference_recipes.data import files, formats, rendering, unread
 from preference_recipes.data.messages import IMAGE_COLUMNS, BadRow, LeftOut, has_image_part
 
 ROWS_PER_PROCESS = 5_000  # a process tokenises these in some seconds
@@ -269,8 +269,6 @@ def convert(name: str, rows, converter: Converter, folder: Path) -> dict[str, An
     checksums = [checksum for _, part in parts for checksum in part]
     if not checksums:
         refuse("; ".join([f"data set {name!r}: no usable row of {len(rows)}", *notes]))
-    from preference_recipes.data import unread  # only here: most runs find their rows tokenised
-
     unread_note = unread.describe(rows.select(range(len(rows))), converter)
     # The same rows from another path or time are the same data.
     fingerprint = datasets.fingerprint.Hasher.hash(checksums)
