@@ -50,7 +50,7 @@ def make_packer(
     readers = [model for model in models if model is not None]
     if isinstance(engine.unwrapped(accelerator, readers[0]), LogProbModel):
         check_logprobs(accelerator, readers[0])
-    image_settings: dict[str, Any] = {"processor": processor}
+    example = None
     if processor is not None:
         from preference_recipes.data import images  # only here: text needs none
         from preference_recipes.models import vision
@@ -60,14 +60,13 @@ def make_packer(
                 logps, own_logps = vision.trial(accelerator, model, processor)
             refuse_difference(accelerator, model, logps, own_logps, ", with images")
         if accelerator.num_processes > 1:
-            image_settings["example"] = vision.example(processor)
+            example = vision.example(processor)
         # Such architectures derive positions or masks from the types of tokens.
         share = share and images.types_name(processor) is None
-    if not share or not all(can_share(accelerator, model, max_length) for model in readers):
-        return Packer(accelerator.device, **image_settings)
+    share = share and all(can_share(accelerator, model, max_length) for model in readers)
     groups = (architecture.whole_models(reader).values() for reader in readers)
     width = max(model.config.get_text_config().hidden_size for group in groups for model in group)
-    return Packer(accelerator.device, True, width=width, **image_settings)
+    return Packer(accelerator.device, share, width, processor, example)
 
 
 @torch.no_grad()
