@@ -279,8 +279,8 @@ def main():
     data = dataset.load_data(accelerator, args, tokenizer, function=distill_row, **settings)
     show_preview(accelerator, args, data)  # with --preview: prints rows and exits
 
-    student = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    policy = DistillModel(student, teachers.shared_vocab_size(args, data, student))
+    policy = DistillModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
+    policy.vocab_size = teachers.shared_vocab_size(args, data, policy)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     state = RolloutState()  # where the run is in its prompts, and its rollout

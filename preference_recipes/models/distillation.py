@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from common import zero
 from preference_recipes.models import architecture
@@ -151,14 +150,7 @@ class DistillJob:
 
 # ============================================================ the model
 class DistillModel(LogProbModel):
-    """A causal language model that learns from teachers, or that is one.
-
-    Only the first `vocab_size` tokens have a probability; None: as many as the output layer has.
-    """
-
-    def __init__(self, model: nn.Module, vocab_size: int | None = None):
-        super().__init__(model)
-        self.vocab_size = vocab_size or self.vocab_size
+    """A causal language model that learns from teachers, or that is one."""
 
     def forward(
         self,

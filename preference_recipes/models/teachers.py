@@ -79,7 +79,7 @@ def row_settings(args) -> dict[str, Any]:
     }
 
 
-def shared_vocab_size(args, data, student: nn.Module) -> int:
+def shared_vocab_size(args, data, student: DistillModel) -> int:
     """Returns how many tokens the student and its local teachers share, counted from the first.
 
     Output layers may be padded to different sizes (Qwen2.5: 151,936 and 152,064 rows). Then only
@@ -87,7 +87,7 @@ def shared_vocab_size(args, data, student: nn.Module) -> int:
     """
     paths = [path for path in sources(args).values() if not isinstance(path, list)]
     embedding_sizes = load.check_embeddings(data, args.model_name_or_path, *paths, draws=True)
-    sizes = {student.get_output_embeddings().out_features, *embedding_sizes.values()}
+    sizes = {student.vocab_size, *embedding_sizes.values()}
     n_tokens = max(data.converter.tokenizer.get_vocab().values()) + 1
     return min(*sizes, n_tokens) if len(sizes) > 1 else min(sizes)
 
@@ -121,8 +121,8 @@ class LocalTeachers:
             elif path is None:
                 self.by_name[name] = Teacher(model, head=None)
             elif isinstance(path, str):
-                teacher = load.causal_lm(path, tokenizer, args, frozen=True)
-                wrapper = DistillModel(teacher, student.vocab_size)
+                wrapper = DistillModel(load.causal_lm(path, tokenizer, args, frozen=True))
+                wrapper.vocab_size = student.vocab_size
                 title = f"teacher {name}" if name != UNNAMED else "teacher"
                 self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
                 prepared = prepare.frozen_model(accelerator, wrapper)

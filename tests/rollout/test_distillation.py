@@ -251,10 +251,12 @@ def test_a_student_learns_what_the_definition_says(names, monkeypatch):
     expected = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
 
-    wrapped = DistillModel(student, vocab_size)
+    wrapped = DistillModel(student)
+    wrapped.vocab_size = vocab_size
     outputs = []
     for model, is_mine in ((teacher, of_first), (other_teacher, ~of_first)):
-        wrapped_teacher = DistillModel(model, vocab_size)
+        wrapped_teacher = DistillModel(model)
+        wrapped_teacher.vocab_size = vocab_size
         with torch.no_grad():
             hidden = wrapped_teacher(batch, as_teacher=True)
         places = is_mine.nonzero().flatten()
