@@ -42,12 +42,11 @@ class ModelWrapper(nn.Module):
     @property
     def fingerprints(self) -> dict[str, str]:
         """Identifies the base models below adapters, which a checkpoint does not hold."""
-        bases = {}
-        for path, model in architecture.whole_models(self).items():
-            if hasattr(model, "base_fingerprint"):
-                part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
-                bases[f"base model of {part}" if part else "base model"] = model.base_fingerprint
-        return bases
+        return {
+            f"base {path}": model.base_fingerprint  # PPO's critic is `critic.model`
+            for path, model in architecture.whole_models(self).items()
+            if hasattr(model, "base_fingerprint")
+        }
 
 
 class LogProbModel(ModelWrapper):
