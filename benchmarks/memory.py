@@ -187,7 +187,7 @@ def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None
         lora_r=lora_r, lora_alpha=16.0, lora_dropout=0.0, lora_target_modules=["all-linear"]
     )
     if lora_r:
-        lora.add_adapters(accelerator, policy, settings)
+        lora.add_adapters(policy, settings)
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, DECAY), lr=1e-4)
     raw = optimizer
     prepared, optimizer = prepare.for_training(accelerator, policy, optimizer)

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from common import display, engine, patched, pluralize, print_once, refuse
+from common import display, engine, patched, refuse
 from common.saving import ADAPTER
 from preference_recipes.models import architecture
 
@@ -21,7 +21,7 @@ ALL_LINEAR = "all-linear"
 
 
 # ============================================================ the adapters
-def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
+def add_adapters(wrapper: nn.Module, args) -> None:
     """Freezes the models in a module and gives each an adapter, drawn from the seed alone.
 
     A score head is trained whole, and saved with the adapter.
@@ -30,7 +30,6 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
 
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
-    total, _ = engine.count_parameters(wrapper)
     seed = torch.initial_seed()
     layers = []
     for index, model in enumerate(architecture.whole_models(wrapper).values()):
@@ -59,13 +58,9 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # Otherwise bitsandbytes repacks 4-bit weights in the first evaluation on a CPU.
             module.support_avx512bf16_for_cpu = False
-    _, trained = engine.count_parameters(wrapper)
-    kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-    if accelerator.is_main_process:
-        display.write(
-            f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
-            f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
-        )
+    kinds = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    scale = f"rank {args.lora_r}, alpha {args.lora_alpha:g}"
+    display.write(f"adapters of {scale} on {len(layers)} layers: {kinds}")
 
 
 def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
@@ -77,18 +72,12 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
     unreached = architecture.unreached_parameters(model)
+    called = architecture.layers_called(model)
     layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, architecture.LINEAR)
-        and id(module) not in heads
-        and f"{name}.weight" not in unreached
+        if name in called and id(module) not in heads and f"{name}.weight" not in unreached
     ]
-    called = architecture.layers_called(model)
-    if left_out := [name for name in layers if name not in called]:
-        count = pluralize(len(left_out), "linear layer")
-        print_once(f"no adapters on {count} that no forward pass calls as such: {left_out[0]} ...")
-        layers = [name for name in layers if name in called]
     if targets == [ALL_LINEAR]:
         return layers
     for target in targets:  # peft would ignore a name that it does not find

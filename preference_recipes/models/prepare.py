@@ -61,7 +61,7 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
     if args.lora_r:
         from preference_recipes.models import lora
 
-        lora.add_adapters(accelerator, model, args)
+        lora.add_adapters(model, args)
 
 
 def disable_dropout(wrapper: nn.Module) -> None:
