@@ -18,7 +18,6 @@ from preference_recipes.models.logprobs import (
     ChunkedHead,
     LogProbModel,
     blocks,
-    product_dtype,
     scaled_products,
     scatter_to_answers,
 )
@@ -59,11 +58,10 @@ class TeacherOutput:
     head: Head  # its output layer, whole
     target_index: torch.Tensor  # which of the batch's targets these are, int64 `[n]`
 
-    def all_logps(self, chunk: slice, student_logps: torch.Tensor) -> torch.Tensor:
-        """Returns log-probs of all tokens at a chunk of the targets, fp32 `[n, v]`."""
-        weight = self.head.weight.to(product_dtype(self.hidden))
-        teacher_logps, _ = replace(self.head, weight=weight).logps(self.hidden[chunk])
-        return teacher_logps
+    def all_logps(self, chunk: slice, student_logps, dtype: torch.dtype) -> torch.Tensor:
+        """Returns log-probs of all tokens at a chunk, fp32 `[n, v]`; products are of `dtype`."""
+        head = replace(self.head, weight=self.head.weight.to(dtype))
+        return head.logps(self.hidden[chunk])[0]
 
     def overrides(self, chunk: slice, student_logps: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns values that replace those which `token_outputs` makes of `all_logps`, by name."""
@@ -84,7 +82,7 @@ class TopKTeacherOutput:
     target_logps: torch.Tensor  # the targets' log-probs, fp32 `[n]`
     target_index: torch.Tensor  # see `TeacherOutput`
 
-    def all_logps(self, chunk: slice, student_logps: torch.Tensor) -> torch.Tensor:
+    def all_logps(self, chunk: slice, student_logps, dtype: torch.dtype) -> torch.Tensor:
         ids = self.ids[chunk]
         student_rest = student_logps.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
         teacher_logps = student_logps + (self.rest(chunk) - student_rest)
@@ -125,7 +123,9 @@ class DistillJob:
     def forward_chunk(self, chunk: slice, hidden, matrix, bias) -> tuple:
         """Returns both models' log-probs of all tokens, and the derivative of the student's cap."""
         student_logps, cap_slope = Head(matrix, bias, self.multiplier, self.softcap).logps(hidden)
-        return student_logps, self.output.all_logps(chunk, student_logps), cap_slope
+        # Not the teacher's own precision: autocast does not reach a backward pass.
+        teacher_logps = self.output.all_logps(chunk, student_logps, matrix.dtype)
+        return student_logps, teacher_logps, cap_slope
 
     def outputs(self, chunk: slice, state: tuple) -> list[torch.Tensor]:
         student_logps, teacher_logps, _ = state

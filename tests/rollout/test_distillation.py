@@ -82,7 +82,7 @@ def top_output(teacher, targets, k: int) -> distillation.TopKTeacherOutput:
     )
 
 
-def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | None = None):
+def ours(given: dict, formulas, beta, temperature, cut: int, k=None, is_autocast=False):
     """What the recipe gives of these tensors, and the gradients of hidden states, weight and bias."""
     (multiplier, softcap), of_teacher = formulas
     trained = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
@@ -94,7 +94,8 @@ def ours(given: dict, formulas, beta, temperature: float, cut: int, k: int | Non
     of_student = (multiplier / temperature, softcap / temperature)
     job = DistillJob(given["targets"], *of_student, output, *formula_of(beta))
     hidden, weight, bias = trained
-    first, *others = ChunkedHead.apply(hidden, weight[:cut], bias[:cut], job)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        first, *others = ChunkedHead.apply(hidden, weight[:cut], bias[:cut], job)
     gradients = torch.autograd.grad((first * given["weights"]).sum(), trained)
     return first.detach(), dict(zip(job.names[1:], others)), gradients
 
@@ -147,6 +148,23 @@ def test_values_and_gradients_are_those_of_plain_fp64(k, beta, temperature, form
     assert not any(found[2][place][61:].any() for place in (1, 2))  # what is cut off learns nothing
 
 
+def test_chunks_are_computed_again_in_the_precision_of_the_forward_pass(monkeypatch):
+    """On a GPU autocast halves its products, and does not reach the backward pass."""
+
+    def product_dtype(hidden: torch.Tensor) -> torch.dtype:
+        is_half = torch.is_autocast_enabled("cpu")
+        return torch.get_autocast_dtype("cpu") if is_half else hidden.dtype
+
+    for module in (logprobs, distillation):
+        monkeypatch.setattr(module, "product_dtype", product_dtype, raising=False)
+    found = []
+    for positions in (3, 11):  # at 11 nothing is computed again
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 2 * 61 * positions)
+        found.append(ours(drawn(), FORMULAS["plain"], 1.0, 1.0, 61, is_autocast=True))
+    for one, other in zip(found[0][2], found[1][2]):
+        assert (one - other).norm() <= 1e-4 * other.norm()
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_probabilities_that_fp32_cannot_hold_overflow_nothing(beta):
     """Logits a hundred apart: a token is as good as impossible for one of both."""
@@ -175,7 +193,7 @@ def test_the_top_tokens_give_a_bound_from_below_and_all_of_them_the_divergence(b
     bound, error = torch.zeros(50), torch.full((50,), 1e-14)
     for k in range(1, 13):
         output = top_output(teacher, targets, k)
-        filled = output.all_logps(slice(None), student)
+        filled = output.all_logps(slice(None), student, student.dtype)
         last, bound = bound, compare(student, filled, targets)["objective"]
         assert (bound - last + error).min() >= 0
         # What is left of 1 is rounded, and so is the divergence.
