@@ -51,8 +51,6 @@ def load_tokenizer(
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if chat_template is not None:
-        if not Path(chat_template).is_file():
-            refuse(f"--chat_template {chat_template}: no such file (looked in {Path.cwd()})")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if chat_template_kwargs is not None:
         rendering.set_defaults(tokenizer, chat_template_kwargs)
