@@ -24,9 +24,7 @@ def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
 
 def backbone_of(model: nn.Module) -> nn.Module:
     """Returns the submodule that computes the hidden states for a model's head."""
-    if model.base_model is not model:
-        return model.base_model
-    # Llama 4's causal language model names a submodule that it does not have.
+    # Not `model.base_model`, which is the whole model in Llama 4.
     backbones = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(backbones) == 1:
         return backbones[0]
@@ -64,7 +62,7 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     logits = [1e30, 2.0**-12, 0.0, -60.0, -7.0, -1.0, -0.1, 0.3, 2.0, 11.0, 90.0]
     output = torch.zeros(1, 1, head.out_features, dtype=torch.float64)
     output[0, 0, : len(logits)] = torch.tensor(logits, dtype=torch.float64)[: head.out_features]
-    states = KnownStates(torch.zeros(1, 1, head.in_features))
+    states = KnownStates([torch.zeros(1, 1, head.in_features)])
     backbone = backbone_of(model)
     # Set on the instances, they hide the methods of their classes.
     backbone.forward = lambda *args, **kwargs: states
@@ -89,14 +87,12 @@ def logits_formula(model: nn.Module) -> tuple[float, float]:
     return multiplier, softcap
 
 
-class KnownStates:
+class KnownStates(tuple):
     """A backbone's output with hidden states and nothing else."""
 
-    def __init__(self, hidden: torch.Tensor):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index):
-        return self.last_hidden_state
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
 
     def __getattr__(self, name: str) -> None:
         return None

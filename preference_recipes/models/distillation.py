@@ -165,9 +165,6 @@ class DistillModel(LogProbModel):
     ):
         """Returns what `LogProbModel.forward` does, or what one of these arguments asks for.
 
-        A teacher gives hidden states, and its output layer once for the whole run. With these the
-        student computes the teacher's distribution, chunk by chunk, inside its own passes.
-
         Args:
             as_teacher: returns the input of the output layer before each target, `[targets, h]`.
             teacher_outputs: one for each teacher; together they cover every target once. Then this

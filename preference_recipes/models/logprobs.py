@@ -1,7 +1,4 @@
-"""A language model whose output is log-probabilities of given tokens instead of logits.
-
-`LogProbModel.forward` is the whole path; the output layer works by chunks of positions.
-"""
+"""A language model whose output is log-probabilities of given tokens instead of logits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

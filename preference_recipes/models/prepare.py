@@ -28,10 +28,7 @@ def policy(accelerator, args, tokenizer, dropout: bool = True) -> LogProbModel:
 
 
 def for_training(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
-    """Prepares the model that is trained and its optimizer, and returns both.
-
-    DeepSpeed's `module.half()` also rounds buffers, such as rotary frequencies: they are restored.
-    """
+    """Prepares the model that is trained and its optimizer, and returns both."""
     if engine.has_adapter(model):  # no saved actor contains the base below adapters
         round_frozen(accelerator, model)
     with exact_buffers(accelerator, model):
@@ -140,7 +137,7 @@ def rounded_by_autocast(wrapper: nn.Module, on_cpu: bool) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def exact_buffers(accelerator, model: nn.Module):
-    """Restores the floating-point buffers that the block rounds to half precision."""
+    """Restores buffers, such as rotary frequencies, that DeepSpeed rounds to half precision."""
     originals = {
         name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()
     }
