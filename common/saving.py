@@ -69,7 +69,7 @@ def save_adapter(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], fo
     model.peft_config[ADAPTER].save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    base = {"fingerprint": model.base_fingerprint}
+    base = {"fingerprint": model.fingerprint}
     (folder / BASE_FILE).write_text(json.dumps(base) + "\n", encoding="utf-8")
     if hasattr(model.config, "reward_mean"):
         moments = {name: getattr(model.config, name) for name in ("reward_mean", "reward_std")}

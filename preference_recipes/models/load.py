@@ -140,8 +140,10 @@ def load_model(auto_class, name: str, args, frozen: bool, **settings) -> tuple:
         refuse(f"{name!r} holds quantized weights: give the model that they were made from")
     if args.max_length > (limit := architecture.longest_row(model)):
         refuse(f"--max_length {args.max_length}: {name!r} has {limit} positions: give {limit}")
-    if args.lora_r and not frozen:  # each saved adapter names its base
-        model.base_fingerprint = fingerprint(PartialState(), name, model.config)
+    if frozen or args.lora_r:  # no checkpoint holds its weights
+        model.fingerprint = distributed.on_main_process(
+            PartialState(), describe_weights, name, model.config
+        )
     if getattr(model, "_weight_conversions", None):
         # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also keeps unused
         # ones, and would save Gemma 3 under names that nothing reads.
@@ -234,11 +236,6 @@ class PublishedGenerationConfig(GenerationConfig):
 
 
 # ============================================================ fingerprints
-def fingerprint(accelerator, name: str, config) -> str:
-    """Identifies a model's weights; only copies of them share it. All processes must call it."""
-    return distributed.on_main_process(accelerator, describe_weights, name, config)
-
-
 def describe_weights(name: str, config) -> str:
     """Returns a hub name's commit, or a hash of a folder's weight files and config."""
     folder = Path(name)

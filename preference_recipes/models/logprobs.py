@@ -23,7 +23,6 @@ class ModelWrapper(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        architecture.backbone_of(model)  # refuses a model without a backbone
         # FSDP2 asks where to cut and which weights are tied. It refuses the names of missing
         # modules, such as the parts of a text tower in Gemma 3's list.
         classes = {type(module).__name__ for module in model.modules()}
@@ -40,9 +39,9 @@ class ModelWrapper(nn.Module):
     def fingerprints(self) -> dict[str, str]:
         """Identifies the base models below adapters, which a checkpoint does not hold."""
         return {
-            f"base {path}": model.base_fingerprint  # PPO's critic is `critic.model`
+            f"base {path}": model.fingerprint  # PPO's critic is `critic.model`
             for path, model in architecture.whole_models(self).items()
-            if hasattr(model, "base_fingerprint")
+            if hasattr(model, "fingerprint")
         }
 
 

@@ -32,7 +32,7 @@ class Reference:
             return
         name = args.ref_model_name_or_path or args.model_name_or_path
         wrapper = LogProbModel(load.causal_lm(name, tokenizer, args, frozen=True))
-        self.fingerprints["reference model"] = load.fingerprint(accelerator, name, wrapper.config)
+        self.fingerprints["reference model"] = wrapper.model.fingerprint
         self.model = prepare.frozen_model(accelerator, wrapper)
 
     @torch.no_grad()

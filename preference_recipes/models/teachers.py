@@ -124,7 +124,7 @@ class LocalTeachers:
                 wrapper = DistillModel(load.causal_lm(path, tokenizer, args, frozen=True))
                 wrapper.vocab_size = student.vocab_size
                 title = f"teacher {name}" if name != UNNAMED else "teacher"
-                self.fingerprints[title] = load.fingerprint(accelerator, path, wrapper.config)
+                self.fingerprints[title] = wrapper.model.fingerprint
                 prepared = prepare.frozen_model(accelerator, wrapper)
                 self.by_name[name] = Teacher(prepared, wrapper.whole_head(args.temperature))
 

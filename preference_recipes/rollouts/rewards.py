@@ -88,7 +88,7 @@ class Grader:
             if args.normalize_reward:  # recipes/reward.py with --eval_dataset_name writes these
                 self.mean = model.config.reward_mean
                 self.std = model.config.reward_std
-            self.fingerprints["reward model"] = load.fingerprint(accelerator, name, model.config)
+            self.fingerprints["reward model"] = model.fingerprint
             self.model = prepare.frozen_model(accelerator, scores.ScoreModel(model))
 
     @torch.no_grad()
