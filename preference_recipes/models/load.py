@@ -22,25 +22,20 @@ from preference_recipes.models import architecture
 # ============================================================ tokenizers
 def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
-    date = distributed.on_main_process(accelerator, date_of_run, args)
-    return load_tokenizer(
-        args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
-    )
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    if args.chat_template is not None:
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    if args.chat_template_kwargs is not None:
+        rendering.set_defaults(tokenizer, args.chat_template_kwargs)
+    if "strftime_now" in str(tokenizer.chat_template):  # it prints a date
+        tokenizer.chat_date = distributed.on_main_process(accelerator, date_of_run, args)
+    if tokenizer.processor is not None:
+        tokenizer.processor.chat_template = tokenizer.chat_template
+    return tokenizer
 
 
-def load_tokenizer(
-    name: str,
-    chat_template: str | None = None,
-    chat_template_kwargs: str | None = None,
-    date: str | None = None,
-):
-    """Loads the tokenizer of a model, with an EOS and a pad token.
-
-    Args:
-        chat_template: a file that replaces the chat template.
-        chat_template_kwargs: JSON; these values become the template's defaults, and are saved.
-        date: the date that the chat template prints, as in 2026-01-31.
-    """
+def load_tokenizer(name: str):
+    """Loads the tokenizer of a model, with an EOS and a pad token; see also `add_processor`."""
     # mistral-common would read a folder's tekken.json and ignore its chat template.
     tokenizer = from_pretrained(AutoTokenizer, name, mistral_format=False)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -50,12 +45,6 @@ def load_tokenizer(
         refuse(f"the tokenizer of {name!r} has no EOS token: set tokenizer.eos_token and save it")
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    if chat_template_kwargs is not None:
-        rendering.set_defaults(tokenizer, chat_template_kwargs)
-    prints_date = "strftime_now" in str(tokenizer.chat_template)
-    tokenizer.chat_date = date if prints_date else None
     add_processor(tokenizer, name)
     return tokenizer
 

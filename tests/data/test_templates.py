@@ -19,6 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
+from common.shared_args import SharedArgs
 from preference_recipes.data import chat, odd_templates, rendering
 from preference_recipes.data.formats import labelled_row, normalize_columns, preference_row
 from preference_recipes.data.messages import BadRow
@@ -712,11 +713,12 @@ def saved(folder, name: str = "qwen2_5") -> str:
     return str(folder)
 
 
-def test_variables_of_the_template_are_saved_with_it(tmp_path):
+def test_variables_of_the_template_are_saved_with_it(accelerator, tmp_path):
     folder = saved(tmp_path / "model", "qwen3")
     values = {"enable_thinking": False}
     plain = load.load_tokenizer(folder)
-    tokenizer = load.load_tokenizer(folder, None, json.dumps(values))
+    args = SharedArgs(folder, chat_template_kwargs=json.dumps(values))
+    tokenizer = load.tokenizer_of_run(accelerator, args)
     tokenizer.save_pretrained(tmp_path / "actor")
     again = AutoTokenizer.from_pretrained(tmp_path / "actor")
 
@@ -743,28 +745,35 @@ def test_only_what_a_template_reads_as_a_variable_can_be_set():
     assert rendering.variables(both) == {"a", "b"}
 
 
-def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
+def test_variables_reach_the_template_as_they_are_in_json(accelerator, tmp_path):
     values = {"a": None, "b": [True, False, -1.5e-7, 10**20]}
     values["c"] = {"quo\"te'": "\\n\n{{ x }} %} é😀"}
     template = tmp_path / "own.jinja"
     template.write_text("{{ [a, b, c] | tojson }}{{ a is none }}")
-    tokenizer = load.load_tokenizer(saved(tmp_path / "model"), str(template), json.dumps(values))
+    args = SharedArgs(saved(tmp_path / "model"), chat_template=str(template))
+    args.chat_template_kwargs = json.dumps(values)
+    tokenizer = load.tokenizer_of_run(accelerator, args)
     rendered = tokenizer.apply_chat_template([user("a")], tokenize=False)
     assert rendered.endswith("True")
     assert json.loads(rendered.removesuffix("True")) == list(values.values())
 
 
-def test_a_date_is_that_of_the_run(tmp_path):
+def test_a_date_is_that_of_the_run(accelerator, tmp_path, monkeypatch):
     folder = saved(tmp_path / "model", "own_dated")
-    on = lambda date: load.load_tokenizer(folder, date=date)
+
+    def on(date: str, folder: str = folder):
+        monkeypatch.setattr(load, "date_of_run", lambda args: date)
+        return load.tokenizer_of_run(accelerator, SharedArgs(folder))
+
     rows = [sft(on(date), *CHAT) for date in ("2020-02-29", "2020-02-29", "2021-03-01")]
     assert rows[0] == rows[1] and "29 Feb 2020" in on("2020-02-29").decode(rows[0]["input_ids"])
     assert "01 Mar 2021" in on("2020-02-29").decode(rows[2]["input_ids"])
     assert rendering.fingerprint(on("2020-02-29")) != rendering.fingerprint(on("2021-03-01"))
     # Where no date is printed, the day is no part of what the ids depend on.
     undated = saved(tmp_path / "undated")
-    first, second = (load.load_tokenizer(undated, date=d) for d in ("2020-02-29", "2021-03-01"))
-    assert rendering.fingerprint(first) == rendering.fingerprint(second) and first.chat_date is None
+    first, second = (on(date, undated) for date in ("2020-02-29", "2021-03-01"))
+    assert rendering.fingerprint(first) == rendering.fingerprint(second)
+    assert not hasattr(first, "chat_date")
     # The saved tokenizer prints the day on which it is used.
     on("2020-02-29").save_pretrained(tmp_path / "actor")
     saved_one = AutoTokenizer.from_pretrained(tmp_path / "actor")
