@@ -42,11 +42,10 @@ class EMA:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the whole average, on the host. All processes must call it."""
-        return {name: self.whole(name).cpu() for name in self.parts}
+        return {name: self.whole(name, part).cpu() for name, part in self.parts.items()}
 
-    def whole(self, name: str) -> torch.Tensor:
-        """Returns the average of a parameter on every process. All processes must call it."""
-        part = self.parts[name]
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Puts the processes' parts of a parameter together. All processes must call it."""
         parameter = self.trained[name]
         if hasattr(parameter, "ds_tensor"):
             # ZeRO-3 splits the flattened parameter into equal parts and pads the last one.
@@ -85,6 +84,6 @@ class EMA:
             own_part.copy_(parts[name])
             parameter = self.trained[name]
             if getattr(parameter, "ds_persist", False):  # small: also whole on every process
-                flat = self.accelerator.gather(own_part.to(self.accelerator.device))
+                whole = self.whole(name, own_part)
                 with zero.gathered([parameter]):
-                    parameter.data.copy_(flat[: parameter.ds_numel].view(parameter.ds_shape))
+                    parameter.data.copy_(whole)
