@@ -299,9 +299,7 @@ def main():
 
     all_teachers = AllTeachers(accelerator, args, tokenizer, model)
     models = [model, *(teacher.model for teacher in all_teachers.by_name.values())]
-    packer = checks.make_packer(
-        accelerator, models, max_length=args.max_length, share=args.share_prompts
-    )
+    packer = checks.make_packer(accelerator, args, models)
     means = Means(accelerator, run.recorder("rollout", model))
     sampler = Sampler(run, model, tokenizer, data, packer, means)
     saver = ActorSaver(run, model, tokenizer)

@@ -247,9 +247,7 @@ def main():
     if args.loss_type not in REFERENCE_FREE:
         reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model if reference else None]
-    packer = checks.make_packer(
-        accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
-    )
+    packer = checks.make_packer(accelerator, args, models, data.processor)
     if args.precompute_ref_log_probs:
         precompute(accelerator, args, reference, train, held_out.values(), collate, packer)
 

@@ -333,9 +333,7 @@ def main():
     reference = Reference(accelerator, args, tokenizer, model) if args.kl_coef else None
     grader = Grader(accelerator, args, tokenizer, data)
     models = [model, grader.model, reference.model if reference else None]
-    packer = checks.make_packer(
-        accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
-    )
+    packer = checks.make_packer(accelerator, args, models, data.processor)
     means = Means(accelerator, run.recorder("rollout", model))
     sampler = Sampler(run, model, tokenizer, data, packer, means, environment=args.environment)
     saver = ActorSaver(run, model, tokenizer)

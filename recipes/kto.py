@@ -186,9 +186,7 @@ def main():
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     reference = Reference(accelerator, args, tokenizer, model)
     models = [model, reference.model]
-    packer = checks.make_packer(
-        accelerator, models, data.processor, max_length=args.max_length, share=args.share_prompts
-    )
+    packer = checks.make_packer(accelerator, args, models, data.processor)
 
     means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)

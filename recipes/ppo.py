@@ -385,9 +385,7 @@ def main():
         reference = Reference(accelerator, args, tokenizer, model, with_values=False)
     grader = Grader(accelerator, args, tokenizer, data)
     models = [model, grader.model, reference.model if reference else None]
-    packer = checks.make_packer(
-        accelerator, models, max_length=args.max_length, share=args.share_prompts
-    )
+    packer = checks.make_packer(accelerator, args, models)
     means = Means(accelerator, run.recorder("rollout", model))
     sampler = Sampler(run, model, tokenizer, data, packer, means, environment=args.environment)
     saver = ActorSaver(run, model, tokenizer, others={"critic": policy.critic.model})

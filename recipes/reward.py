@@ -175,9 +175,7 @@ def main():
     optimizer = optim.make_optimizer(accelerator, optim.parameter_groups(scorer, args), args)
     scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer)
-    packer = checks.make_packer(
-        accelerator, [model], max_length=args.max_length, share=args.share_prompts
-    )
+    packer = checks.make_packer(accelerator, args, [model])
 
     means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)

@@ -181,7 +181,7 @@ def main():
     optimizer = optim.make_optimizer(accelerator, optim.parameter_groups(policy, args), args)
     scheduler = optim.make_scheduler(optimizer, args, run.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    packer = checks.make_packer(accelerator, [model], data.processor)
+    packer = checks.make_packer(accelerator, args, [model], data.processor)
 
     means = Means(accelerator, run.recorder("train", model))
     saver = ActorSaver(run, model, tokenizer)

@@ -36,20 +36,19 @@ def refuse_difference(accelerator, model: nn.Module, logps, own_logps, where: st
         refuse(f"{whole_model.config.name_or_path}{where}: {problem}: {reason}")
 
 
-def make_packer(
-    accelerator: Accelerator, models: list, processor: Any = None, *, max_length=0, share=False
-) -> Packer:
+def make_packer(accelerator: Accelerator, args, models: list, processor: Any = None) -> Packer:
     """Checks the models, and returns the packer of their batches. All processes must call it.
+
+    With `--share_prompts` it shares prompts, unless that would change log-probs of a model.
 
     Args:
         models: the trained one first; None is left out.
         processor: see `Data.processor`.
-        max_length: tokens of the longest row.
-        share: shares prompts, provided that this changes no log-prob of any model.
     """
     readers = [model for model in models if model is not None]
     if isinstance(engine.unwrapped(accelerator, readers[0]), LogProbModel):
         check_logprobs(accelerator, readers[0])
+    share = getattr(args, "share_prompts", False)  # SFT reads no prompt twice
     example = None
     if processor is not None:
         from preference_recipes.data import images  # only here: text needs none
@@ -63,7 +62,7 @@ def make_packer(
             example = vision.example(processor)
         # Such architectures derive positions or masks from the types of tokens.
         share = share and images.types_name(processor) is None
-    share = share and all(can_share(accelerator, model, max_length) for model in readers)
+    share = share and all(can_share(accelerator, model, args.max_length) for model in readers)
     groups = (architecture.whole_models(reader).values() for reader in readers)
     width = max(model.config.get_text_config().hidden_size for group in groups for model in group)
     return Packer(accelerator.device, share, width, processor, example)

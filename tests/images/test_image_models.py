@@ -94,7 +94,7 @@ def test_sft_is_that_of_plain_transformers(folder_of, accelerator, family):
     model, tokenizer = loaded(folder_of(family))
     rows = some_rows()
     data = Sequences(converted(rows, tokenizer, SFT.sft_row, loss_on="assistant"))
-    packer = checks.make_packer(accelerator, [model], tokenizer.processor)
+    packer = checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
     losses, n_targets = [], 0
     for numbers in ([0, 1], [2, 3], [4]):
         batch = SFT.collate(data[numbers], packer)
@@ -133,9 +133,8 @@ def test_dpo_is_that_of_plain_transformers(folder_of, accelerator, family):
     data = converted(rows, tokenizer, preference_row)
     assert data[0]["prompt_ids"] == data[4]["prompt_ids"]
     models = [model, reference]
-    packer = checks.make_packer(
-        accelerator, models, tokenizer.processor, max_length=1024, share=True
-    )
+    args = types.SimpleNamespace(max_length=1024, share_prompts=True)
+    packer = checks.make_packer(accelerator, args, models, tokenizer.processor)
     assert packer.share == (
         family in ("llava", "llava_next", "idefics3", "smolvlm", "internvl", "mistral3")
     )
@@ -164,7 +163,7 @@ def test_a_batch_without_images_reads_an_example_that_changes_nothing(folder_of,
         state=accelerator.state,
         distributed_type=accelerator.distributed_type,
     )
-    packer = checks.make_packer(several, [model], tokenizer.processor)
+    packer = checks.make_packer(several, ARGS, [model], tokenizer.processor)
     batch = packer.make_batch([[5, 6], [7]], [[8, 9], [5]])
     alone = Packer(CPU).make_batch([[5, 6], [7]], [[8, 9], [5]])
     assert batch["inputs"]["input_ids"].shape[0] == 3 and "pixel_values" in batch["inputs"]
@@ -200,7 +199,7 @@ one_pixels = images.pixels
 
 
 def try_images(accelerator, model, tokenizer):
-    checks.make_packer(accelerator, [model], tokenizer.processor)
+    checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
 
 
 def test_a_set_of_texts_is_read_as_by_a_model_of_texts(folder_of):
