@@ -330,7 +330,7 @@ def make_actor_critic(accelerator, args: Args, tokenizer, data) -> ActorCritic:
     name = args.model_name_or_path
     critic_name = args.critic_model_name_or_path or args.reward_model_name_or_path or name
     actor_model = load.causal_lm(name, tokenizer, args)
-    critic_model = score_model(critic_name, tokenizer, args, new_head=True)
+    critic_model = score_model(critic_name, tokenizer, args)
     policy = ActorCritic(actor_model, critic_model)
     rewards.limit_vocab_size(policy, args, data, critic_name)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout

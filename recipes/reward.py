@@ -166,7 +166,7 @@ def main():
     train = Rows(data.train)
     held_out = {prefix: Rows(eval_set) for prefix, eval_set in data.eval_sets.items()}
 
-    classifier = score_model(args.model_name_or_path, tokenizer, args, new_head=True)
+    classifier = score_model(args.model_name_or_path, tokenizer, args)
     scorer = ScoreModel(classifier)
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
     prepare.choose_parameters(accelerator, scorer, args)  # what is trained: all, or adapters

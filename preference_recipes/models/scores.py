@@ -58,15 +58,12 @@ class ActorCritic(LogProbModel):
 
 
 # ============================================================ loading
-def score_model(
-    name: str, tokenizer, args, frozen: bool = False, new_head: bool = False
-) -> PreTrainedModel:
+def score_model(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
     """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
 
     Args:
         tokenizer: the policy's, or that of `name` itself.
-        frozen: see `load.causal_lm`.
-        new_head: gives a model without a score head a new one.
+        frozen: see `load.causal_lm`. Otherwise a model without a score head gets a new one.
     """
     if load.load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
         refuse(f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}")
@@ -74,7 +71,7 @@ def score_model(
         AutoModelForSequenceClassification, name, args, frozen, num_labels=1
     )
     lacks_backbone = missing - {"score.weight"}
-    if lacks_backbone or (missing and not new_head):
+    if lacks_backbone or (missing and frozen):
         expected = "expected a reward model with one label, as recipes/reward.py saves it"
         refuse(f"{name!r} lacks weights, such as {min(missing)}: {expected}")
     if missing:

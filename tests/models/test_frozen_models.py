@@ -78,7 +78,7 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     if name == "ppo":
         name_of_base = str(inputs / "model")
         tokenizer = load.load_tokenizer(name_of_base)
-        model = scores.score_model(name_of_base, tokenizer, SharedArgs(), new_head=True)
+        model = scores.score_model(name_of_base, tokenizer, SharedArgs())
         model.save_pretrained(tmp_path / "reward")
         given |= ROLLOUTS | {"reward_model_name_or_path": tmp_path / "reward"}
     flags = short_run(inputs, name, tmp_path / "out", **given)

@@ -371,7 +371,7 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
         load.load_tokenizer,
         lambda name: load.causal_lm(name, tokenizer, args),
         lambda name: load.causal_lm(name, tokenizer, args, frozen=True),
-        lambda name: scores.score_model(name, tokenizer, args, new_head=True),
+        lambda name: scores.score_model(name, tokenizer, args),
     ]
     command = f"python -m preference_recipes.tools.export {name} OUT"
     for way in ways:

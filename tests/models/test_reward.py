@@ -60,12 +60,14 @@ def test_models_that_cannot_score(tmp_path, tokenizer):
         str(path), tokenizer, SharedArgs(), **settings
     )
     tiny = runs.tiny_llama(tmp_path / "tiny")
-    runs.refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: score_model(tiny))
+    runs.refuses(
+        tiny, "score.weight", "recipes/reward.py", call=lambda: score_model(tiny, frozen=True)
+    )
     other = runs.tiny_llama(tmp_path / "other", vocab_size=300)
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
     changed.save_pretrained(other)
-    runs.refuses(other, "another tokenizer", call=lambda: score_model(other, new_head=True))
+    runs.refuses(other, "another tokenizer", call=lambda: score_model(other))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

@@ -286,11 +286,11 @@ def test_a_reward_model_is_no_policy(tmp_path):
     for tied in (True, False):
         folder = tiny_llama(tmp_path / str(tied), tie_word_embeddings=tied)
         tokenizer = load.load_tokenizer(str(folder))
-        scorer = scores.score_model(str(folder), tokenizer, DEFAULTS, new_head=True)
+        scorer = scores.score_model(str(folder), tokenizer, DEFAULTS)
         scorer.save_pretrained(folder)
         call = lambda: load.causal_lm(str(folder), tokenizer, DEFAULTS)  # noqa: B023
         refuses(folder, "LlamaForSequenceClassification", "reward model", call=call)
-        scores.score_model(str(folder), tokenizer, DEFAULTS)
+        scores.score_model(str(folder), tokenizer, DEFAULTS, frozen=True)
 
 
 def test_a_reference_with_another_tokenizer(model, tmp_path):
