@@ -7,7 +7,6 @@ import copy
 import torch
 from accelerate import DistributedDataParallelKwargs
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from common import engine, refuse
 from preference_recipes.models import architecture, load
@@ -63,14 +62,13 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
 
 def disable_dropout(wrapper: nn.Module) -> None:
     """Turns dropout and routers' jitter off for good, also while the model trains."""
-    # Some layers, such as Falcon's, read the config in each forward pass. They keep the changed
-    # config, and the actor is saved with a copy of the original.
-    models = architecture.whole_models(wrapper).values()
-    configs = [copy.deepcopy(model.config) for model in models]
-    for module in wrapper.modules():
-        architecture.disable_randomness(module)
-    for model, config in zip(models, configs):
-        model.config = config
+    for model in architecture.whole_models(wrapper).values():
+        # Some layers, such as Falcon's, read the config in each forward pass. They keep the changed
+        # config, and the actor is saved with a copy of the original.
+        original = copy.deepcopy(model.config)
+        for module in model.modules():
+            architecture.disable_randomness(module)
+        model.config = original
 
 
 # ============================================================ models that are only read
@@ -128,7 +126,7 @@ def rounded_by_autocast(wrapper: nn.Module, on_cpu: bool) -> list[nn.Parameter]:
     """
     if any(model._is_stateful for model in architecture.whole_models(wrapper).values()):
         return []
-    layer_types = (nn.Linear, Conv1D) if on_cpu else (nn.Linear, Conv1D, LogProbHead)
+    layer_types = architecture.LINEAR if on_cpu else (*architecture.LINEAR, LogProbHead)
     modules = list(wrapper.modules())
     uses = collections.Counter(id(p) for m in modules for p in m.parameters(recurse=False))
     weights = [module.weight for module in modules if type(module) in layer_types]
