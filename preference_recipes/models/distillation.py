@@ -138,13 +138,10 @@ class DistillJob:
 
     def logit_grads(self, chunk: slice, state: tuple) -> torch.Tensor:
         student_logps, teacher_logps, cap_slope = state
-        cap_slopes = [] if cap_slope is None else [cap_slope]
-        inputs = (student_logps, teacher_logps, self.targets[chunk])
-        for student_block, *others in blocks(*inputs, *cap_slopes):
-            grad = self.objective_gradient(student_block, *others[:2])
-            for steepness in others[2:]:
-                grad *= steepness
-            student_block.copy_(grad)
+        for student_block, *others in blocks(student_logps, teacher_logps, self.targets[chunk]):
+            student_block.copy_(self.objective_gradient(student_block, *others))
+        if cap_slope is not None:
+            student_logps *= cap_slope
         return student_logps
 
 

@@ -138,7 +138,7 @@ preference_recipes/models/logprobs.py models/test_logprobs.py models/test_archit
 recipes/distill.py rollout/test_distillation.py
     masked_fill_(log_ratios > 0, beta) >> masked_fill_(log_ratios < 0, beta)
 preference_recipes/models/distillation.py rollout/test_distillation.py
-    grad *= steepness >> pass
+    student_logps *= cap_slope >> pass
     (self.rest(chunk) - student_rest) >> self.rest(chunk)
 preference_recipes/models/distillation.py rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     self.ids[chunk, 0]).float() >> self.ids[chunk, -1]).float()
