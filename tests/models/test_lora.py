@@ -112,7 +112,8 @@ def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, coun
 def test_every_adapter_learns(name, left_out):
     """Layers that are not called as such, or never, get none."""
     model = architectures.build(name)
-    is_linear = [isinstance(part, architecture.LINEAR) for part in model.get_decoder().modules()]
+    backbone = architecture.backbone_of(model)
+    is_linear = [isinstance(part, architecture.LINEAR) for part in backbone.modules()]
     wrapper = adapted(model).train()
     ids = torch.arange(3, 163)[None] if name == "deepseek_v4" else torch.arange(3, 43)[None]
     wrapper.model(ids, use_cache=False).logits.sum().backward()
