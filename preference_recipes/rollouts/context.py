@@ -1,5 +1,6 @@
 """What sampling needs to know: the model, its tokenizer, and its run."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -20,38 +21,26 @@ class Response(NamedTuple):
     logps: list[float]
 
 
+@dataclass
 class SamplingContext:
     """A model that responds, its tokenizer, and its run.
-
-    Args:
-        run: a `Run`; its `accelerator` and `args` are enough to generate.
-        model: the trained one, prepared.
-        data: the run's sets. This and what follows are None for generating exact match alone.
-        packer: lays out samples for the models that read them.
-        means: receives values to log about sampling.
 
     Attributes:
         unwrapped: the module inside `model`; its own `model` is the transformers model.
     """
 
-    def __init__(
-        self,
-        run: Any,
-        model: nn.Module,
-        tokenizer: Any,
-        data: Data | None = None,
-        packer: Packer | None = None,
-        means: Means | None = None,
-    ):
-        self.run = run
-        self.accelerator: Accelerator = run.accelerator
-        self.args = run.args
-        self.model = model
-        self.tokenizer = tokenizer
-        self.data = data
-        self.packer = packer
-        self.means = means
-        self.unwrapped = engine.unwrapped(self.accelerator, model)
+    run: Any  # a `Run`; its `accelerator` and `args` are enough to generate
+    model: nn.Module  # the trained one, prepared
+    tokenizer: Any
+    # None where exact match alone is measured.
+    data: Data | None = None  # the run's sets
+    packer: Packer | None = None  # lays out samples for the models that read them
+    means: Means | None = None  # receives values to log about sampling
+
+    def __post_init__(self):
+        self.accelerator: Accelerator = self.run.accelerator
+        self.args = self.run.args
+        self.unwrapped = engine.unwrapped(self.accelerator, self.model)
 
     def stop_tokens(self) -> set[int]:
         """Returns the tokens that end a response."""
