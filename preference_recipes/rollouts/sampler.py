@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,31 +19,30 @@ from preference_recipes.rollouts.samples import Samples, repeat_each
 from preference_recipes.rollouts.vllm import Servers
 
 
+@dataclass
 class Sampler(SamplingContext):
     """Draws samples of a policy: an answer to each prompt or, with an environment, an episode.
 
     All processes must call its methods, and get the same samples. A checkpoint holds its `state`:
     samples that servers have drawn ahead.
 
-    Args:
-        run, model, tokenizer, data, packer, means: see `SamplingContext`.
-        environment: MODULE:CLASS; None: there is none.
-
     Attributes:
         generator: generates the tokens, here or on the servers of `--vllm_url`.
         episodes: plays the episodes; None: a sample is one answer.
     """
 
-    def __init__(self, run, model, tokenizer, data, packer, means, environment: str | None = None):
-        super().__init__(run, model, tokenizer, data, packer, means)
-        self.generator = Servers(self) if self.args.vllm_url else LocalGenerator(self)
+    environment: str | None = None  # MODULE:CLASS
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.generator: Any = Servers(self) if self.args.vllm_url else LocalGenerator(self)
         self.episodes: EpisodeRunner | None = None
-        if environment is not None:
-            user_class = environments.load(environment)
+        if self.environment is not None:
+            user_class = environments.load(self.environment)
             try:
                 replies.check_turns(self.tokenizer, user_class.tools)
             except BadRow as error:  # the chat template cannot write its turns
-                refuse(f"--environment {environment}: {error}")
+                refuse(f"--environment {self.environment}: {error}")
             self.episodes = EpisodeRunner(self, self.generator, user_class)
 
     def sample(self, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
@@ -77,7 +78,8 @@ class Sampler(SamplingContext):
         """
         uniforms = state.draw_uniforms(self.args, len(prompts["row"]), round_number)
         samples = self.sample(prompts, uniforms, self.args.temperature)
-        self.generator.sample_ahead(state)
+        if self.args.rollouts_ahead:
+            self.generator.sample_ahead(state)
         samples.check_finite(self)
         return samples
 
@@ -86,15 +88,16 @@ class Sampler(SamplingContext):
         unused = np.zeros((len(eval_set), 1, self.args.max_new_tokens))  # nothing is drawn
         return self.sample(eval_set[:], unused, temperature=0.0)
 
-    def state(self):
-        return self.generator.state()
+    def state(self) -> dict[str, Any] | None:
+        return self.generator.state() if self.args.rollouts_ahead else None
 
-    def load_state(self, state) -> None:
-        self.generator.load_state(state)
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self.generator.load_state(state)
 
 
 class LocalGenerator:
-    """Generates in the run's own processes, by transformers. `Servers` has the same methods."""
+    """Generates in the run's own processes, by transformers; `Servers` has the same methods."""
 
     def __init__(self, context: SamplingContext):
         self.context = context
@@ -132,13 +135,3 @@ class LocalGenerator:
             yield from generation.generate_some(
                 self.context, prompts, indices.tolist(), longest, temperature, uniforms, images
             )
-
-    # One process cannot sample and train at once, so nothing is sampled ahead.
-    def sample_ahead(self, state: RolloutState) -> None:
-        pass
-
-    def state(self) -> None:
-        pass
-
-    def load_state(self, state: None) -> None:
-        pass

@@ -116,12 +116,10 @@ class Servers:
     def sample_ahead(self, state: RolloutState) -> None:
         """Starts sampling the next rollout on the servers, from the prompts that follow `state`.
 
-        Does nothing without `--rollouts_ahead`, or if the run may end first.
+        Does nothing if the run may end first.
         """
         context = self.context
         args = context.args
-        if not args.rollouts_ahead:
-            return
         state = dataclasses.replace(state)  # the run's own state does not advance
         updates = count_updates(args, args.rollout_batch_size)
         at_end_of_run = context.run.updates_seen + updates >= context.run.total_steps
@@ -151,9 +149,7 @@ class Servers:
         responses = list(map(tuple, self.on_main_process(wait)))
         return {"requests": requests, "weights_of": weights_of, "responses": responses}
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        if state is None:
-            return
+    def load_state(self, state: dict[str, Any]) -> None:
         responses = [Response(*response) for response in state["responses"]]
         self.pending = PendingRollout(state["requests"], state["weights_of"], lambda: responses)
 
