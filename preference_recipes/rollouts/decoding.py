@@ -170,7 +170,7 @@ class Step:
                 **{CACHE_ARGUMENT: self.cache},
             )
         if self.prompts is not None and not self.prompts.were_read:
-            raise sharing.NotPlain
+            raise sharing.CannotShare
         scores = output.logits[:, -1].float()
         scores.index_fill_(1, self.never_drawn, -torch.inf)
         if self.token_sampler is None:

@@ -125,9 +125,9 @@ def begin(
     prompt_of_row = group_ids(prompts)
     if ids.shape[1] > 1 and max(prompt_of_row) + 1 < len(prompts):
         read_prompts(batch, prompt_of_row)
-        decoder = shared_decoder(batch, prompt_of_row, max_new_tokens) if can_step else None
-        if decoder is not None:
-            return decoder
+        if can_step:
+            with contextlib.suppress(sharing.CannotShare):
+                return shared_decoder(batch, prompt_of_row, max_new_tokens)
         batch.cache.reorder_cache(torch.tensor(prompt_of_row))  # this repeats rows, too
     if not can_step:
         return batch
@@ -136,16 +136,10 @@ def begin(
 
 
 def shared_decoder(batch: "Batch", prompt_of_row: list[int], max_new_tokens: int):
-    """Returns a decoder whose rows share prompts, after its first step; None if that cannot be."""
-    shared = sharing.share(batch, prompt_of_row)
-    if shared is None:
-        return None
-    rows, prompts = shared
+    """Returns a decoder whose rows share prompts, after its first step; may raise `CannotShare`."""
+    rows, prompts = sharing.share(batch, prompt_of_row)
     decoder = decoding.Decoder(decoding.Step(rows, max_new_tokens, prompts))
-    try:
-        decoder.advance(1)
-    except sharing.NotPlain:  # only a step shows what a model's attention does
-        return None
+    decoder.advance(1)  # only a step shows what a model's attention does
     return decoder
 
 

@@ -20,16 +20,15 @@ from preference_recipes.models import onednn
 LEAST_SAVED = {"cpu": 2**20, "cuda": 2**26}
 
 
-class NotPlain(Exception):
-    """A model's attention does more than `attend` computes."""
+class CannotShare(Exception):
+    """Sharing would not pay off, or a model's attention does more than `attend` computes."""
 
 
-def share(batch, prompt_of_row: list[int]) -> "tuple | None":
+def share(batch, prompt_of_row: list[int]) -> tuple:
     """Returns a `generation.Batch` without a new token yet, and the prompts that its rows share.
 
-    The cache of `batch` has each prompt once, without its last token, and is not changed. None:
-    sharing does not pay off, the attention may not be plain, or keys are in half precision, so that
-    products would be rounded too early.
+    The cache of `batch` has each prompt once, without its last token, and is not changed. Keys in
+    half precision are not shared: products would be rounded too early.
     """
     keys = batch.cache.layers[0].keys  # [prompts, heads, tokens, head size]
     n_saved = 2 * keys[0].numel() * (len(prompt_of_row) - len(keys))
@@ -39,7 +38,7 @@ def share(batch, prompt_of_row: list[int]) -> "tuple | None":
         or keys.dtype != torch.float32
         or n_saved < LEAST_SAVED.get(keys.device.type, 2**26)
     ):
-        return None
+        raise CannotShare
     cache = copy.copy(batch.cache)
     cache.layers = [*cache.layers]
     n_before = batch.padding - keys.shape[2]  # negative: minus the tokens before the row's own
@@ -104,7 +103,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, position_bia
     """
     layer = getattr(key, "layer", None)
     if layer is None or attention_mask is not None or position_bias is not None:
-        raise NotPlain
+        raise CannotShare
     step = layer.step
     mask = step.mask[: step.rows, ..., : step.visible] if step.is_recorded else None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
