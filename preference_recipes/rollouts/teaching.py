@@ -124,16 +124,13 @@ class AllTeachers(LocalTeachers):
         )
 
     def query_servers(self, rollout: TaughtRollout, on_failure: Callable | None = None) -> None:
-        """Asks servers about a rollout, if they teach any of it and were not asked yet.
+        """Asks servers about the part of a rollout that they teach, if they were not asked yet.
 
         If they fail, `on_failure` may save the samples first, so that a resumed run asks again.
         """
         if rollout.top_logps is not None:
             return
         queries = rollout.queries(range(len(rollout.samples)))
-        if not self.servers:
-            rollout.top_logps = [None] * len(queries)
-            return
         accelerator = self.accelerator
         indices = range(accelerator.process_index, len(queries), accelerator.num_processes)
         own_queries = [queries[index] for index in indices]
@@ -153,17 +150,16 @@ class AllTeachers(LocalTeachers):
         return self.outputs_at_targets(batch, rollout.queries(indices), server_logps, packer)
 
     def ask_all(self, queries: list[TeacherQuery]) -> list[TopLogps | None]:
-        """Returns the servers' replies; the servers of one teacher share its queries."""
-        server_of_query: list[Server | None] = []
-        for index, query in enumerate(queries):
-            servers = self.servers.get(query.teacher, [None])
-            server_of_query.append(servers[index % len(servers)])
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            return list(pool.map(self.ask_server, queries, server_of_query))
+        """Returns the servers' replies, None where the teacher is local."""
 
-    def ask_server(self, query: TeacherQuery, server: Server | None) -> TopLogps | None:
-        if server is None:
-            return None
+        def ask(index: int, query: TeacherQuery) -> TopLogps | None:
+            servers = self.servers.get(query.teacher)  # they share the queries
+            return self.ask_server(query, servers[index % len(servers)]) if servers else None
+
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            return list(pool.map(ask, itertools.count(), queries))
+
+    def ask_server(self, query: TeacherQuery, server: Server) -> TopLogps:
         ids = query.prompt + query.answer
         request = {"model": server.model, "prompt": ids, "prompt_logprobs": self.top_k}
         request |= {"return_token_ids": True, "max_tokens": 1, "temperature": 0.0}
