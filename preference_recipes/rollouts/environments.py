@@ -32,7 +32,6 @@ class UserClass(NamedTuple):
     make: Callable[[], Any]  # a new instance
     has_reward: bool
     tools: list[dict]  # JSON schemas of the tools that the model may call; none if it has `step`
-    reset: inspect.Signature = inspect.Signature()
 
 
 @functools.cache
@@ -45,10 +44,7 @@ def load(name: str) -> UserClass:
     tools = []
     if not hasattr(instance, "step"):
         tools = [get_json_schema(getattr(instance, method)) for method in tools_of(instance)]
-        if not tools:
-            refuse(f"--environment {name} has no `step`, nor a public method as a tool")
-    reset = inspect.signature(instance.reset)
-    return UserClass(name, make, hasattr(instance, "get_reward"), tools, reset)
+    return UserClass(name, make, hasattr(instance, "get_reward"), tools)
 
 
 def tools_of(instance: Any) -> list[str]:

@@ -52,30 +52,22 @@ def weights_by_part(args) -> dict[str, float]:
 
 
 def check_calls(args, tokenizer, columns: dict[str, None]) -> None:
-    """Refuses a reward function or a `reset` that asks for a column that the data do not have."""
+    """Refuses a reward function that asks for a column that the data do not have."""
     arguments = columns | dict.fromkeys(ARGUMENTS)
     if args.environment is not None:
         arguments |= dict.fromkeys(EPISODE_ARGUMENTS)
     if has_processor(tokenizer):
         arguments["images"] = None
     for name, function in load_functions(args.reward_function).items():
-        keywords = keywords_of(function, arguments)
-        check_call(f"--reward_function {name}", inspect.signature(function), 2, keywords, columns)
-    if args.environment:
-        reset = environments.load(args.environment).reset
-        check_call(f"--environment {args.environment}: `reset`", reset, 0, columns, columns)
+        try:
+            inspect.signature(function).bind(None, None, **keywords_of(function, arguments))
+        except TypeError as error:
+            refuse(f"--reward_function {name}: {error}; the data's columns: {', '.join(columns)}")
 
 
 def has_processor(tokenizer) -> bool:
     """Whether a model reads images; then reward functions get the images of each row, if any."""
     return getattr(tokenizer, "processor", None) is not None
-
-
-def check_call(name: str, signature, positional: int, keywords: dict, columns: dict) -> None:
-    try:
-        signature.bind(*[None] * positional, **keywords)
-    except TypeError as error:
-        refuse(f"{name}: {error}; the data's columns: {', '.join(columns)}")
 
 
 def call_function(function: Callable, arguments: dict[str, Any]) -> Any:

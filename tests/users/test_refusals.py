@@ -17,10 +17,6 @@ OWN = [*MODEL, "--dataset_name", "pairs.jsonl"]
 SMOOTHED = [*OWN, "--loss_type", "ipo", "--label_smoothing", 0.1]
 MINE = """
 def asks(prompts, responses, key): ...
-class Deck:
-    def reset(self, deck, **columns): ...
-    def step(self, message): ...
-    def get_reward(self): ...
 """
 ASKED = [*MODEL, "--dataset_name", "asked.jsonl", "--reward_function"]
 # Each: recipe, flags, what the message says.
@@ -59,11 +55,6 @@ TABLE = [
         "grpo",
         [*ASKED, "mine:asks"],
         ["missing a required argument: 'key'; the data's columns: prompt"],
-    ),
-    (
-        "grpo",
-        [*ASKED[:-1], "--environment", "mine:Deck", "--strings_as_messages"],
-        ["`reset`: missing a required argument: 'deck'", "columns: prompt, answer"],
     ),
     ("dpo", MODEL, ["--dataset_name is missing", "neither for the demo"]),
     ("sft", ["--save_steps", 2.5], ["--save_steps 2.5: expected whole updates"]),
