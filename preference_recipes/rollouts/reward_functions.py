@@ -56,18 +56,13 @@ def check_calls(args, tokenizer, columns: dict[str, None]) -> None:
     arguments = columns | dict.fromkeys(ARGUMENTS)
     if args.environment is not None:
         arguments |= dict.fromkeys(EPISODE_ARGUMENTS)
-    if has_processor(tokenizer):
+    if getattr(tokenizer, "processor", None) is not None:  # the model reads images
         arguments["images"] = None
     for name, function in load_functions(args.reward_function).items():
         try:
             inspect.signature(function).bind(None, None, **keywords_of(function, arguments))
         except TypeError as error:
             refuse(f"--reward_function {name}: {error}; the data's columns: {', '.join(columns)}")
-
-
-def has_processor(tokenizer) -> bool:
-    """Whether a model reads images; then reward functions get the images of each row, if any."""
-    return getattr(tokenizer, "processor", None) is not None
 
 
 def call_function(function: Callable, arguments: dict[str, Any]) -> Any:

@@ -173,7 +173,7 @@ def function_arguments(
     texts = sampler.tokenizer.batch_decode([samples.prompts[index] for index in indices])
     arguments["rendered_prompts"] = texts
     arguments["step"] = sampler.run.global_step
-    if reward_functions.has_processor(sampler.tokenizer):
+    if getattr(sampler.tokenizer, "processor", None) is not None:  # the model reads images
         from preference_recipes.data import images  # only here: text needs none
 
         files = samples.images or [[]] * len(samples)
