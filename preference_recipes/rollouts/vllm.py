@@ -63,7 +63,8 @@ class Servers:
 
     def __init__(self, context: SamplingContext):
         self.context = context
-        self.servers = [Server(url) for url in context.args.vllm_url]
+        model = ADAPTER if engine.has_adapter(context.unwrapped) else None
+        self.servers = [Server(url, model) for url in context.args.vllm_url]
         self.version = ""  # identifies the weights that the servers loaded last
         self.synced_at: int | None = None  # `global_step` of these weights
         # Each server's last log-probs of a probe, and training's when the server first gave these.
@@ -100,11 +101,10 @@ class Servers:
         self.synchronise()
         return self.on_main_process(self.ask, requests)
 
-    @contextlib.contextmanager
     def ready(self):
         """Gives the servers the current weights; inside, each process may call `generate_own`."""
         self.synchronise()
-        yield
+        return contextlib.nullcontext()
 
     def generate_own(
         self, prompts: list[list[int]], uniforms: np.ndarray, temperature: float, images=()
@@ -179,11 +179,7 @@ class Servers:
         saving.save(
             context.accelerator, context.args, context.model, models, context.tokenizer, dtype
         )
-        is_adapter = engine.has_adapter(context.unwrapped)
-        self.version = self.on_main_process(self.load_weights, str(folder), is_adapter)
-        if is_adapter:
-            for server in self.servers:
-                server.model = ADAPTER
+        self.version = self.on_main_process(self.load_weights, str(folder))
         difference = max(map(self.verify, self.servers))
         self.synced_at = step
         seconds = time.perf_counter() - started
@@ -192,13 +188,13 @@ class Servers:
             means.add_rollout({"sync/seconds": torch.tensor([seconds])})
             means.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
 
-    def load_weights(self, folder: str, is_adapter: bool) -> str:
+    def load_weights(self, folder: str) -> str:
         """Makes all servers load the weights in a folder; returns the version of these weights."""
         version = str(uuid.uuid4())
 
         def load_into(server: Server) -> None:
             server.send("/pause?mode=wait")
-            if is_adapter:
+            if server.model == ADAPTER:
                 adapter = {"lora_name": ADAPTER, "lora_path": folder, "load_inplace": True}
                 server.send("/v1/load_lora_adapter", adapter)
             else:
@@ -263,9 +259,9 @@ def coarsest(*dtypes: str) -> str:
 class Server:
     """A vLLM server at an address. Methods raise `Refused` if they fail."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, model: str | None = None):
         self.url = url.rstrip("/")
-        self.model: str | None = None  # the name of an adapter; None: the model of its start
+        self.model = model  # the name of an adapter; None: the model of its start
 
     def call(self, method: str, **arguments: str) -> list:
         """Calls a method of `vllm_worker.Weights` in each worker process; returns the results."""
