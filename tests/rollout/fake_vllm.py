@@ -116,8 +116,7 @@ class FakeServer:
         if path == "/v1/completions":
             return self.tell(content) if "prompt_logprobs" in content else self.complete(content)
         if path == "/v1/models":
-            longest = self.worker.model_runner.model_config.max_model_len
-            return {"data": [{"id": "M", "root": self.folder.name, "max_model_len": longest}]}
+            return {"data": [{"id": "M", "root": self.folder.name}]}
         if path == "/tokenize":
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
             return {"tokens": tokenizer(content["prompt"], add_special_tokens=False).input_ids}
