@@ -356,7 +356,7 @@ FAULTS = [  # what is asked for, how the answer is changed, and what is said of 
     (ASKED, lambda answer: told(answer)[-1].popitem(), "does not tell 5 log-probs"),
     (ASKED, with_unknown_token, "or of tokens beyond the 264 of the student"),
     (ASKED, as_logits, "tells no log-probs (its --logprobs-mode)"),
-    ("/tokenize", lambda answer: answer["tokens"].insert(9, 7), "another tokenizer: in the text"),
+    ("/tokenize", lambda answer: answer["tokens"].insert(9, 7), "another tokenizer: the text"),
 ]
 
 
