@@ -127,12 +127,9 @@ def skip_rollout(run, state: RolloutState, means: Means) -> None:
 def count_updates(args, n_prompts: int) -> int:
     """Returns how many updates these prompts make, in rollouts of which the last may be short."""
     n_full, rest = divmod(n_prompts, args.rollout_batch_size)
-
-    def in_rollout(prompts: int) -> int:
-        samples = prompts * args.n_samples_per_prompt
-        return args.num_epochs_per_rollout * math.ceil(samples / args.train_batch_size)
-
-    return n_full * in_rollout(args.rollout_batch_size) + in_rollout(rest)
+    rollouts = [args.rollout_batch_size] * n_full + [rest]
+    updates = [math.ceil(n * args.n_samples_per_prompt / args.train_batch_size) for n in rollouts]
+    return args.num_epochs_per_rollout * sum(updates)
 
 
 def describe_updates(args, run: progress.Progress, may_be_fewer: bool = False) -> str:
