@@ -17,7 +17,7 @@ REWARD_MODEL = "reward_model"
 ENVIRONMENT = "environment"
 # Arguments of reward functions besides the data's columns.
 ARGUMENTS = ["response_ids", "truncated", "rendered_prompts", "step"]
-EPISODE_ARGUMENTS = ["messages", "environments"]
+ARGUMENTS += ["messages", "environments", "images"]  # only with episodes, only with images
 TEXTS = (str, bytes, bytearray)
 
 
@@ -51,13 +51,9 @@ def weights_by_part(args) -> dict[str, float]:
     return dict(zip(names, weights))
 
 
-def check_calls(args, tokenizer, columns: dict[str, None]) -> None:
+def check_calls(args, columns: list[str]) -> None:
     """Refuses a reward function that asks for a column that the data do not have."""
-    arguments = columns | dict.fromkeys(ARGUMENTS)
-    if args.environment is not None:
-        arguments |= dict.fromkeys(EPISODE_ARGUMENTS)
-    if getattr(tokenizer, "processor", None) is not None:  # the model reads images
-        arguments["images"] = None
+    arguments = dict.fromkeys([*columns, *ARGUMENTS])
     for name, function in load_functions(args.reward_function).items():
         try:
             inspect.signature(function).bind(None, None, **keywords_of(function, arguments))

@@ -53,7 +53,7 @@ def load_prompts(accelerator, args, tokenizer, reads_images: bool = False) -> Da
         max_new_tokens=args.max_new_tokens,
         tools=tools or None,
     )
-    reward_functions.check_calls(args, tokenizer, dict.fromkeys(columns_of(data)))
+    reward_functions.check_calls(args, columns_of(data))
     return data
 
 
