@@ -27,8 +27,8 @@ class CannotShare(Exception):
 def share(batch, prompt_of_row: list[int]) -> tuple:
     """Returns a `generation.Batch` without a new token yet, and the prompts that its rows share.
 
-    The cache of `batch` has each prompt once, without its last token, and is not changed. Keys in
-    half precision are not shared: products would be rounded too early.
+    The cache of `batch` has each prompt once, without its last token, and is not changed. Raises
+    `CannotShare`, also where keys are in half precision: products would be rounded too early.
     """
     keys = batch.cache.layers[0].keys  # [prompts, heads, tokens, head size]
     n_saved = 2 * keys[0].numel() * (len(prompt_of_row) - len(keys))
