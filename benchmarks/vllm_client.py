@@ -73,6 +73,7 @@ def serve(pipe, delay: float, n_tokens: int) -> None:
 
 def requests_of_rollout(n_tokens: int) -> list[dict]:
     sampler = types.SimpleNamespace(tokens_without_probability=lambda: [], stop_tokens=lambda: {1})
+    sampler.args = types.SimpleNamespace(max_length=PROMPT_TOKENS + n_tokens)
     uniforms = np.random.default_rng(0).random((PROMPTS, RESPONSES, n_tokens))
     return vllm.make_requests(sampler, [[5] * PROMPT_TOKENS] * PROMPTS, uniforms, 1.0)
 
@@ -92,8 +93,10 @@ def raw(url: str, requests: list[dict]) -> None:
 
 
 def ours(url: str, requests: list[dict]) -> None:
-    args = types.SimpleNamespace(vllm_url=[url])
-    responses = vllm.Servers(types.SimpleNamespace(args=args)).ask(requests)
+    servers = object.__new__(vllm.Servers)  # a new one would give its server weights
+    servers.servers = [vllm.Server(url)]
+    servers.version = ""
+    responses = servers.ask(requests)
     assert len(responses) == PROMPTS * RESPONSES
 
 
