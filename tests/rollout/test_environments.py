@@ -338,10 +338,13 @@ def test_an_update_is_the_same_however_episodes_are_split(folder, tmp_path, name
     assert server.paths().count("/v1/completions") == 2 * asked
     assert (asked > 0) == ("vllm_url" in more)
     expect_alike(tmp_path / "one", tmp_path / "two", rel=1e-4)
-    line = runs.training_lines(tmp_path / "one")[0]
-    assert 1 < line["environment/turns"] <= 3 and line["environment/environment_tokens"] > 0
+    lines = runs.training_lines(tmp_path / "one")
+    assert 1 < lines[0]["environment/turns"] <= 3
+    assert lines[0]["environment/environment_tokens"] > 0
     assert "eval/environment/turns" in runs.evaluation_lines(tmp_path / "one")[0]
-    assert line["sampling/sampling_logp_difference/max"] < 1e-5
+    # Also of a later rollout: it is sampled with the adapters that are trained.
+    differences = [line.get("sampling/sampling_logp_difference/max", 0.0) for line in lines]
+    assert max(differences) < 1e-5
     shown = runs.samples(tmp_path / "one")[0]
     assert [message["role"] for message in shown["messages"]][:3] == ["user", "assistant", "user"]
 
