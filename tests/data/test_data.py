@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import runpy
 import types
 
 import datasets
@@ -20,11 +19,12 @@ from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.rendering import stop_tokens
 from preference_recipes.models.load import causal_lm
-from runs import message, recipe, refuses, write_jsonl
+from recipes import load as load_recipe
+from runs import message, refuses, write_jsonl
 from runs import write_rows as write
 from templates import byte_level_bpe, load_rows
 
-sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
+sft_row = load_recipe("sft").sft_row
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import runpy
 
 import datasets
 import pytest
@@ -12,12 +11,13 @@ from preference_recipes.data import files, formats, messages
 from preference_recipes.data.formats import preference_row
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
-from runs import forked, message, recipe, refuses, write_jsonl
+from recipes import load as load_recipe
+from runs import forked, message, refuses, write_jsonl
 from runs import write_rows as write
 from templates import left_out, load_rows
 
-sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-distill_row = runpy.run_path(str(forked("gkd")))["row_with_completion"]
+sft_row = load_recipe("sft").sft_row
+distill_row = load_recipe("gkd", forked("gkd")).row_with_completion
 
 
 def completed_row(row, tokenizer, max_length, max_new_tokens, **settings):

@@ -10,7 +10,6 @@ import fnmatch
 import functools
 import itertools
 import json
-import runpy
 import types
 from typing import NamedTuple
 
@@ -25,11 +24,12 @@ from preference_recipes.data.formats import labelled_row, normalize_columns, pre
 from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
-from runs import message, recipe, refuses, write_jsonl
+from recipes import load as load_recipe
+from runs import message, refuses, write_jsonl
 from templates import left_out, load_rows
 
-sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
+sft_row = load_recipe("sft").sft_row
+reward_row = load_recipe("reward").reward_row
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import runpy
 import types
 
 import datasets
@@ -18,11 +17,12 @@ from preference_recipes.data.sequences import Sequences
 from preference_recipes.models import checks, load, prepare
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.models.packing import Packer
-from runs import recipe, refuses, slow_but
+from recipes import load as load_recipe
+from runs import refuses, slow_but
 from vlms import FAMILIES, has_torchvision, picture, save_vlm, some_rows, turn
 
 CPU = torch.device("cpu")
-SFT, DPO = (types.SimpleNamespace(**runpy.run_path(str(recipe(name)))) for name in ("sft", "dpo"))
+SFT, DPO = load_recipe("sft"), load_recipe("dpo")
 ARGS = types.SimpleNamespace(
     attn_implementation=None,
     gradient_checkpointing=False,

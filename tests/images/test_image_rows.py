@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import runpy
 import types
 
 import datasets
@@ -18,10 +17,11 @@ from preference_recipes.data.messages import BadRow
 from preference_recipes.data.prompts import prompt_row
 from preference_recipes.models import load
 from preference_recipes.tools import preview, rows
-from runs import recipe, refuses, say, write_jsonl
+from recipes import load as load_recipe
+from runs import refuses, say, write_jsonl
 from vlms import IMAGE, picture, save_vlm, some_rows, turn
 
-sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
+sft_row = load_recipe("sft").sft_row
 ONE, TWO = picture(0), picture(1)
 ASKED = [turn("user", IMAGE, "How many?")]
 ANSWER = [turn("assistant", "Three.")]

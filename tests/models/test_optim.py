@@ -1,7 +1,6 @@
 """AdamW as the recipes make it, Muon as its fork does, and the same values under every engine."""
 
 import re
-import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ import runs
 from architectures import build
 from common import optim
 from preference_recipes.models.logprobs import LogProbModel
+from recipes import load
 
 GPU = SimpleNamespace(device=torch.device("cuda"), scaler=None)
 CPU = SimpleNamespace(device=torch.device("cpu"), scaler=None, distributed_type=DistributedType.NO)
@@ -78,8 +78,7 @@ def test_muon_steps_the_matrices_of_hidden_layers_alone(tmp_path):
     momentum = {name: torch.zeros_like(named[name]) for name in hidden}
 
     args = SimpleNamespace(**vars(ARGS), optimizer="muon")
-    fork = runpy.run_path(str(runs.forked("muon")))
-    optimizer = fork["build_optimizer"](CPU, model, args)
+    optimizer = load("muon", runs.forked("muon")).build_optimizer(CPU, model, args)
     for _ in range(2):
         for name, parameter in named.items():
             parameter.grad = torch.randn_like(parameter)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import runpy
 import types
 
 import numpy as np
@@ -10,13 +9,14 @@ import pytest
 import torch
 
 import plain_rollouts
+import recipes
 import runs
 from fake_vllm import FakeServer
 from plain_rollouts import PlainRun, coarsened, expect_alike, expect_run, lengths_of
 from runs import say
 
 GKD = runs.forked("gkd")
-gkd = types.SimpleNamespace(**runpy.run_path(str(GKD)))
+gkd = recipes.load("gkd", GKD)
 
 
 def settings_of(**changes):

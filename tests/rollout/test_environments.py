@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import runpy
 import sys
 import time
 import types
@@ -13,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+import recipes
 import runs
 import templates as chat_templates
 from bare_runs import SHARING, bare_grader, bare_sampler
@@ -203,7 +203,7 @@ def test_control_tokens_of_an_environment_are_text(tokenizer):
 
 def test_gae_passes_over_what_an_environment_wrote():
     """The advantages are those of the sampled tokens alone, side by side."""
-    ppo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("ppo"))))
+    ppo = recipes.load("ppo")
     draw = torch.Generator().manual_seed(0)
     values, kl = torch.randn(2, 3, 6, generator=draw)
     mask = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]) > 0

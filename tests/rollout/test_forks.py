@@ -15,8 +15,8 @@ from peers import trl_grpo
 from preference_recipes.data import chat
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts.samples import Samples
-from runs import ASSETS, forked, say
-from test_grpo_values import advantages, args_of, loaded, losses_of, means_of
+from runs import ASSETS, say
+from test_grpo_values import advantages, args_of, load_fork, losses_of, means_of
 
 
 def dppo_of_verl(loss_type: str, logp: float, sampler: float, advantage: float) -> float:
@@ -48,7 +48,7 @@ def test_the_losses_of_dppo_are_those_of_verl(loss_type):
     settings = dict(loss_type=loss_type, average="token", ratio="token", kl_coef=0.0)
     settings |= dict(clip_range=0.05, clip_range_high=0.1)
     args = args_of("sequence_mask", **settings)
-    logps, losses, weights, logged = losses_of(given, args, loaded(forked("dppo")))
+    logps, losses, weights, logged = losses_of(given, args, load_fork("dppo"))
     (gradient,) = torch.autograd.grad((losses * weights).sum(), logps)
     tokens = zip(logps.flatten(), q.log().flatten(), signed.repeat_interleave(5))
     expected = [dppo_of_verl(loss_type, *(each.item() for each in token)) for token in tokens]
@@ -66,7 +66,7 @@ def test_the_losses_of_dppo_are_those_of_verl(loss_type):
 
 def test_advantages_of_maxrl():
     scores = torch.tensor([0.0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0.5, 0.25, 0.25, 1])
-    found = advantages(scores, 4, "group", "mean", module=loaded(forked("maxrl")))
+    found = advantages(scores, 4, "group", "mean", module=load_fork("maxrl"))
     assert found == pytest.approx([-1, 3, -1, -1, *[0] * 8, 0, -0.5, -0.5, 1])
 
 
@@ -74,7 +74,7 @@ def test_responses_that_became_unlikely_by_hand():
     """Bad ones whose mean loss of log-prob is above 0.5, over the tokens that count."""
     lost = torch.tensor([[0.9, 0.2, 9], [0.9, 0.0, 9], [0.9, 0.2, 9]])
     mask, signed = torch.tensor([[1.0, 1, 0]] * 3), torch.tensor([[-1.0], [-1], [1]])
-    fork = loaded(forked("off_policy"))
+    fork = load_fork("off_policy")
     found = fork.is_off_policy(-1 - lost, -torch.ones(3, 3), mask, signed, limit=0.5)
     assert found.tolist() == [[True], [False], [False]]
 
@@ -85,7 +85,7 @@ def test_each_reward_is_normalised_in_its_group_before_they_are_added():
         "large": torch.tensor([100.0, 0.0, 0.0, 100.0, 5.0, 5.0, 5.0, 5.0]),
         "small": torch.tensor([0.1, 0.1, 0.0, 0.0, 0.3, 0.1, math.nan, 0.2]),
     }
-    fork = loaded(forked("gdpo"))
+    fork = load_fork("gdpo")
     found = fork.scale_each(parts, {"large": 1.0, "small": 2.0}, group_size=4)
     expected = []
     for first in (0, 4):
@@ -103,7 +103,7 @@ def test_each_reward_is_normalised_in_its_group_before_they_are_added():
 
 def test_length_normalised_dpo_is_that_of_trl():
     """TRL's `sigmoid_norm` as it is written there: summed log-ratios over the lengths of the answers."""
-    fork = loaded(forked("dpo_norm"))
+    fork = load_fork("dpo_norm")
     draw = torch.Generator().manual_seed(3)
     chosen, rejected = 3 * torch.randn(2, 20, generator=draw, dtype=torch.float64)
     lengths = torch.randint(1, 30, (2, 20), generator=draw)
@@ -117,7 +117,7 @@ def test_length_normalised_dpo_is_that_of_trl():
 
 
 def test_prompts_are_drawn_the_more_often_the_less_they_were_solved():
-    fork = loaded(forked("curriculum"))
+    fork = load_fork("curriculum")
     state = fork.CurriculumState(solved=torch.zeros(4), tried=torch.zeros(4))
     state.note(np.array([2, 0]), torch.tensor([[1, 1, 0], [0, 0, 0]]) > 0)
     state.note(np.array([2, 1]), torch.tensor([[1, 1, 1], [1, 1, 1]]) > 0)
@@ -139,7 +139,7 @@ def test_prompts_are_drawn_the_more_often_the_less_they_were_solved():
 
 def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator, tokenizer):
     """SDPO: the log-probs after both prompts by plain transformers, a row at a time."""
-    fork = loaded(forked("sdpo"))
+    fork = load_fork("sdpo")
     model = LlamaForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float64).eval()
     sampler = bare_sampler(accelerator, tokenizer, model, temperature=1.0)
     sampler.model = sampler.unwrapped = LogProbModel(model)
@@ -190,7 +190,7 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
 
 def test_what_the_environment_says_is_learned_by_cross_entropy():
     """ECHO: of all tokens that the policy did not draw, and of no other."""
-    fork = loaded(forked("echo"))
+    fork = load_fork("echo")
     given = trl_grpo.tensors()
     is_drawn = given["loss_mask"] & (torch.arange(given["loss_mask"].shape[1]) % 3 != 1)
     args = args_of(loss_type="clip", average="token", ratio="token", kl_coef=0.0, echo_coef=0.1)

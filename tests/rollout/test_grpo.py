@@ -1,20 +1,18 @@
 """Whole runs of recipes/grpo.py against a plain reference; what a rollout leaves out."""
 
 import itertools
-import runpy
-import types
 
 import numpy as np
 import pytest
 import torch
 
 import plain_rollouts
+import recipes
 import runs
 from plain_rollouts import PlainRun, expect_run, lengths_of, make_inputs
 
-grpo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("grpo")), run_name="grpo"))
 DAPO = runs.forked("dapo")
-dapo = types.SimpleNamespace(**runpy.run_path(str(DAPO), run_name="grpo"))
+dapo = recipes.load("dapo", DAPO)
 
 REWARDING = """
 def length(prompts, responses, response_ids, **columns):

@@ -2,9 +2,7 @@
 
 import json
 import math
-import runpy
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +11,15 @@ import expected_gradients
 from common.metrics import Means
 from peers import trl_grpo
 from preference_recipes.rollouts import correction
-from runs import REPOSITORY, forked, recipe
+from recipes import load
+from runs import REPOSITORY, forked
 
-
-def loaded(file: Path) -> types.SimpleNamespace:
-    """What a recipe's file defines."""
-    return types.SimpleNamespace(**runpy.run_path(str(file), run_name=file.stem))
-
-
-grpo = loaded(recipe("grpo"))
+grpo = load("grpo")
 STORED = json.loads(trl_grpo.STORED.read_text())
+
+
+def load_fork(name: str) -> types.ModuleType:
+    return load(name, forked(name))
 
 
 def losses_of(
@@ -50,7 +47,7 @@ def ours(
     """The loss of `trl_grpo.tensors` by the recipe, and its gradient with respect to the log-probs."""
     kl_coef = trl_grpo.KL_COEF if with_kl else 0.0
     args = args_of(correction, loss_type=loss_type, average=average, ratio=ratio, kl_coef=kl_coef)
-    module = loaded(forked("sapo")) if loss_type == "sapo" else grpo
+    module = load_fork("sapo") if loss_type == "sapo" else grpo
     logps, losses, weights, _ = losses_of(trl_grpo.tensors(), args, module)
     loss = (losses * weights).sum() / weights.sum()
     return loss.item(), torch.autograd.grad(loss, logps)[0]

@@ -1,8 +1,6 @@
 """PPO by value: responses against one unpadded row at a time, whole runs against a plain reference."""
 
 import math
-import runpy
-import types
 
 import numpy as np
 import pytest
@@ -12,14 +10,15 @@ from transformers import AutoModelForSequenceClassification as CLASSIFIER
 from transformers import LlamaForSequenceClassification as LlamaClassifier
 
 import plain_rollouts
+import recipes
 import runs
 from common import batches
 from plain_loop import expect_weights, vector
 from preference_recipes.tools import export
 
-ppo = types.SimpleNamespace(**runpy.run_path(str(runs.recipe("ppo")), run_name="ppo"))
+ppo = recipes.load("ppo")
 FORKED = runs.forked("adaptive_kl", "dual_clip")
-adaptive = types.SimpleNamespace(**runpy.run_path(str(FORKED), run_name="ppo"))
+adaptive = recipes.load("adaptive", FORKED)
 
 
 def test_the_estimates_of_the_kl():
