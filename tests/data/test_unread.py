@@ -28,22 +28,29 @@ def sft(tokenizer, *rows, **more):
     return said(load("sft").sft_row, tokenizer, *rows, loss_on="assistant", **more)
 
 
-def test_all_is_read(tokenizer):
-    assert sft(tokenizer, {"messages": [U, A], "answer": "042"}) == ""
-    assert sft(tokenizer, {"prompt": "a", "completion": "b", "id": None, "tags": []}) == ""
+NOT_SFT = {**A, "function_calls": [{"name": "add"}], "reasoning_details": [{"text": "hm"}]}
 
 
-def test_columns_and_keys_of_messages_are_named(tokenizer):
-    rows = [
-        {"id": 7, "messages": [U, A]},
-        {"id": 8, "messages": [{**U, "mood": "good"}, A], "meta": {"a": 1, "b": 2}},
-    ]
-    assert sft(tokenizer, *rows) == 'not read: "id", "meta", "messages.mood"'
+@pytest.mark.parametrize("rows, names", [
+    ([{"messages": [U, A], "answer": "042"}], ""),
+    ([{"prompt": "a", "completion": "b", "id": None, "tags": []}], ""),
+    ([{"id": 7, "messages": [U, A]},
+      {"id": 8, "messages": [{**U, "mood": "good"}, A], "meta": {"a": 1, "b": 2}}],
+     '"id", "meta", "messages.mood"'),
+    ([{"messages": [U, A], "text": "something else"}], '"text"'),
+    # Calls, tools and thoughts under names that no template of ours reads.
+    ([{"messages": [{**U, "functions": "[]"}, NOT_SFT], "functions": [{"name": "add"}]}],
+     '"functions", "messages.functions", "messages.function_calls", "messages.reasoning_details"'),
+    # A key that is read in a late row alone is read.
+    ([{"messages": [U, {**A, "train": learns}]} for learns in (True, True, True, True, False)], ""),
+    ([{"messages": [U, {**A, "train": learns}]} for learns in (1, 1, 1, 1, 0)], ""),
+])  # fmt: skip
+def test_columns_and_keys_of_messages_are_named(tokenizer, rows, names):
+    assert sft(tokenizer, *rows) == (f"not read: {names}" if names else "")
 
 
-def test_a_column_beside_those_that_take_its_place(tokenizer):
+def test_columns_that_the_user_names_take_the_place_of_messages(tokenizer):
     row = {"messages": [U, A], "text": "something else"}
-    assert sft(tokenizer, row) == 'not read: "text"'
     assert sft(tokenizer, row, columns={"text": "text"}) == 'not read: "messages"'
 
 
@@ -78,22 +85,6 @@ def test_tools_that_no_template_writes_are_named(name, said_of_them):
     assert sft(tokenizer, {"messages": [U, A], "tools": tools}) == said_of_them
     prompt = {"prompt": [U], "tools": json.dumps(tools)}
     assert said(prompts.prompt_row, tokenizer, prompt, max_new_tokens=8) == said_of_them
-
-
-def test_what_changes_the_meaning_elsewhere_is_named(tokenizer):
-    """Calls, tools and thoughts under names that no template of ours reads."""
-    call = {**A, "function_calls": [{"name": "add"}], "reasoning_details": [{"text": "hm"}]}
-    row = {"messages": [{**U, "functions": "[]"}, call], "functions": [{"name": "add"}]}
-    assert sft(tokenizer, row) == (
-        'not read: "functions", "messages.functions", '
-        '"messages.function_calls", "messages.reasoning_details"'
-    )
-
-
-@pytest.mark.parametrize("values", [[True, True, True, True, False], [1, 1, 1, 1, 0]])
-def test_a_key_that_is_read_in_a_late_row_only_is_read(tokenizer, values):
-    rows = [{"messages": [U, {**A, "train": value}]} for value in values]
-    assert sft(tokenizer, *rows) == ""
 
 
 def test_of_a_large_set_the_first_rows_are_looked_at(tokenizer, monkeypatch):
