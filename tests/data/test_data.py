@@ -8,7 +8,6 @@ import types
 import datasets
 import numpy as np
 import pytest
-from jinja2 import TemplateError
 from tokenizers import Tokenizer, models, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -281,10 +280,7 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
     assert all("null" not in text and "tools[" in text for text in texts)
 
 
-def test_templates_that_refuse(tokenizer):
-    with pytest.raises(TemplateError, match="System role not supported"):
-        refusing = make_tokenizer("{{ raise_exception('System role not supported') }}")
-        sft(refusing, {"messages": CHAT})
+def test_messages_without_a_template_are_refused():
     with pytest.raises(BadRow, match="no chat template"):
         sft(make_tokenizer(None), {"messages": CHAT})
 
@@ -345,43 +341,26 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     prompt, answer = "a" * 6, "b" * 10  # no merges: a token each
     assert len(plain(tokenizer, prompt + answer)) == 16
     rows = [
-        (prompt, "bb", "cc"),
+        (prompt, "bbbbb", "cc"),  # it just fits, as row 17 does
         (prompt, answer + "x", "cc"),  # cut
         *[("", "bb", "cc"), ([user("")], "bb", "cc")],
         *[(prompt, "", "cc"), (prompt, "bb", ""), ([user("a")], [assistant("")], "b")],
         (prompt, "bb", "bb"),
         *[(prompt, answer + x, answer + "y") for x in "xyz"],  # equal only after truncation
         *[("a" * length, "b", "cc") for length in range(12, 17)],
-        (prompt, "gg", "kk"),
+        (prompt, "gg", "kkkkk"),
     ]
     rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
     data = load_rows(accelerator, path, preference_row, tokenizer, max_length=12)
     assert data["row"][:] == [1, 2, 17]
-    assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
+    assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [21, 21, 21]
     assert capsys.readouterr().out == (
         f"reading {path} ...\n"
         f"data {path}: 3 usable rows; left out (chosen equal to rejected): 4 of 17 rows; "
         "left out (empty answer): 3 of 17 rows; left out (empty prompt): 2 of 17 rows; "
         "left out (prompt fills max_length): 5 of 17 rows; truncated: 1 of 17 rows\n"
     )
-
-
-@pytest.mark.parametrize("letters", [2, 7])
-def test_a_row_is_truncated_when_a_token_is_lost(tokenizer, letters):
-    """Not when it just fits: of a pair the prompt with the longer answer, whichever that is."""
-    prompt = [user("7+5=")]
-    short, long = [assistant("1")], [assistant("1" * letters)]
-    for answers in ({"chosen": short, "rejected": long}, {"chosen": long, "rejected": short}):
-        row = {"prompt": prompt, **answers}
-        whole = pair(tokenizer, row)
-        fits = len(whole["prompt_ids"]) + max(len(whole["chosen_ids"]), len(whole["rejected_ids"]))
-        assert pair(tokenizer, row, fits) == whole and not whole["truncated"]
-        assert pair(tokenizer, row, fits - 1)["truncated"]
-    row = {"messages": prompt + long}
-    whole = sft(tokenizer, row)
-    assert sft(tokenizer, row, whole["length"]) == whole and not whole["truncated"]
-    assert sft(tokenizer, row, whole["length"] - 1)["truncated"]
 
 
 def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
