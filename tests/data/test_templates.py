@@ -680,30 +680,26 @@ def test_max_length_holds_for_each_sequence():
 
 
 # ============================================================ strings
-def test_strings_become_turns_where_asked():
+TRANSCRIPT = "\n\nHuman: one\n\nAssistant: two\n\nHuman: five\n\nAssistant:"  # as hh-rlhf's
+
+
+@pytest.mark.parametrize("prompt, turns", [
+    ("five", FIVE), (TRANSCRIPT, [user("one"), say("two"), *FIVE]),
+])  # fmt: skip
+def test_strings_become_turns_where_asked(prompt, turns):
     tokenizer = templates.tokenizer("qwen2_5")
-    answers = {"chosen": SIX, "rejected": [say("one")]}
-    strings = {"prompt": "five", "completion": "six"}
-    expected = sft("qwen2_5", *FIVE, *SIX)
-    assert sft_row(strings, tokenizer, 1000, "assistant", True) == expected
-    assert sft_row(strings, tokenizer, 1000, "assistant") != expected
-    pair = {"prompt": "five", "chosen": "six", "rejected": "one"}
-    for function in (preference_row, reward_row):
-        expected = function({"prompt": FIVE, **answers}, tokenizer, 1000)
-        assert function(pair, tokenizer, 1000, True) == expected
-    found = prompt_row({"prompt": "five"}, tokenizer, 1000, 8, True)
-    assert found["prompt_ids"] == inference_ids("qwen2_5", FIVE)
-    # hh-rlhf's transcripts hold several turns.
-    prompt = "\n\nHuman: one\n\nAssistant: two\n\nHuman: five\n\nAssistant:"
-    turns = [user("one"), say("two"), *FIVE]
-    expected = preference_row({"prompt": turns, **answers}, tokenizer, 1000)
-    row = {"chosen": f"{prompt} six", "rejected": f"{prompt} one"}
-    assert preference_row(row, tokenizer, 1000, True) == expected
-    row = {"prompt": prompt, "chosen": " six", "rejected": " one"}
-    assert preference_row(row, tokenizer, 1000, True) == expected
-    text = {"text": "five"}
-    as_it_is = sft_row(text, tokenizer, 1000, "all")
-    assert sft_row(text, tokenizer, 1000, "all", True) == as_it_is
+    strings = {"prompt": prompt, "completion": "six", "chosen": "six", "rejected": "one"}
+    messages = {"prompt": turns, "completion": SIX, "chosen": SIX, "rejected": [say("one")]}
+    for function, *settings in (
+        (sft_row, "assistant"),
+        (preference_row,),
+        (reward_row,),
+    ):
+        expected = function(messages, tokenizer, 1000, *settings)
+        assert function(strings, tokenizer, 1000, *settings, True) == expected
+        assert function(strings, tokenizer, 1000, *settings) != expected
+    found = prompt_row(strings, tokenizer, 1000, 8, True)
+    assert found["prompt_ids"] == inference_ids("qwen2_5", turns)
 
 
 # ============================================================ the user's own template, and its date
