@@ -14,6 +14,7 @@ import runs
 from fake_vllm import FakeServer
 from plain_rollouts import PlainRun, coarsened, expect_alike, expect_run, lengths_of
 from runs import say
+from test_distillation import dense
 
 GKD = runs.forked("gkd")
 gkd = recipes.load("gkd", GKD)
@@ -129,7 +130,6 @@ class Reference(PlainRun):
             for sample in samples:
                 sample.teacher = name
                 sample.is_learned = getattr(sample, "is_learned", [True] * len(sample.response))
-                sample.ids = torch.tensor(sample.response)[:, None]
                 sample.taught = self.logps(self.teachers[name], of_teacher, sample.response)
                 sample.old, _ = self.of_tokens(self.student, sample)
                 (own if is_own else given).append(sample)
@@ -153,30 +153,25 @@ class Reference(PlainRun):
     def losses_of(self, sample, is_first: bool) -> dict:
         """The loss of each learned token, and what is logged as means over these."""
         s = self.set
-        kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
         student = self.logps(self.student, sample.prompt, sample.response)[sample.is_learned]
         teacher = sample.taught[sample.is_learned]
-        found = {
-            "entropy": -(student.exp() * student).sum(-1),
-            "teacher/agreement": (student.argmax(-1) == teacher.argmax(-1)).float(),
-        }
+        targets = torch.tensor(sample.response)[sample.is_learned]
+        loss, values = dense(student, teacher, targets, s.beta)
+        coarse = values
         if self.top_k:
             top = teacher.topk(self.top_k).indices
-            student, teacher = coarsened(student, top), coarsened(teacher, top)
+            both = [coarsened(logps, top) for logps in (student, teacher)]
+            loss, coarse = dense(*both, torch.zeros_like(targets), s.beta)
         if s.loss_type == "sampled":
-            logps = student.gather(1, sample.ids)[:, 0]
-            old = logps.detach() if is_first else sample.old
-            loss = -(logps - old).exp() * (teacher.gather(1, sample.ids)[:, 0] - old)
-        elif s.beta == 1:
-            loss = kl(student, teacher)
-        else:
-            mixture = ((1 - s.beta) * student.exp() + s.beta * teacher.exp()).log()
-            loss = s.beta * kl(teacher, mixture) + (1 - s.beta) * kl(student, mixture)
-        found |= {
+            old = values["logps"].detach() if is_first else sample.old
+            loss = -(values["logps"] - old).exp() * (values["teacher_logps"] - old)
+        found = {
             "loss": loss,
-            "kl/reverse": kl(student, teacher),
-            "kl/forward": kl(teacher, student),
-            "teacher/entropy": -(teacher.exp() * teacher).sum(-1),
+            "entropy": values["entropy"],
+            "kl/reverse": coarse["reverse_kl"],
+            "kl/forward": coarse["forward_kl"],
+            "teacher/agreement": values["agreement"],
+            "teacher/entropy": coarse["teacher_entropy"],
         }
         if sample.teacher:
             found[f"kl/reverse/{sample.teacher}"] = found["kl/reverse"]
