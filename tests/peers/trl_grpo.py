@@ -1,10 +1,9 @@
-"""What TRL's GRPO and RLOO compute on the same tensors: losses, gradients and advantages, as JSON.
+"""What TRL's GRPO computes on the same tensors: losses and gradients, as JSON.
 
     python tests/peers/trl_grpo.py [OTHER.json]            # needs `pip install -e '.[peers]'`
 
 tests/rollout/test_grpo_values.py compares recipes/grpo.py with trl_grpo.json. Losses come from
-`GRPOTrainer._compute_loss`, which is given log-probs, advantages and masks in place of a model; advantages from one
-step of each trainer.
+`GRPOTrainer._compute_loss`, which is given log-probs, advantages and masks in place of a model.
 """
 
 import collections
@@ -12,14 +11,12 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 import types
 from pathlib import Path
 
 import torch
 
 VERSION = "1.16.0"
-MODEL = Path(__file__).resolve().parents[2] / "assets/model"
 STORED = Path(__file__).with_suffix(".json")
 
 MAX_NEW_TOKENS = 7
@@ -39,14 +36,6 @@ CASES = [
     (*pair, ratio, with_kl)
     for pair, ratio, with_kl in itertools.product(LOSSES, ("token", "sequence"), (False, True))
 ]
-# Which trainer, and its settings.
-ADVANTAGES = {
-    "group group": ("grpo", {"scale_rewards": "group"}),
-    "group none": ("grpo", {"scale_rewards": "none"}),
-    "rloo none": ("rloo", {"normalize_advantages": False}),
-    "rloo batch": ("rloo", {"normalize_advantages": True}),
-}
-GROUP = 4
 # Sampler correction: its smallest and its largest ratio.
 CORRECTIONS = {
     "token_truncate": (None, 1.3),
@@ -142,49 +131,6 @@ def loss_of_trl(
     return {"loss": [loss.item()], "gradient": gradient.flatten().tolist()}
 
 
-def advantages_of_trl(kind: str, settings: dict) -> dict[str, list[float]]:
-    """The rewards of one step's responses and the advantages that a trainer makes of them."""
-    import datasets
-    import trl
-
-    trainer_class, config_class = {
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-    }[kind]
-    given = []
-
-    def reward(completion_ids, **_) -> list[float]:
-        scores = [sum(ids) % 7 + 0.25 * len(ids) for ids in completion_ids]
-        given.extend(scores)
-        return scores
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_class(
-            model=str(MODEL),
-            reward_funcs=reward,
-            args=config_class(
-                output_dir=folder,
-                max_steps=1,
-                per_device_train_batch_size=3 * GROUP,
-                num_generations=GROUP,
-                max_completion_length=8,
-                beta=0.0,
-                bf16=False,
-                use_cpu=True,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                seed=1,
-                **settings,
-            ),
-            train_dataset=datasets.Dataset.from_list(
-                [{"prompt": [{"role": "user", "content": f"{n}+{n + 7}="}]} for n in range(3)]
-            ),
-        )
-        trainer.train()
-    return {"scores": given, "advantages": list(trainer._logs["advantages"])}
-
-
 def values() -> dict[str, dict[str, list[float]]]:
     import trl
 
@@ -192,12 +138,7 @@ def values() -> dict[str, dict[str, list[float]]]:
         sys.exit(f"expected TRL {VERSION}, found {trl.__version__}: pip install -e '.[peers]'")
     found = {name_of(case): loss_of_trl(*case) for case in CASES}
     for mode in CORRECTIONS:
-        found[f"corrected {mode}"] = {
-            "weights": correction_of_trl(mode).flatten().tolist(),
-            **loss_of_trl("clip", "token", "token", True, mode),
-        }
-    for name, (kind, settings) in ADVANTAGES.items():
-        found[f"advantages {name}"] = advantages_of_trl(kind, settings)
+        found[f"corrected {mode}"] = loss_of_trl("clip", "token", "token", True, mode)
     return found
 
 
