@@ -44,30 +44,12 @@ def seen_by(mask: torch.Tensor) -> list[list[int]]:
     return (weights[0, 0] > 0).int().tolist()
 
 
-def test_two_answers_to_a_prompt_are_laid_out_as_the_module_shows_it():
-    batch = SHARED.make_batch([[1, 2], [1, 2]], [[4, 5], [6]])
-    seen = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
-    assert seen_by(batch["inputs"].pop("attention_mask")) == seen
-    assert lists(batch.pop("inputs")) == {
-        "input_ids": [[1, 2, 4, 5, 6]],
-        "position_ids": [[0, 1, 2, 3, 2]],
-    }
-    assert batch.pop("n_tokens") == 5
-    assert lists(batch) == {
-        "targets": [4, 5, 6],
-        "predictor_index": [1, 2, 1],
-        "last_token_index": [3, 4],
-        "loss_mask": [[1, 1], [1, 0]],
-        "target_slots": [0, 1, 2],
-    }
-
-
 def test_several_prompts_form_one_row():
     """Answers stand after their prompt. None of them sees another prompt."""
     prompts = [[1, 2], [7], [1, 2], [3], [7]]
     batch = SHARED.make_batch(prompts, [[4, 5], [7], [6, 8, 9], [6], [8, 9]])
     seen = seen_by(batch["inputs"].pop("attention_mask"))
-    assert lists(batch["inputs"]) == {
+    assert lists(batch.pop("inputs")) == {
         "input_ids": [[1, 2, 4, 5, 6, 8, 9, 7, 7, 8, 9, 3, 6]],
         "position_ids": [[0, 1, 2, 3, 2, 3, 4, 0, 1, 1, 2, 0, 1]],
     }
@@ -82,8 +64,14 @@ def test_several_prompts_form_one_row():
         [0, 1, 4, 5, 6],
     ]
     assert visible[7:] == [[7], [7, 8], [7, 9], [7, 9, 10], [11], [11, 12]]
-    assert batch["n_tokens"] == 13 and batch["last_token_index"].tolist() == [3, 8, 6, 12, 10]
-    assert batch["predictor_index"].tolist() == [1, 2, 7, 1, 4, 5, 11, 7, 9]
+    assert batch.pop("n_tokens") == 13
+    assert lists(batch) == {
+        "targets": [4, 5, 7, 6, 8, 9, 6, 8, 9],
+        "predictor_index": [1, 2, 7, 1, 4, 5, 11, 7, 9],
+        "last_token_index": [3, 8, 6, 12, 10],
+        "loss_mask": [[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]],
+        "target_slots": [0, 1, 3, 6, 7, 8, 9, 12, 13],
+    }
 
 
 @pytest.mark.parametrize("heads, blocks", [(1, 1), (3, 1), (3, 2), (1, 4)])
@@ -133,14 +121,8 @@ def test_padded_rows_begin_with_the_longest():
     batch = UNSHARED_ROWS.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
     assert lists(batch["inputs"]) == {"input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]}
     assert batch["predictor_index"].tolist() == [6, 7, 0, 1, 2, 3]
-    assert batch["last_token_index"].tolist() == [8, 4] and batch["target_slots"].tolist() == [
-        0,
-        1,
-        4,
-        5,
-        6,
-        7,
-    ]
+    assert batch["last_token_index"].tolist() == [8, 4]
+    assert batch["target_slots"].tolist() == [0, 1, 4, 5, 6, 7]
 
 
 def test_the_first_token_after_an_empty_prompt_is_no_target():
