@@ -120,6 +120,7 @@ def test_prompts_and_answers_of_unlike_lengths_are_computed_apart():
 def test_padded_rows_begin_with_the_longest():
     batch = UNSHARED_ROWS.make_batch([[1, 2], [3]], [[4, 5], [6, 7, 8, 9]])
     assert lists(batch["inputs"]) == {"input_ids": [[3, 6, 7, 8, 9], [1, 2, 4, 5, 0]]}
+    assert batch["n_tokens"] == 9
     assert batch["predictor_index"].tolist() == [6, 7, 0, 1, 2, 3]
     assert batch["last_token_index"].tolist() == [8, 4]
     assert batch["target_slots"].tolist() == [0, 1, 4, 5, 6, 7]
