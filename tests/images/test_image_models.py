@@ -180,26 +180,24 @@ def test_a_batch_without_images_reads_an_example_that_changes_nothing(folder_of,
 # ============================================================ what is tried before training
 def test_models_that_read_images_in_another_way_are_refused(folder_of, accelerator, monkeypatch):
     """PaliGemma's kinds of tokens mean prompt and answer. Others' kinds decide positions or masks."""
-    refusal = lambda folder, *parts: refuses(
-        folder, *parts, call=lambda: try_images(accelerator, *loaded(folder))
-    )
-    refusal(folder_of("paligemma"), "")
+
+    def make_packer(family):
+        model, tokenizer = loaded(folder_of(family))
+        checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
+
+    def expect_refused(family, *parts):
+        refuses(folder_of(family), *parts, call=lambda: make_packer(family))
+
+    expect_refused("paligemma")
     monkeypatch.setattr(images, "types_name", lambda processor: None)
-    refusal(folder_of("gemma3"), "with images", "head's log-probs differ")
+    expect_refused("gemma3", "with images", "head's log-probs differ")
     if has_torchvision():
-        refusal(folder_of("qwen2_5_vl"), "with images", "head's log-probs differ")
+        expect_refused("qwen2_5_vl", "with images", "head's log-probs differ")
     monkeypatch.undo()
-    monkeypatch.setattr(
-        images, "pixels", lambda processor, files: one_pixels(processor, files[::-1])
-    )
-    refusal(folder_of("llava"), "with images", "head's log-probs differ")
-
-
-one_pixels = images.pixels
-
-
-def try_images(accelerator, model, tokenizer):
-    checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
+    pixels = images.pixels
+    reversed_pixels = lambda processor, files: pixels(processor, files[::-1])
+    monkeypatch.setattr(images, "pixels", reversed_pixels)
+    expect_refused("llava", "with images", "head's log-probs differ")
 
 
 def test_a_set_of_texts_is_read_as_by_a_model_of_texts(folder_of):

@@ -1,14 +1,11 @@
 """Responses to prompts with images: those of plain transformers, scored and trained on with their images."""
 
 import functools
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from PIL import Image
 
 from preference_recipes.data import images
 from preference_recipes.data.dataset import Converter
@@ -20,6 +17,7 @@ from preference_recipes.rollouts.rewards import function_arguments
 from preference_recipes.rollouts.samples import Samples
 from rollout.bare_runs import bare_sampler
 from runs import slow_but
+from test_image_models import plain, read
 from vlms import FAMILIES, save_vlm, some_rows
 
 NEW, TEMPERATURE = 12, 0.8
@@ -49,20 +47,13 @@ def prompts_of(tmp_path_factory):
 def test_responses_are_those_of_plain_transformers(prompts_of, accelerator, family):
     """A batch of all prompts, two of the same ids with other images; drawn tokens have training's log-probs."""
     folder, tokenizer, columns = prompts_of(family)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32
-    ).eval()
+    model, processor = plain(folder)
     sampler = bare_sampler(accelerator, tokenizer, model, max_new_tokens=NEW, max_length=900)
     never = images.tokens_of(tokenizer.processor)
     greedy = sampler.sample(columns, np.zeros((5, 1, NEW)), 0.0)
     how = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=tokenizer.eos_token_id)
     for number, row in enumerate(some_rows()):
-        messages, files = row["messages"][:-1], row["images"]
-        text = tokenizer.processor.apply_chat_template(messages, add_generation_prompt=True)
-        opened = [[Image.open(io.BytesIO(file)) for file in files]] if files else None
-        inputs = tokenizer.processor(
-            text=[text], images=opened, add_special_tokens=False, return_tensors="pt"
-        )
+        inputs = read(processor, row["messages"][:-1], row["images"], asks=True)
         made = model.generate(**inputs, **how, suppress_tokens=never)
         assert greedy.responses[number] == made[0, inputs["input_ids"].shape[1] :].tolist()
 
@@ -102,9 +93,7 @@ class Asks:
 def test_an_episode_keeps_the_images_of_its_prompt(prompts_of, accelerator, family):
     """Also where `reset` adds to it: the log-probs of all drawn tokens are those of training."""
     folder, tokenizer, columns = prompts_of(family)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32
-    ).eval()
+    model, _ = plain(folder)
     settings = dict(max_new_tokens=3 * NEW, max_length=900, max_turns=2, environment_timeout=5.0)
     sampler = bare_sampler(
         accelerator, tokenizer, model, strings_as_messages=False, micro_train_tokens=0, **settings

@@ -19,6 +19,7 @@ from preference_recipes.models import load
 from preference_recipes.tools import preview, rows
 from recipes import load as load_recipe
 from runs import refuses, say, write_jsonl
+from test_image_models import read
 from vlms import IMAGE, picture, save_vlm, some_rows, turn
 
 sft_row = load_recipe("sft").sft_row
@@ -41,8 +42,8 @@ def vlm(folder):
 
 
 def converter(tokenizer, function=sft_row, refusal="", folder=".", **settings) -> Converter:
-    settings = dict(max_length=500, **settings)
-    settings |= dict(loss_on="assistant") if function is sft_row else {}
+    of_function = dict(loss_on="assistant") if function is sft_row else {}
+    settings = dict(max_length=500) | of_function | settings
     return Converter(function, tokenizer, {}, settings, refusal, folder)
 
 
@@ -112,11 +113,9 @@ def test_images_stand_where_their_parts_are_in_any_turn_and_role(vlm):
         n = sum(part == IMAGE for each in messages for part in each["content"])
         files = [picture(number) for number in range(n)]
         values = convert({"messages": messages, "images": files}, vlm)
-        text = vlm.processor.apply_chat_template(messages)
-        opened = [[images.opened(file) for file in files]] if files else None
-        expected = vlm.processor(text=[text], images=opened, add_special_tokens=False)
+        expected = read(vlm.processor, messages, files)["input_ids"][0].tolist()
         # What follows the last answer's end is not learned, and not there.
-        assert values["input_ids"] == expected["input_ids"][0][: len(values["input_ids"])]
+        assert values["input_ids"] == expected[: len(values["input_ids"])]
         assert values["images"] == files
 
 
@@ -125,9 +124,8 @@ def test_what_is_next_to_an_image_is_tokenised_with_it(tmp_path):
     tokenizer = load.load_tokenizer(str(save_vlm("gemma3", tmp_path)))
     row = {"messages": [turn("user", "Look:\n", IMAGE), *ANSWER], "images": [ONE]}
     ids = convert(row, tokenizer)["input_ids"]
-    text = tokenizer.processor.apply_chat_template(row["messages"])
-    made = tokenizer.processor(text=[text], images=[[images.opened(ONE)]], add_special_tokens=False)
-    assert ids == made["input_ids"][0][: len(ids)]
+    made = read(tokenizer.processor, row["messages"], [ONE])["input_ids"][0].tolist()
+    assert ids == made[: len(ids)]
     apart = [tokenizer(text, add_special_tokens=False).input_ids for text in ("Look:\n", "\n\n")]
     assert str(apart[0] + apart[1])[1:-1] not in str(ids)
 
@@ -196,16 +194,14 @@ def test_a_prompt_names_its_images(vlm, folder):
 def test_no_image_is_cut(vlm, max_length, outcome):
     """A row whose second image is cut is left out; one that ends before it keeps its first answer."""
     row = {"messages": some_rows()[3]["messages"], "images": [ONE, TWO]}
-    settings = dict(max_length=max_length, loss_on="assistant")
-    values = Converter(sft_row, vlm, {}, settings, "").convert_row(row, 0)
+    values = convert(row, vlm, max_length=max_length)
     assert (values["reason"] or values["images_of_sequence"]) == outcome
 
 
 def test_what_stands_for_an_image_is_never_learned(vlm):
     """Also where all messages are: a model never draws it."""
     row = {"messages": some_rows()[3]["messages"], "images": [ONE, TWO]}
-    settings = dict(max_length=500, loss_on="all")
-    values = Converter(sft_row, vlm, {}, settings, "").convert_row(row, 0)
+    values = convert(row, vlm, loss_on="all")
     ids, learned = np.array(values["input_ids"]), np.array(values["loss_mask"])
     is_image = ids == vlm.processor.image_token_id
     assert is_image.sum() == 32 and not learned[is_image].any()
