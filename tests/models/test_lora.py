@@ -215,15 +215,10 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
 def mean_logp(model, tokenizer, rows) -> float:
     """The mean log-prob of the chosen answers by plain transformers, one row at a time."""
     total = 0.0
+    encode = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     for row in rows:
-        prompt = tokenizer.apply_chat_template(
-            row["prompt"], add_generation_prompt=True, tokenize=False
-        )
-        ids = tokenizer(
-            tokenizer.apply_chat_template(row["prompt"] + row["chosen"], tokenize=False),
-            return_tensors="pt",
-        ).input_ids
-        start = len(tokenizer(prompt).input_ids)
+        start = len(encode(row["prompt"], add_generation_prompt=True))
+        ids = torch.tensor([encode(row["prompt"] + row["chosen"])])
         with torch.no_grad():
             logps = model(ids).logits[0, :-1].float().log_softmax(-1)
         total += logps.gather(1, ids[0, 1:, None])[start - 1 :].sum().item()
