@@ -13,11 +13,10 @@ from common.shared_args import SchedulerType
 KINDS = typing.get_args(SchedulerType)
 
 
-def rates_of(kind, warmup_steps, updates):
+def rates_of(make_scheduler, updates: int) -> list[float]:
     """The learning rates of all updates."""
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
-    args = types.SimpleNamespace(lr_scheduler_type=kind, warmup_steps=warmup_steps)
-    scheduler = optim.make_scheduler(optimizer, args, updates)
+    scheduler = make_scheduler(optimizer)
     rates = []
     for _ in range(updates):
         rates.append(scheduler.get_last_lr()[0])
@@ -26,20 +25,19 @@ def rates_of(kind, warmup_steps, updates):
     return rates
 
 
+def our_rates(kind: str, warmup_steps: float, updates: int) -> list[float]:
+    args = types.SimpleNamespace(lr_scheduler_type=kind, warmup_steps=warmup_steps)
+    return rates_of(lambda optimizer: optim.make_scheduler(optimizer, args, updates), updates)
+
+
 @pytest.mark.parametrize("warmup_steps", [0.03, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_warm_up_never_takes_the_only_update(kind, warmup_steps):
-    assert rates_of(kind, warmup_steps, 1) == [0.5]
+    assert our_rates(kind, warmup_steps, 1) == [0.5]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rates_are_those_of_transformers(kind, warmup_steps):
-    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.5)
-    reference = transformers.get_scheduler(kind, optimizer, warmup_steps, 12)
-    expected = []
-    for _ in range(12):
-        expected.append(reference.get_last_lr()[0])
-        optimizer.step()
-        reference.step()
-    assert rates_of(kind, warmup_steps, 12) == expected
+    reference = lambda optimizer: transformers.get_scheduler(kind, optimizer, warmup_steps, 12)
+    assert our_rates(kind, warmup_steps, 12) == rates_of(reference, 12)
