@@ -51,7 +51,7 @@ class Worker(Weights):
 
 
 class FakeServer:
-    """A server on a free port, in threads of this process.
+    """A server on a free port, in threads that end with this process.
 
     Attributes:
         requests: path and content of each request, in the order in which they came.
@@ -67,18 +67,14 @@ class FakeServer:
         self.fault: Callable = lambda path, content: None
         self.worker = Worker(folder)
         self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def restart(self) -> None:
         """Loses all weights that it was given, as a server that was killed and started again."""
         self.worker = Worker(self.folder)
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
 
     def paths(self) -> list[str]:
         """What was asked, without the contents; of a remote call its method."""

@@ -295,12 +295,6 @@ def test_an_environment_that_fails_ends_the_run(play):
         play(Blocks, environment_timeout=0.5)
 
 
-def rewards_of(sampler, samples) -> list[float]:
-    grader = bare_grader()
-    grader.weights = {"environment": 1.0}
-    return grader.scores_of_functions(sampler, samples)["environment"]
-
-
 # ============================================================ whole runs
 
 FLAGS = dict(environment="my_environments:Echo", eval_dataset_name="held_out.jsonl")
@@ -329,12 +323,9 @@ def test_an_update_is_the_same_however_episodes_are_split(folder, tmp_path, name
     server = FakeServer(folder / "model")
     if "vllm_url" in more:
         settings["vllm_url"] = server.url
-    try:
-        run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4), name)
-        asked = server.paths().count("/v1/completions")
-        run(folder, tmp_path / "two", dict(settings, micro_train_batch_size=1), name, launcher)
-    finally:
-        server.stop()
+    run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4), name)
+    asked = server.paths().count("/v1/completions")
+    run(folder, tmp_path / "two", dict(settings, micro_train_batch_size=1), name, launcher)
     assert server.paths().count("/v1/completions") == 2 * asked
     assert (asked > 0) == ("vllm_url" in more)
     expect_alike(tmp_path / "one", tmp_path / "two", rel=1e-4)
@@ -398,7 +389,10 @@ def test_the_examples_of_the_page(play, name):
     turns_of = found.statistics["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
-        assert rewards_of(sampler, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
+        grader = bare_grader()
+        grader.weights = {"environment": 1.0}
+        rewards = grader.scores_of_functions(sampler, found)["environment"]
+        assert rewards == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
 
 
 @pytest.mark.slow

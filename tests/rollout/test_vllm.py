@@ -46,9 +46,7 @@ def inputs(tmp_path_factory):
 
 
 def started(inputs):
-    with_model = FakeServer(inputs / "model")
-    yield with_model
-    with_model.stop()
+    return FakeServer(inputs / "model")
 
 
 server = pytest.fixture(started, name="server")
