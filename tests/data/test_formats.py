@@ -308,7 +308,6 @@ def test_a_column_system_beside_other_columns():
 def test_a_row_that_asks_nothing_is_left_out_whatever_its_system_message(
     tokenizer, function, prompt, answers
 ):
-    """A model was trained on messages after the system message alone; a string stopped the run."""
     row = {"prompt": prompt, "system": "Be brief.", "completion": answers[0], "label": True}
     if function is preference_row:
         row |= {"chosen": answers[0], "rejected": answers[1]}
@@ -514,7 +513,6 @@ def test_columns_of_other_data_are_no_format():
 
 
 def test_a_pair_that_ends_with_the_users_turn_or_without_an_answer_is_left_out(tokenizer):
-    """The turn was learned as the end of the answer; that and an empty answer to it were dropped."""
     row = {"prompt": [QUESTION], "chosen": [YES, message("user", "And?")], "rejected": [NO]}
     assert left_out(preference_row, row, tokenizer, 100).startswith("answer that does not end with")
     row["chosen"].append(message("assistant", ""))
@@ -539,7 +537,7 @@ PAIR = {"prompt": [QUESTION], "chosen": [YES], "rejected": [NO]}
 def test_a_call_that_is_not_read_leaves_out_its_row(
     tokenizer, accelerator, tmp_path, capsys, function, row, bad
 ):
-    """It was an empty turn of the history. The first row decides about no column's type."""
+    """The first row decides about no column's type."""
     text, called = json.dumps(bad), json.dumps(OLD_CALL)
     others = [text.replace("function_call", name) for name in ("function_calls", "toolCall")]
     others += [text.replace(called, json.dumps(called)), text.replace(called, "null")]
@@ -592,7 +590,6 @@ def test_without_arguments_there_are_none(given):
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 @pytest.mark.parametrize("given", ["x", "[1]", [1], 3])
 def test_arguments_that_are_no_object_are_refused(key, given):
-    """They were learned as a quoted text, or whatever the template made of them."""
     for call in ({"name": "add", key: given}, {"function": {"name": "add", key: given}}):
         with pytest.raises(BadRow, match="message 1: the arguments of a call of 'add'"):
             messages.as_call(call, "message 1")

@@ -155,7 +155,6 @@ def test_two_answers_without_thinking(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_of_an_answer_that_begins_a_conversation_only_the_answer_is_learned(name):
-    """What the template writes before it, such as a system message of its own, was learned, too."""
     turns = [say("zz three"), *CHAT[2:]]
     try:
         whole = templates.tokenizer(name).apply_chat_template(turns[:1], tokenize=False)
