@@ -10,6 +10,7 @@ import torch
 import transformers
 from PIL import Image
 
+from common.shared_args import SharedArgs
 from preference_recipes.data import images
 from preference_recipes.data.dataset import Converter
 from preference_recipes.data.formats import preference_row
@@ -23,13 +24,6 @@ from vlms import FAMILIES, has_torchvision, picture, save_vlm, some_rows, turn
 
 CPU = torch.device("cpu")
 SFT, DPO = load_recipe("sft"), load_recipe("dpo")
-ARGS = types.SimpleNamespace(
-    attn_implementation=None,
-    gradient_checkpointing=False,
-    load_in_4bit=False,
-    lora_r=0,
-    max_length=1024,
-)
 FAST = ["llava", "gemma3", "idefics3", "qwen2_5_vl"]
 
 
@@ -46,7 +40,7 @@ def folder_of(tmp_path_factory):
 
 def loaded(folder: str) -> tuple[LogProbModel, object]:
     tokenizer = load.load_tokenizer(folder)
-    return LogProbModel(load.causal_lm(folder, tokenizer, ARGS)).eval(), tokenizer
+    return LogProbModel(load.causal_lm(folder, tokenizer, SharedArgs())).eval(), tokenizer
 
 
 def converted(rows: list[dict], tokenizer, function, **settings) -> datasets.Dataset:
@@ -210,7 +204,7 @@ def test_a_set_of_texts_is_read_as_by_a_model_of_texts(folder_of):
 
 
 def test_a_tower_is_not_trained_beside_adapters(folder_of, accelerator):
-    args = types.SimpleNamespace(**vars(ARGS) | {"lora_r": 2, "train_vision": True})
-    args.model_name_or_path = folder_of("llava")
+    args = SharedArgs(model_name_or_path=folder_of("llava"), lora_r=2)
+    args.train_vision = True
     tokenizer = load.load_tokenizer(args.model_name_or_path)
     refuses("--train_vision", "--lora_r", call=lambda: prepare.policy(accelerator, args, tokenizer))

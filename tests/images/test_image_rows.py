@@ -3,13 +3,13 @@
 import base64
 import io
 import json
-import types
 
 import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
+from common.shared_args import SharedArgs
 from preference_recipes.data import dataset, images, unread
 from preference_recipes.data.dataset import Converter, load_data
 from preference_recipes.data.formats import labelled_row, preference_row
@@ -302,15 +302,8 @@ def test_files_of_a_set_are_kept_as_they_are(vlm, accelerator, tmp_path, monkeyp
     text = write_jsonl(
         tmp_path / "text.jsonl", [{"messages": say("user", "Hm?") + say("assistant", "Hm.")}]
     )
-    args = types.SimpleNamespace(
-        dataset_name=[str(jsonl), str(tmp_path / "rows.parquet"), str(text)],
-        eval_dataset_name=[str(text)],
-        dataset_split="train",
-        eval_dataset_split="train",
-        columns=None,
-        strings_as_messages=False,
-        max_length=500,
-    )
+    args = SharedArgs(eval_dataset_name=[str(text)], max_length=500)
+    args.dataset_name = [str(jsonl), str(tmp_path / "rows.parquet"), str(text)]
     load_sets = lambda **how: load_data(
         accelerator, args, vlm, function=sft_row, loss_on="assistant", **how
     )

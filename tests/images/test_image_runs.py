@@ -18,7 +18,7 @@ from runs import message, say, write_jsonl
 from vlms import picture, save_vlm
 
 FLAGS = dict(train_batch_size=4, micro_train_batch_size=2, learning_rate=1e-2, max_length=200)
-FLAGS |= dict(lr_scheduler_type="constant", report_to="none", max_new_tokens=4, weight_decay=0.1)
+FLAGS |= dict(lr_scheduler_type="constant", max_new_tokens=4, weight_decay=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,8 @@ def inputs(tmp_path_factory):
 
 
 def run(inputs, recipe: str, output, launcher: str = "plain", check: bool = True, **changes) -> str:
-    named = dict(model_name_or_path=inputs / "model", dataset_name=inputs / f"{recipe}.jsonl")
-    flags = runs.flags_of(FLAGS | named | {"output_dir": output} | changes)
-    script = runs.recipe(recipe)
-    return runs.launch(runs.LAUNCHERS[launcher], script, *flags, check=check).stdout
+    flags = runs.short_run(inputs, recipe, output, **FLAGS | changes)
+    return runs.launch(runs.LAUNCHERS[launcher], runs.recipe(recipe), *flags, check=check).stdout
 
 
 def weights(folder, part: str = "") -> dict:
