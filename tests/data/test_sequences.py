@@ -26,11 +26,8 @@ SPLITS = [("plain", BY_NUMBER), ("ddp", BY_TOKENS), runs.slow("zero2", BY_NUMBER
 
 def conversation(row: int) -> list[dict]:
     """One to four answers of uneven lengths."""
-    text = lambda salt: "".join(
-        chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 5 + salt * 7) % 12)
-    )
     return [
-        runs.message(role, text(2 * turn + (role == "user")))
+        runs.message(role, runs.some_letters(row, 2 * turn + (role == "user"), longest=12))
         for turn in range(1 + row % 4)
         for role in ("user", "assistant")
     ]
