@@ -18,8 +18,6 @@ from preference_recipes.data.formats import preference_row
 from runs import message, pair_of, refuses, say, write_jsonl
 from templates import load_rows
 
-# ---------------------------------------------------------------------------------------------- a prompt once
-
 QUESTION = message("user", "What is the capital of Xanadu?")
 PAIR = {
     "prompt": [QUESTION, message("assistant", "one"), message("user", "two")],
@@ -65,9 +63,6 @@ def test_a_plain_prompt_is_encoded_alone_and_its_end_in_front_of_each_answer(mon
     ids = tokenizer(whole + " Paris", add_special_tokens=False).input_ids
     found = preference_row(row, tokenizer, max_length=10_000)
     assert found["prompt_ids"] + found["chosen_ids"] == [*ids, tokenizer.eos_token_id]
-
-
-# ---------------------------------------------------------------------------------------------- several processes
 
 
 @pytest.fixture
@@ -129,9 +124,6 @@ def test_a_full_disk_of_the_cache_is_named(accelerator, monkeypatch, many, tmp_p
     said = f"{tmp_path}/tokenised cannot be written: [Errno 28] "
     refuses(said, call=lambda: load(accelerator, monkeypatch, many, tmp_path))
     assert not list((tmp_path / "tokenised").iterdir())
-
-
-# ---------------------------------------------------------------------------------------------- waiting
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

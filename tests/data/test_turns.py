@@ -10,6 +10,7 @@ import torch
 import templates
 from preference_recipes.data import formats, prompts, rendering
 from preference_recipes.data.messages import BadRow
+from preference_recipes.models.logprobs import scatter_to_answers
 from preference_recipes.models.packing import Packer
 from recipes import load
 from runs import forked, message
@@ -106,14 +107,11 @@ def test_a_reward_model_reads_the_whole_answer():
     assert tokenizer.decode(found["chosen_ids"]) == "BAD<|im_end|>"
 
 
-# ============================================================ the numbers
 class Uniform(torch.nn.Module):
     """Its log-prob of a token is minus its id / 1000, and so is what else it returns."""
 
     def forward(self, batch, extra_outputs=()):
-        cells = torch.zeros(batch["loss_mask"].numel())
-        cells[batch["target_slots"]] = -batch["targets"] / 1000
-        values = cells.view_as(batch["loss_mask"])
+        values = scatter_to_answers(-batch["targets"] / 1000, batch)
         return {"logps": values, **{name: values for name in extra_outputs}}
 
 
@@ -170,7 +168,6 @@ def test_numbers_of_labelled_answers_are_those_of_the_learned_tokens():
     assert other["chosen_loss_mask"] == [[True, False], []]
 
 
-# ============================================================ a prompt that ends with the assistant
 @pytest.mark.parametrize("last", [message("assistant", "It is "), CALL])
 def test_a_prompt_that_ends_with_the_assistant_is_refused(last):
     """A template would open a second turn after it."""
@@ -196,7 +193,6 @@ def test_two_messages_of_the_assistant_that_no_column_cuts_stay_two():
     assert tokenizer.decode(row["prompt_ids"]).endswith("<|im_start|>assistant\n")
 
 
-# ============================================================ transcripts that differ early
 def test_transcripts_that_differ_before_the_last_turn_become_turns():
     tokenizer = templates.tokenizer("qwen2_5")
     row = {"rejected": "\n\nHuman: Why?\n\nAssistant: No."}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from common import batches
 from common.batches import MicroBatch, Rows
-from preference_recipes.models.logprobs import ChunkedHead, LogProbJob
+from preference_recipes.models.logprobs import ChunkedHead, LogProbJob, scatter_to_answers
 from preference_recipes.models.packing import Packer
 from recipes import load
 from runs import LAUNCHERS, launch, recipe, short_run, tiny_llama, training_lines, write_jsonl
@@ -139,9 +139,7 @@ class Pretended(torch.nn.Module):
         self.sizes.append(batch["inputs"]["input_ids"].numel())
         before = batch["inputs"]["input_ids"].flatten()[batch["predictor_index"]].double()
         logps = torch.sin(before * 31 + batch["targets"]) * self.scale
-        cells = torch.zeros(batch["loss_mask"].numel(), dtype=torch.float64)
-        cells[batch["target_slots"]] = logps
-        return {"logps": cells.view_as(batch["loss_mask"])}
+        return {"logps": scatter_to_answers(logps, batch)}
 
 
 def data(given: list[dict]) -> Rows:

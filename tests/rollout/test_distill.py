@@ -24,8 +24,6 @@ def settings_of(**changes):
     return dataclasses.replace(gkd.Args(teacher_model_name_or_path="T"), **changes)
 
 
-# ---------------------------------------------------------------------------------------------- whole runs
-
 SHARED = dict(plain_rollouts.SHARED, rollout_batch_size=5)
 MIXED = dict(beta=0.3, temperature=0.8, on_policy_share=0.5, teacher_prompt="hint", max_epochs=2)
 SAMPLED = dict(loss_type="sampled", temperature=0.8, n_samples_per_prompt=3, train_batch_size=8)

@@ -28,8 +28,6 @@ def test_the_estimates_of_the_kl():
         assert ppo.kl_estimate(logps, ref_logps, estimator).tolist() == pytest.approx(values)
 
 
-# ---------------------------------------------------------------------------------------------- whole runs
-
 REWARDING = """
 def reward(prompts, responses, weight, **columns):
     return [w * (len(text) % 5 - 2.0) for text, w in zip(responses, weight)]
