@@ -25,11 +25,14 @@ SHARED |= dict(weight_decay=0.1, max_grad_norm=0.5)
 
 
 @torch.no_grad()
-def alone(model, prompt, numbers, temperature, stops, room):
-    """A response from whole forward passes over one unpadded row, and the logits of each step."""
+def alone(model, prompt, numbers, temperature, stops, room, vocab_size=None):
+    """A response from whole forward passes over one unpadded row, and the logits of each step.
+
+    Only the first `vocab_size` tokens have a probability; None: all.
+    """
     ids, seen = list(prompt), []
     while len(ids) < len(prompt) + room and (len(ids) == len(prompt) or ids[-1] not in stops):
-        logits = model(torch.tensor([ids])).logits[0, -1].double().numpy()
+        logits = model(torch.tensor([ids])).logits[0, -1, :vocab_size].double().numpy()
         seen.append(logits)
         chances = np.exp((logits - logits.max()) / (temperature or 1.0))
         below = np.cumsum(chances / chances.sum())
@@ -62,6 +65,7 @@ class PlainRun:
         set: the settings, those of the recipe's defaults where a test gives none.
         lines: what should be logged of each update.
         adams: the optimizers of the models that are trained, the policy's first.
+        vocab_size: see `alone`.
     """
 
     def __init__(self, inputs: Path, defaults, settings: dict):
@@ -74,6 +78,7 @@ class PlainRun:
         self.lines: list[dict] = []
         self.samples_seen = self.tokens_seen = 0
         self.adams = [self.adam(self.policy)]
+        self.vocab_size: int | None = None
 
     def load(self, name: str):
         return AutoModelForCausalLM.from_pretrained(self.inputs / name).eval()
@@ -91,14 +96,14 @@ class PlainRun:
 
     def respond(self, model, prompt: list[int], numbers) -> types.SimpleNamespace:
         """A sample: `prompt`, `response`, whether it `ended`."""
-        s = self.set
-        response, _ = alone(model, prompt, numbers, s.temperature, STOPS, s.max_new_tokens)
+        how = (self.set.temperature, STOPS, self.set.max_new_tokens, self.vocab_size)
+        response, _ = alone(model, prompt, numbers, *how)
         return types.SimpleNamespace(prompt=prompt, response=response, ended=response[-1] in STOPS)
 
     def logps(self, model, prompt: list[int], response: list[int]) -> torch.Tensor:
         """Log-probs of all tokens before each one of the response, `[length, vocabulary]`."""
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        return (logits / self.set.temperature).log_softmax(-1)
+        return (logits[:, : self.vocab_size] / self.set.temperature).log_softmax(-1)
 
     def of_tokens(self, model, sample) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the response's own tokens, and the entropy before each."""

@@ -82,26 +82,12 @@ def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
     runs.launch(runs.LAUNCHERS[launcher], file, *flags, *more)
 
 
-class Student(torch.nn.Module):
-    """A model of which only the tokenizer's tokens count."""
-
-    def __init__(self, model, vocab_size):
-        super().__init__()
-        self.model = model
-        self.vocab_size = vocab_size
-
-    def forward(self, ids):
-        return types.SimpleNamespace(logits=self.model(ids).logits[..., : self.vocab_size])
-
-
 class Reference(PlainRun):
     def __init__(self, inputs, settings, teachers: dict):
         super().__init__(inputs, settings_of(), settings)
-        vocab_size = 261 if "padded" in teachers.values() else 264
-        self.student = Student(self.policy, vocab_size)
-        self.teachers = {
-            name: Student(self.load(path.strip("@")), vocab_size) for name, path in teachers.items()
-        }
+        if "padded" in teachers.values():
+            self.vocab_size = 261  # the tokenizer's tokens, which all models have
+        self.teachers = {name: self.load(path.strip("@")) for name, path in teachers.items()}
         self.top_k = settings.get("teacher_top_k")
 
     @torch.no_grad()
@@ -122,14 +108,14 @@ class Reference(PlainRun):
             draw = np.random.default_rng([s.seed, 7 * epoch + place + index, 4]).random()
             is_own = draw < s.on_policy_share
             if is_own:
-                samples = [self.respond(self.student, prompt, numbers) for numbers in of_prompt]
+                samples = [self.respond(self.policy, prompt, numbers) for numbers in of_prompt]
             else:
                 samples = [self.completion_of(columns)]
             for sample in samples:
                 sample.teacher = name
                 sample.is_learned = getattr(sample, "is_learned", [True] * len(sample.response))
                 sample.taught = self.logps(self.teachers[name], of_teacher, sample.response)
-                sample.old, _ = self.of_tokens(self.student, sample)
+                sample.old, _ = self.of_tokens(self.policy, sample)
                 (own if is_own else given).append(sample)
         if not own:
             return given, {}
@@ -151,7 +137,7 @@ class Reference(PlainRun):
     def losses_of(self, sample, is_first: bool) -> dict:
         """The loss of each learned token, and what is logged as means over these."""
         s = self.set
-        student = self.logps(self.student, sample.prompt, sample.response)[sample.is_learned]
+        student = self.logps(self.policy, sample.prompt, sample.response)[sample.is_learned]
         teacher = sample.taught[sample.is_learned]
         targets = torch.tensor(sample.response)[sample.is_learned]
         loss, values = dense(student, teacher, targets, s.beta)
