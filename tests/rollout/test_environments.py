@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import recipes
 import runs
@@ -68,9 +68,7 @@ def folder(tmp_path_factory):
     """A folder with a module `my_environments`, a model and prompts."""
     folder = tmp_path_factory.mktemp("environments")
     (folder / "my_environments.py").write_text(ENVIRONMENTS)
-    model = LlamaForCausalLM.from_pretrained(runs.ASSETS / "model", dtype=torch.float32)
-    model.save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(runs.ASSETS / "model").save_pretrained(folder / "model")
+    (folder / "model").symlink_to(runs.ASSETS / "model")
     rows = [{"prompt": say("user", f"{n}+{n}="), "answer": str(2 * n)} for n in range(12)]
     runs.write_jsonl(folder / "prompts.jsonl", rows)
     runs.write_jsonl(folder / "held_out.jsonl", rows[:3])
