@@ -4,7 +4,7 @@ import types
 
 import datasets
 import torch
-from accelerate.utils import DistributedType
+from accelerate import Accelerator
 
 from common.metrics import Means
 from common.progress import Progress
@@ -31,7 +31,7 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
         wrapper.config = model.config
         wrapper.vocab_size = model.config.get_text_config().vocab_size
     run = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0)
-    run.accelerator = accelerator or alone()
+    run.accelerator = accelerator or Accelerator(cpu=True)
     run.args = types.SimpleNamespace(**{**ARGS, **args})
     data = data or data_of(['{"prompt": "p"}'])
     means = Means(run.accelerator)
@@ -48,13 +48,3 @@ def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
     train = datasets.Dataset.from_dict({"row_json": [text for texts in sets for text in texts]})
     starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
     return Data(train, starts, eval_sets or {}, converter=None)
-
-
-def alone():
-    """What code that splits rows needs to know of the only process."""
-    return types.SimpleNamespace(
-        num_processes=1,
-        process_index=0,
-        device=torch.device("cpu"),
-        distributed_type=DistributedType.NO,
-    )
