@@ -43,8 +43,8 @@ def bare_grader(**settings) -> Grader:
     return Grader(sampler.accelerator, sampler.args, sampler.tokenizer, sampler.data)
 
 
-def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
+def data_of(*sets: list[str]) -> Data:
     """Training sets whose rows are these JSON texts."""
     train = datasets.Dataset.from_dict({"row_json": [text for texts in sets for text in texts]})
     starts = [sum(map(len, sets[:place])) for place in range(len(sets))]
-    return Data(train, starts, eval_sets or {}, converter=None)
+    return Data(train, starts, eval_sets={}, converter=None)
