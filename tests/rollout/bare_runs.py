@@ -43,6 +43,13 @@ def bare_grader(**settings) -> Grader:
     return Grader(sampler.accelerator, sampler.args, sampler.tokenizer, sampler.data)
 
 
+def grader_of(weights: dict | None = None, **functions) -> Grader:
+    grader = bare_grader()
+    grader.functions = functions
+    grader.weights = weights or dict.fromkeys(functions, 1.0)
+    return grader
+
+
 def data_of(*sets: list[str]) -> Data:
     """Training sets whose rows are these JSON texts."""
     train = datasets.Dataset.from_dict({"row_json": [text for texts in sets for text in texts]})

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 import recipes
 import runs
 import templates as chat_templates
-from bare_runs import SHARING, bare_grader, bare_sampler
+from bare_runs import SHARING, bare_sampler, grader_of
 from fake_vllm import FakeServer
 from plain_rollouts import expect_alike
 from preference_recipes.data import chat, rendering, replies
@@ -347,9 +347,7 @@ def test_reward_functions_get_conversations_and_environments(play):
 
     sampler, _, _, found = play(MINE.Echo)
     said = [len(instance.said) for instance in sampler.episodes.instances.values()]
-    grader = bare_grader()
-    grader.functions = {"told": told}
-    grader.weights = {"told": 1.0, "environment": 2.0}
+    grader = grader_of({"told": 1.0, "environment": 2.0}, told=told)
     scores = grader.score(sampler, found)
     assert scores.parts["told"].tolist() == [10 * each for each in said] and max(said) > 0
     assert torch.equal(scores.total, scores.parts["told"] + 2 * scores.parts["environment"])
@@ -387,8 +385,7 @@ def test_the_examples_of_the_page(play, name):
     turns_of = found.statistics["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
-        grader = bare_grader()
-        grader.weights = {"environment": 1.0}
+        grader = grader_of({"environment": 1.0})
         rewards = grader.scores_of_functions(sampler, found)["environment"]
         assert rewards == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
 

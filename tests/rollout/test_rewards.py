@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from bare_runs import bare_grader, bare_sampler, data_of
+from bare_runs import bare_grader, bare_sampler, data_of, grader_of
 from preference_recipes.rollouts import rewards
 from preference_recipes.rollouts.samples import Samples
 from runs import LAUNCHERS, REPOSITORY, launch, refuses
@@ -32,13 +32,6 @@ def samples_of(tokenizer, **columns) -> Samples:
     twice = [0, 0, 1, 1, 2, 2]
     row_json, row_numbers = [rows[i] for i in twice], [i + 11 for i in twice]
     return Samples([[5, 6]] * 6, responses, row_json, row_numbers, ended, per_prompt=2)
-
-
-def grader_of(weights: dict | None = None, **functions) -> rewards.Grader:
-    grader = bare_grader()
-    grader.functions = functions
-    grader.weights = weights or dict.fromkeys(functions, 1.0)
-    return grader
 
 
 def score(accelerator, tokenizer, grader, samples=None, step: int = 7) -> rewards.Scores:
