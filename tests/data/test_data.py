@@ -30,11 +30,6 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# As Qwen3's: the last answer gets an empty thought, which is gone when another turn follows.
-REWRITING = CHATML.replace(
-    "+ m['content']",
-    "+ ('<t></t>' if loop.last and m['role'] == 'assistant' else '') + m['content']",
-)
 CORPUS = [
     "What is the capital of France? Paris is the capital of France.",
     "yes no maybe Question: Answer: one two three four five",
@@ -435,7 +430,7 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
         calls, *values = load(**change)
         assert calls >= 3 and tuple(values) != first[1:], change
         assert load(**change)[0] == 0 and load() == (0, *first[1:]), change
-    assert load(tokenizer=make_tokenizer(REWRITING))[0] >= 3
+    assert load(tokenizer=make_tokenizer(WITHOUT_END))[0] >= 3
     os.utime(path, (1, 1))  # the file's time tells, whatever the clock's grain
     write_rows("zz")
     calls, ids, _ = load()

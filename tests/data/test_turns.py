@@ -44,19 +44,14 @@ def targets_of(ids, targets):
     return list(itertools.compress(ids, targets))
 
 
-def in_sft(tokenizer, answer):
-    row = {"prompt": [ASK], "completion": answer, "tools": [CLOCK]}
-    row = sft_row(row, tokenizer, LONG, "assistant")
-    return targets_of(row["input_ids"], row["loss_mask"])
-
-
 @pytest.mark.parametrize("kind", ANSWERS)
 @pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3", "gemma4"])
 def test_the_mask_of_an_answer_is_that_of_sft(name, kind):
     tokenizer = templates.tokenizer(name)
     answer = ANSWERS[kind]
-    learned = in_sft(tokenizer, answer)
     given = {"prompt": [ASK], "tools": [CLOCK]}
+    row = sft_row({**given, "completion": answer}, tokenizer, LONG, "assistant")
+    learned = targets_of(row["input_ids"], row["loss_mask"])
     pair = {**given, "chosen": answer, "rejected": [NO]}
     read = [
         formats.preference_row(pair, tokenizer, LONG),

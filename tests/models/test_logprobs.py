@@ -16,7 +16,6 @@ from runs import ASSETS, code_of_page
 from test_packing import CPU, ON_CPU
 
 IN_BF16 = types.SimpleNamespace(device=CPU, mixed_precision="bf16")
-IDS = list(range(3, 19))
 
 
 def test_the_lines_of_the_page_run_and_give_the_log_probs_of_transformers(capsys):

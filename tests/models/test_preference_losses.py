@@ -102,12 +102,6 @@ KTO = load("kto")
 RATIOS = [0.7, -2.5, 0.01, -9.0, 4.0]
 IS_GOOD = [True, False, False, True, False]
 KTO_TAGS = ("loss", "kl", "grad_norm", "logps/chosen", "logps/rejected")
-WEIGHTS = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.25)
-
-
-def kto_losses(kl: float) -> torch.Tensor:
-    ratios = torch.tensor(RATIOS, dtype=torch.float64)
-    return KTO.kto_loss(ratios, torch.tensor(IS_GOOD), kl, SimpleNamespace(**WEIGHTS))
 
 
 @pytest.mark.parametrize("kl", [0.0, 1.7])
@@ -117,7 +111,10 @@ def test_kto(kl):
         beyond = ratio - kl if is_good else kl - ratio
         weight = 1.5 if is_good else 0.25
         expected.append(weight * (1 - 1 / (1 + math.exp(-0.3 * beyond))))
-    assert kto_losses(kl).tolist() == pytest.approx(expected, abs=1e-12)
+    args = SimpleNamespace(beta=0.3, desirable_weight=1.5, undesirable_weight=0.25)
+    ratios = torch.tensor(RATIOS, dtype=torch.float64)
+    found = KTO.kto_loss(ratios, torch.tensor(IS_GOOD), kl, args)
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 # ============================================================ the KL

@@ -1,6 +1,5 @@
 """recipes/distill.py: its teachers, and whole runs against a plain reference."""
 
-import dataclasses
 import functools
 import types
 
@@ -18,10 +17,6 @@ from test_distillation import dense
 
 GKD = runs.forked("gkd")
 gkd = recipes.load("gkd", GKD)
-
-
-def settings_of(**changes):
-    return dataclasses.replace(gkd.Args(teacher_model_name_or_path="T"), **changes)
 
 
 SHARED = dict(plain_rollouts.SHARED, rollout_batch_size=5)
@@ -84,7 +79,7 @@ def run(inputs, output, settings, teachers: dict, *more, launcher="plain"):
 
 class Reference(PlainRun):
     def __init__(self, inputs, settings, teachers: dict):
-        super().__init__(inputs, settings_of(), settings)
+        super().__init__(inputs, gkd.Args(), settings)
         if "padded" in teachers.values():
             self.vocab_size = 261  # the tokenizer's tokens, which all models have
         self.teachers = {name: self.load(path.strip("@")) for name, path in teachers.items()}

@@ -202,16 +202,12 @@ def test_what_may_not_be_returned(accelerator, tokenizer, kind):
     refuses("mine", *parts, call=lambda: score(accelerator, tokenizer, grader))
 
 
-def exits(code):
-    def function(prompts, responses):
-        sys.exit(code)
-
-    return function
-
-
 @pytest.mark.parametrize("code", [0, None, 3, ""])
 def test_an_exit_without_a_word_says_where(accelerator, tokenizer, code):
-    call = lambda: score(accelerator, tokenizer, grader_of(f=exits(code)))
+    def exits(prompts, responses):
+        sys.exit(code)
+
+    call = lambda: score(accelerator, tokenizer, grader_of(f=exits))
     refuses(__file__, ", ended the run: sys.exit(code)", call=call)
 
 
