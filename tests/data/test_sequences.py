@@ -153,7 +153,6 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
         flags = runs.short_run(inputs, "sft", **given, learning_rate=0.01, **more)
         runs.launch([], *words, *flags)
 
-    start(script, runs.recipe("sft"), output=tmp_path / "whole")
     start(script, runs.recipe("sft"), output=tmp_path / "cut", save_steps=1, max_steps=1)
     state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
     assert state["arguments"]["date"] == "2020-02-29"
@@ -163,8 +162,5 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
     moved = {"output": tmp_path / "moved", "save_steps": 1}
     start(runs.recipe("sft"), **moved, resume=alone, max_steps=2)
     start(runs.recipe("sft"), **moved, resume="auto", max_steps=3)
-    losses = [
-        [line["loss"] for line in runs.training_lines(tmp_path / name)]
-        for name in ("whole", "moved")
-    ]
-    assert losses[0][0] == losses[1][0] and len(losses[1]) == 3
+    state = json.loads((tmp_path / "moved/checkpoints/global_step_000003/state.json").read_text())
+    assert state["arguments"]["date"] == "2020-02-29"

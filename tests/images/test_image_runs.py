@@ -125,12 +125,8 @@ def test_other_images_are_another_loss(inputs, tmp_path, recipe):
 
 def test_an_adapter_is_merged_into_a_model_that_reads_images(inputs, tmp_path):
     said = run(inputs, "sft", tmp_path / "adapted", max_steps=1, lora_r=2)
-    assert (
-        "vision"
-        not in json.loads((tmp_path / "adapted/actor/adapter_config.json").read_text())[
-            "target_modules"
-        ]
-    )
+    config = json.loads((tmp_path / "adapted/actor/adapter_config.json").read_text())
+    assert "vision" not in config["target_modules"]
     assert "adapters of rank 2" in said
     export.export(tmp_path / "adapted/actor", tmp_path / "merged", merge_adapter=True)
     transformers.AutoProcessor.from_pretrained(tmp_path / "merged")

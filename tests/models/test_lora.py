@@ -44,19 +44,16 @@ def adapted(model, **given):
     return wrapper
 
 
-DEFAULT_RATES = dict(sft=2e-5, reward=1e-5, dpo=5e-7, kto=5e-7, ppo=1e-6, grpo=1e-6, distill=1e-5)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_adapters_have_a_learning_rate_of_their_own(name):
     """Ten times that of all weights. One that is given is taken, also if it is the other default."""
+    args = load_recipe(name).Args
+    default = args().learning_rate
 
     def rate(*argv, of="learning_rate"):
-        argv = list(map(str, argv))
-        return getattr(arguments.parse(load_recipe(name).Args, f"{name}.yaml", argv), of)
+        return getattr(arguments.parse(args, f"{name}.yaml", list(map(str, argv))), of)
 
     own = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl"]
-    default = DEFAULT_RATES[name]
     assert rate(*own) == default and rate(*own, "--lora_r", 8) == pytest.approx(10 * default)
     if name == "ppo":
         critic = "critic_learning_rate"

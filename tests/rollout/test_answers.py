@@ -282,7 +282,6 @@ def test_a_prompt_that_fills_all_positions_is_left_out(accelerator, tokenizer, c
     _, (example,) = results.exact_match(*asked, eval_set, "eval/")
     expected, _ = alone(model, [6] * 63, None, 0.0, sampler.stop_tokens(), 1)
     assert (example["row"], example["response"]) == (11, tokenizer.decode(expected))
-    assert (
-        "eval/exact_match: left out (64 positions are too few): 2 rows" in capsys.readouterr().out
-    )
+    said = "eval/exact_match: left out (64 positions are too few): 2 rows"
+    assert said in capsys.readouterr().out
     assert results.exact_match(*asked, eval_set.select([0]), "eval/") == ({}, [])

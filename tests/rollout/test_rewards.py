@@ -238,10 +238,8 @@ def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch
         (tmp_path / f"{module}.py").write_text("def good(p, r): ...\ndef reward_model(p, r): ...\n")
     names = ["one_of_test:good", "preference_recipes.rollouts.rewards:answer_reward"]
     grader = load(names)
-    assert grader.weights == {"good": 1.0, "answer_reward": 1.0} and grader.columns == [
-        "prompt",
-        "a",
-    ]
+    assert grader.weights == {"good": 1.0, "answer_reward": 1.0}
+    assert grader.columns == ["prompt", "a"]
     same = ["one_of_test:good", "two_of_test:good", "two_of_test:reward_model"]
     assert load(same, [1, 0, 2]).weights == dict(zip(same, [1, 0, 2]))
     for order in ("responses, prompts", "completions, **columns"):
