@@ -1,6 +1,7 @@
 """recipes/distill.py: its teachers, and whole runs against a plain reference."""
 
 import functools
+import sys
 import types
 
 import numpy as np
@@ -12,6 +13,7 @@ import recipes
 import runs
 from fake_vllm import FakeServer
 from plain_rollouts import PlainRun, coarsened, expect_alike, expect_run, lengths_of
+from preference_recipes.models.packing import Packer
 from runs import say
 from test_distillation import dense
 
@@ -248,29 +250,23 @@ def test_the_average_of_a_student_teaches_it(inputs, launcher):
     expect_run(output, SelfTaught(inputs, settings, {"": "model"}).go(), without=("epoch",))
 
 
-# A recipe that prints the padded tokens of each batch that a model reads.
-MEASURED = """
-import runpy, sys
-from preference_recipes.models.packing import Packer
-make_batch = Packer.make_batch
-def measured(*given, **named):
-    batch = make_batch(*given, **named)
-    print("read", batch["inputs"]["input_ids"].numel())
-    return batch
-Packer.make_batch = measured
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def test_micro_batches_hold_the_tokens_that_are_asked_for_of_what_teachers_read(
+    inputs, accelerator, tmp_path, monkeypatch
+):
+    read = []
+    make_batch = Packer.make_batch
 
+    def measured(*given, **named):
+        batch = make_batch(*given, **named)
+        read.append(batch["inputs"]["input_ids"].numel())
+        return batch
 
-def test_micro_batches_hold_the_tokens_that_are_asked_for_of_what_teachers_read(inputs, tmp_path):
-    script = tmp_path / "measured.py"
-    script.write_text(MEASURED)
     settings = dict(SHARED, rollout_batch_size=7, train_batch_size=7, max_steps=1)
     settings |= dict(teacher_prompt="long", micro_train_tokens=70, share_prompts=False)
     settings |= dict(eval_dataset_name=inputs / "prompts.jsonl")
     settings |= dict(teacher_model_name_or_path=inputs / "same")
     flags = runs.short_run(inputs, "prompts", tmp_path / "out", **settings)
-    said = runs.launch([], script, runs.recipe("distill"), *flags).stdout
-    read = [int(line.split()[1]) for line in said.splitlines() if line.startswith("read ")]
-    assert max(read) <= 70, read
+    monkeypatch.setattr(Packer, "make_batch", measured)
+    monkeypatch.setattr(sys, "argv", ["distill.py", *flags])
+    recipes.load("distill").main()
+    assert read and max(read) <= 70
