@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from datetime import datetime
 
 import datasets
 import numpy as np
@@ -12,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import runs
 from common.batches import indices_of_update
 from preference_recipes.data.sequences import Sequences
+from preference_recipes.models import load
+from recipes import load as load_recipe
 
 # The last answer is written with a mark, which is gone when another turn follows.
 REWRITING = (
@@ -125,42 +129,35 @@ def test_any_split_is_the_same_update(inputs, reference, tmp_path, launcher, mic
 
 
 DATED = REWRITING.replace("{% for", "{{ strftime_now('%d %b %Y') }}{% for", 1)
-# A recipe as it runs on another day.
-ON_A_DAY = """
-import datetime, os, runpy, sys
-from preference_recipes.models import load
 
-class Clock(datetime.datetime):
+
+class LeapDay(datetime):
     @classmethod
     def now(cls, zone):
         return cls(2020, 2, 29, tzinfo=zone)
 
-load.datetime = Clock
-recipe = sys.argv.pop(1)
-sys.argv[0] = recipe
-runpy.run_path(recipe, run_name="__main__")
-"""
 
-
-def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path):
+def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(
+    inputs, accelerator, tmp_path, monkeypatch
+):
     template = tmp_path / "dated.jinja"
     template.write_text(DATED)
-    script = tmp_path / "on_a_day.py"
-    script.write_text(ON_A_DAY)
-    given = {"chat_template": template, "train_batch_size": BATCH, "micro_train_batch_size": 3}
+    given = dict(train_batch_size=BATCH, micro_train_batch_size=3, learning_rate=0.01, save_steps=1)
 
-    def start(*words, **more) -> None:
-        flags = runs.short_run(inputs, "sft", **given, learning_rate=0.01, **more)
-        runs.launch([], *words, *flags)
+    def flags(output, **more) -> list[str]:
+        return runs.short_run(inputs, "sft", tmp_path / output, **given, **more)
 
-    start(script, runs.recipe("sft"), output=tmp_path / "cut", save_steps=1, max_steps=1)
-    state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
-    assert state["arguments"]["date"] == "2020-02-29"
+    def date_of(checkpoint) -> str:
+        return json.loads((checkpoint / "state.json").read_text())["arguments"]["date"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "datetime", LeapDay)
+        patch.setattr(sys, "argv", ["sft.py", *flags("cut", chat_template=template, max_steps=1)])
+        load_recipe("sft").main()
+    alone = shutil.move(tmp_path / "cut/checkpoints/global_step_000001", tmp_path / "alone")
+    assert date_of(alone) == "2020-02-29"
     # On today's date, from a copy of the template under another name, and of the checkpoint alone.
     given["chat_template"] = template.rename(tmp_path / "renamed.jinja")
-    alone = shutil.move(tmp_path / "cut/checkpoints/global_step_000001", tmp_path / "alone")
-    moved = {"output": tmp_path / "moved", "save_steps": 1}
-    start(runs.recipe("sft"), **moved, resume=alone, max_steps=2)
-    start(runs.recipe("sft"), **moved, resume="auto", max_steps=3)
-    state = json.loads((tmp_path / "moved/checkpoints/global_step_000003/state.json").read_text())
-    assert state["arguments"]["date"] == "2020-02-29"
+    for resume, last in ((alone, 2), ("auto", 3)):
+        runs.launch([], runs.recipe("sft"), *flags("moved", resume=resume, max_steps=last))
+    assert date_of(tmp_path / "moved/checkpoints/global_step_000003") == "2020-02-29"
