@@ -95,9 +95,7 @@ def test_an_episode_keeps_the_images_of_its_prompt(prompts_of, accelerator, fami
     folder, tokenizer, columns = prompts_of(family)
     model, _ = plain(folder)
     settings = dict(max_new_tokens=3 * NEW, max_length=900, max_turns=2, environment_timeout=5.0)
-    sampler = bare_sampler(
-        accelerator, tokenizer, model, strings_as_messages=False, micro_train_tokens=0, **settings
-    )
+    sampler = bare_sampler(accelerator, tokenizer, model, **settings)
     user_class = environments.UserClass("Asks", Asks, False, [])
     sampler.episodes = episodes.EpisodeRunner(sampler, sampler.generator, user_class)
     uniforms = np.random.default_rng(0).random((5, 2, 3 * NEW))

@@ -1,7 +1,5 @@
 """Samplers without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
 
-import types
-
 import datasets
 import torch
 from accelerate import Accelerator
@@ -10,20 +8,14 @@ from common.metrics import Means
 from common.progress import Progress
 from preference_recipes.data.dataset import Data
 from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts.args import RewardArgs
 from preference_recipes.rollouts.rewards import Grader
 from preference_recipes.rollouts.sampler import Sampler
-
-# As in the recipes' defaults, but for what a test names.
-ARGS = dict(generate_batch_size=0, score_batch_size=4, max_length=64, max_new_tokens=8)
-ARGS |= dict(micro_train_batch_size=4, micro_train_tokens=0, gradient_checkpointing=False)
-ARGS |= dict(model_name_or_path="M", attn_implementation=None, load_in_4bit=False)
-ARGS |= dict(reward_function=None, reward_model_name_or_path=None, environment=None)
-ARGS |= dict(reward_weights=None, normalize_reward=False, vllm_url=None)
 
 SHARING = Packer(torch.device("cpu"), share=True)
 
 
-def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Sampler:
+def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **settings) -> Sampler:
     """A sampler of a Hugging Face model, or of none, with these arguments."""
     wrapper = torch.nn.Module()
     if model is not None:
@@ -32,7 +24,9 @@ def bare_sampler(accelerator=None, tokenizer=None, model=None, data=None, **args
         wrapper.vocab_size = model.config.get_text_config().vocab_size
     run = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0)
     run.accelerator = accelerator or Accelerator(cpu=True)
-    run.args = types.SimpleNamespace(**{**ARGS, **args})
+    sizes = dict(max_length=64, max_new_tokens=8, score_batch_size=4, micro_train_batch_size=4)
+    run.args = RewardArgs(**sizes)
+    vars(run.args).update(settings)  # maybe a recipe's own
     data = data or data_of(['{"prompt": "p"}'])
     means = Means(run.accelerator)
     return Sampler(run, wrapper, tokenizer, data, SHARING, means, environment=run.args.environment)

@@ -57,7 +57,6 @@ class Adds:
         return a + b
 '''
 SETTINGS = dict(environment_timeout=5.0, max_turns=3, max_length=120, max_new_tokens=24)
-SETTINGS |= dict(strings_as_messages=False, micro_train_tokens=0)
 
 MINE = types.ModuleType("my_environments")
 exec(ENVIRONMENTS, vars(MINE))

@@ -141,7 +141,7 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
     """SDPO: the log-probs after both prompts by plain transformers, a row at a time."""
     fork = load_fork("sdpo")
     model = LlamaForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float64).eval()
-    sampler = bare_sampler(accelerator, tokenizer, model, temperature=1.0)
+    sampler = bare_sampler(accelerator, tokenizer, model)
     sampler.model = sampler.unwrapped = LogProbModel(model)
     rows = [{"prompt": say("user", text)} for text in ("1+2=", "30+4=")]
     prompts = [chat.encode_prompt(tokenizer, row["prompt"]).ids for row in rows]
@@ -156,7 +156,6 @@ def test_the_advantage_of_a_token_is_what_the_better_answer_changes(accelerator,
         sampler_logps=[[0.0] * len(ids) for ids in responses],
     )
     scores = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    sampler.args.strings_as_messages = False
     taught, has_teacher = fork.as_taught(samples, scores, sampler)
     # Neither of two equal ones is better.
     assert has_teacher.tolist() == [False, True, False, False]
