@@ -2,7 +2,6 @@
 
 import functools
 import io
-import types
 
 import datasets
 import pytest
@@ -147,17 +146,13 @@ def test_dpo_is_that_of_plain_transformers(folder_of, accelerator, family):
                 )
 
 
-def test_a_batch_without_images_reads_an_example_that_changes_nothing(folder_of, accelerator):
+def test_a_batch_without_images_reads_an_example_that_changes_nothing(
+    folder_of, accelerator, monkeypatch
+):
     """Where other processes wait for the tower; the gradients of its weights are exactly zero."""
     model, tokenizer = loaded(folder_of("llava"))
-    several = types.SimpleNamespace(
-        device=CPU,
-        num_processes=2,
-        mixed_precision="no",
-        state=accelerator.state,
-        distributed_type=accelerator.distributed_type,
-    )
-    packer = checks.make_packer(several, ARGS, [model], tokenizer.processor)
+    monkeypatch.setattr(accelerator.state, "num_processes", 2)
+    packer = checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
     batch = packer.make_batch([[5, 6], [7]], [[8, 9], [5]])
     alone = Packer(CPU).make_batch([[5, 6], [7]], [[8, 9], [5]])
     assert batch["inputs"]["input_ids"].shape[0] == 3 and "pixel_values" in batch["inputs"]

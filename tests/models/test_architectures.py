@@ -18,13 +18,6 @@ from preference_recipes.models.scores import ScoreModel
 from runs import slow_but, whole_rows
 from test_packing import CPU, ON_CPU, UNSHARED_ROWS, can_share
 
-BF16 = types.SimpleNamespace(
-    mixed_precision="bf16",
-    device=torch.device("cpu"),
-    is_fsdp2=False,
-    state=types.SimpleNamespace(deepspeed_plugin=None),
-)
-
 # Those that once went wrong, or stand for a kind of their own.
 FAST = [
     *["llama", "gemma2", "cohere", "gpt2"],
@@ -146,7 +139,8 @@ def test_what_text_never_reaches_is_found(name, capsys):
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_what_a_frozen_model_holds_in_half_changes_no_bit_under_autocast(name):
+def test_what_a_frozen_model_holds_in_half_changes_no_bit(name, accelerator, monkeypatch):
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")
     wrapper = LogProbModel(build(name)).requires_grad_(False)
     rows = whole_rows(*batch())
 
@@ -155,7 +149,7 @@ def test_what_a_frozen_model_holds_in_half_changes_no_bit_under_autocast(name):
             return wrapper(rows, extra_outputs=("mean_logits",))
 
     before = read()
-    prepare.round_frozen(BF16, wrapper)
+    prepare.round_frozen(accelerator, wrapper)
     after = read()
     assert torch.equal(before["logps"], after["logps"])
     assert torch.equal(before["mean_logits"], after["mean_logits"])
