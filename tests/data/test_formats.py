@@ -113,12 +113,12 @@ def test_each_row_keeps_the_types_of_its_json(tmp_path, name):
 
 
 def test_answers_keep_their_types_in_the_columns_of_prompts(tmp_path, accelerator, tokenizer):
-    answers = ["2024-01-31", "046", 46]
+    answers = ["2024-01-31", "046", 46, None]
     rows = [{"prompt": "when?", "answer": answer} for answer in answers]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     prompts = load(accelerator, tokenizer, path, prompt_row)
     assert [json.loads(columns)["answer"] for columns in prompts["row_json"]] == answers
-    assert prompts["answer"][:] == ["2024-01-31", "046", "46"]
+    assert prompts["answer"][:] == ["2024-01-31", "046", "46", ""]
 
 
 @pytest.mark.parametrize("name, text, parts", [
