@@ -161,14 +161,10 @@ def test_both_answers_of_a_pair_have_the_images_of_their_prompt(vlm):
     labelled = convert({**WITH_COLUMN, "label": True, "images": [ONE]}, vlm, function=labelled_row)
     assert labelled["prompt_ids"] == expected["prompt_ids"] and labelled["images"] == [ONE]
     theirs = {"chosen": in_part(image=ONE)["messages"], "rejected": in_part(image=TWO)["messages"]}
-    refused(
-        "'chosen' and 'rejected' have different images",
-        row=theirs,
-        tokenizer=vlm,
-        function=preference_row,
-    )
+    of_pairs = dict(tokenizer=vlm, function=preference_row)
+    refused("'chosen' and 'rejected' have different images", row=theirs, **of_pairs)
     late = {**pair, "chosen": [*ANSWER, *ASKED, *ANSWER], "prompt": say("user", "Look.")}
-    refused("in the prompt", row=late, tokenizer=vlm, function=preference_row)
+    refused("in the prompt", row=late, **of_pairs)
 
 
 def test_a_prompt_names_its_images(vlm, folder):

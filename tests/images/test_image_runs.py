@@ -23,10 +23,7 @@ FLAGS |= dict(lr_scheduler_type="constant", max_new_tokens=4, weight_decay=0.1)
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A model, and six rows whose files lie next to them: the images of three, then no others.
-
-    Those without images come first where prompts are sampled from.
-    """
+    """A model, and six rows whose files lie next to them: the images of three, then no others."""
     folder = tmp_path_factory.mktemp("images")
     save_vlm("llava", folder / "model")
     rows = {"sft": [], "dpo": [], "kto": [], "grpo": []}
@@ -40,6 +37,7 @@ def inputs(tmp_path_factory):
         rows["kto"].append({"prompt": asked, "completion": answer, "label": number % 2, **image})
         parts = [{"type": "image", "path": file} for file in image.get("images", [])]
         in_parts = message("user", [*parts, {"type": "text", "text": "How many?"}])
+        # Those without images come first.
         rows["grpo"].insert(0, {"prompt": [in_parts], "answer": str(number)})
     for name, of_recipe in rows.items():
         write_jsonl(folder / f"{name}.jsonl", of_recipe)

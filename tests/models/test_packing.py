@@ -148,10 +148,7 @@ def test_without_any_target_there_are_log_probs_of_zero():
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon alibi"])
 def test_where_something_else_passes_from_token_to_token_nothing_is_shared(name):
-    """A convolution carries the first answer into the second, however little.
-
-    Falcon counts positions from the mask.
-    """
+    """A convolution carries one answer into the next; Falcon counts positions from the mask."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(name), attn_implementation="sdpa").eval()
     assert not can_share(LogProbModel(model))

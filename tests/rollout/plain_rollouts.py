@@ -26,10 +26,7 @@ SHARED |= dict(weight_decay=0.1, max_grad_norm=0.5)
 
 @torch.no_grad()
 def alone(model, prompt, numbers, temperature, stops, room, vocab_size=None):
-    """A response from whole forward passes over one unpadded row, and the logits of each step.
-
-    Only the first `vocab_size` tokens have a probability; None: all.
-    """
+    """A response from whole forward passes over one unpadded row, and the logits of each step."""
     ids, seen = list(prompt), []
     while len(ids) < len(prompt) + room and (len(ids) == len(prompt) or ids[-1] not in stops):
         logits = model(torch.tensor([ids])).logits[0, -1, :vocab_size].double().numpy()
@@ -65,7 +62,7 @@ class PlainRun:
         set: the settings, those of the recipe's defaults where a test gives none.
         lines: what should be logged of each update.
         adams: the optimizers of the models that are trained, the policy's first.
-        vocab_size: see `alone`.
+        vocab_size: how many tokens have a probability, the first ones; None: all.
     """
 
     def __init__(self, inputs: Path, defaults, settings: dict):

@@ -20,10 +20,7 @@ from test_grpo_values import advantages, args_of, load_fork, losses_of, means_of
 
 
 def dppo_of_verl(loss_type: str, logp: float, sampler: float, advantage: float) -> float:
-    """The derivative of a token's loss by its log-prob, as verl defines it.
-
-    Written after `compute_policy_loss_dppo_tv` and `_kl` of verl's `core_algos.py`.
-    """
+    """The derivative of a token's loss by its log-prob, as in verl's `compute_policy_loss_dppo_*`."""
     p, q = math.exp(logp), math.exp(sampler)
     log_ratio = min(max(logp - sampler, -20.0), 20.0)
     if loss_type == "dppo_tv":
