@@ -28,7 +28,7 @@ def sft(tokenizer, *rows, **more):
     return said(load("sft").sft_row, tokenizer, *rows, loss_on="assistant", **more)
 
 
-NOT_SFT = {**A, "function_calls": [{"name": "add"}], "reasoning_details": [{"text": "hm"}]}
+WITH_OTHER_KEYS = {**A, "function_calls": [{"name": "add"}], "reasoning_details": [{"text": "hm"}]}
 
 
 @pytest.mark.parametrize("rows, names", [
@@ -39,7 +39,7 @@ NOT_SFT = {**A, "function_calls": [{"name": "add"}], "reasoning_details": [{"tex
      '"id", "meta", "messages.mood"'),
     ([{"messages": [U, A], "text": "something else"}], '"text"'),
     # Calls, tools and thoughts under names that no template of ours reads.
-    ([{"messages": [{**U, "functions": "[]"}, NOT_SFT], "functions": [{"name": "add"}]}],
+    ([{"messages": [{**U, "functions": "[]"}, WITH_OTHER_KEYS], "functions": [{"name": "add"}]}],
      '"functions", "messages.functions", "messages.function_calls", "messages.reasoning_details"'),
     # A key that is read in a late row alone is read.
     ([{"messages": [U, {**A, "train": learns}]} for learns in (True, True, True, True, False)], ""),

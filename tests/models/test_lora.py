@@ -47,11 +47,11 @@ def adapted(model, **given):
 @pytest.mark.parametrize("name", RECIPES)
 def test_adapters_have_a_learning_rate_of_their_own(name):
     """Ten times that of all weights. One that is given is taken, also if it is the other default."""
-    args = load_recipe(name).Args
-    default = args().learning_rate
+    recipe = load_recipe(name)
+    default = recipe.Args().learning_rate
 
     def rate(*argv, of="learning_rate"):
-        return getattr(arguments.parse(args, f"{name}.yaml", list(map(str, argv))), of)
+        return getattr(arguments.parse(recipe.Args, f"{name}.yaml", list(map(str, argv))), of)
 
     own = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl"]
     assert rate(*own) == default and rate(*own, "--lora_r", 8) == pytest.approx(10 * default)
