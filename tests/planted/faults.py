@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 class Fault(NamedTuple):
     file: str
-    tests: tuple[str, ...]  # below `tests/`
+    tests: tuple[str, ...]  # below `tests/`, and flags of pytest
     piece: str
     other: str  # what takes its place
 
@@ -221,4 +221,35 @@ forks/echo.diff rollout/test_forks.py
     batch["loss_mask"] & ~experience["loss_mask"] >> batch["loss_mask"]
 forks/gkd.diff rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference
     loss_mask=columns["completion_loss_mask"] >> loss_mask=[[True] * len(ids) for ids in completions]
+recipes/sft.py contracts/test_recipe.py::test_split --quick --recipe=recipes/sft.py
+    (losses * token_weights).sum() * update.engine_divisor / n_targets >> (losses * token_weights).sum() / token_weights.sum().clamp(min=1)
+recipes/sft.py contracts/test_recipe.py::test_engines --quick --recipe=recipes/sft.py
+    optimizer.zero_grad() >> optimizer.zero_grad(); [p.data.mul_(0.999) for p in policy.parameters()]
+recipes/sft.py contracts/test_recipe.py::test_last_update --quick --recipe=recipes/sft.py
+    (losses * token_weights).sum() * update.engine_divisor / n_targets >> losses.mean()
+recipes/sft.py contracts/test_recipe.py::test_log_lines --quick --recipe=recipes/sft.py
+    scheduler.get_last_lr()[0] >> scheduler.base_lrs[0] * scheduler.lr_lambdas[0](scheduler.last_epoch + 1)
+recipes/sft.py contracts/test_recipe.py::test_evaluation --quick --recipe=recipes/sft.py
+    prepare.evaluation_mode(model) >> torch.no_grad()
+recipes/sft.py contracts/test_recipe.py::test_overflow --quick --recipe=recipes/sft.py
+    if applied:\n            scheduler.step() >> scheduler.step()
+recipes/sft.py contracts/test_recipe.py::test_still --quick --recipe=recipes/sft.py
+    optimizer.zero_grad() >> optimizer.zero_grad(); [p.data.mul_(1 - 1e-6) for p in policy.parameters()]
+recipes/dpo.py contracts/test_recipe.py::test_packed --quick --recipe=recipes/dpo.py
+    columns["rejected_loss_mask"] >> [[*row[:-1], row[-1] and not packer.share] for row in columns["rejected_loss_mask"]]
+recipes/dpo.py contracts/test_recipe.py::test_last_update --quick --recipe=recipes/dpo.py
+    update.engine_divisor / update.n_samples >> update.engine_divisor / args.train_batch_size
+recipes/dpo.py contracts/test_recipe.py::test_actor --quick --recipe=recipes/dpo.py
+    reference = Reference(accelerator, args, tokenizer, model) >> reference = Reference(accelerator, args, tokenizer, model); reference.model = model
+recipes/grpo.py contracts/test_recipe.py::test_last_update --quick --recipe=recipes/grpo.py
+    (losses * weights).sum() * update.engine_divisor / total_weight >> losses.mean()
+common/metrics.py contracts/test_recipe.py::test_means --quick --recipe=recipes/sft.py
+    self.accelerator.gather(mine[None]) >> mine[None]
+common/values.py contracts/test_recipe.py::test_values --quick --recipe=recipes/sft.py
+    if pending and applied: >> if pending:
+common/checkpoint.py contracts/test_recipe.py::test_resume --quick --recipe=recipes/sft.py
+    temporary = final.with_name(f".{final.name}.writing") >> temporary = final; folders.replace = print
+    self.scheduler.load_state_dict(state["scheduler"]) >> self.scheduler.load_state_dict(state["scheduler"]); torch.set_rng_state(__import__("accelerate").utils.broadcast(torch.get_rng_state()))
+common/batches.py contracts/test_recipe.py::test_seed --quick --recipe=recipes/sft.py
+    np.random.default_rng(np.append(seed, epoch)) >> np.random.default_rng()
 """
