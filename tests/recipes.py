@@ -40,9 +40,7 @@ class Recipe:
         evaluates_answers: whether an evaluation generates answers of up to `--max_new_tokens`.
 
         demo: for test_learning.py.
-        demo_batches_divided_by: for test_golden.py, so that five updates are quick.
         glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
-        board_flags: for test_board.py.
         device_flags: for test_waits.py.
     """
 
@@ -51,9 +49,7 @@ class Recipe:
     evaluates_answers: bool = False
 
     demo: Demo
-    demo_batches_divided_by: int = 1
     glossary_flags: list = field(default_factory=list)
-    board_flags: list = field(default_factory=list)
     device_flags: list = field(default_factory=list)
 
     @property
@@ -97,11 +93,6 @@ RECIPES = {
         data="prompts",
         scores_responses=True,
         demo=Demo("cpu", "eval/exact_match", 0.25),
-        demo_batches_divided_by=8,
-        board_flags=[
-            *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
-            *("--generate_batch_size", 8, "--score_batch_size", 8),
-        ],
         device_flags=[
             *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
             *("--max_new_tokens", 4, "--num_epochs_per_rollout", 2),
@@ -112,7 +103,6 @@ RECIPES = {
         data="prompts",
         scores_responses=True,
         demo=Demo("cpu", "eval/exact_match", 0.25),
-        demo_batches_divided_by=8,
         glossary_flags=["--kl_coef", 0.01],
         device_flags=[
             *("--reward_function", "test_waits:unequal", "--rollout_batch_size", 8),
@@ -123,7 +113,6 @@ RECIPES = {
     "distill": Recipe(
         data="prompts",
         demo=Demo("cpu", "eval/exact_match", 0.25),
-        demo_batches_divided_by=8,
         # Two updates of sampled tokens need log-probs of the rollout, which are timed.
         glossary_flags=["--loss_type", "sampled", "--num_epochs_per_rollout", 2],
         device_flags=[

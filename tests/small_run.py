@@ -26,16 +26,6 @@ class NoFolder(ActorSaver):
         pass
 
 
-class Extra:
-    """A recipe's own state, which holds nothing."""
-
-    def state(self):
-        return None
-
-    def load_state(self, state) -> None:
-        pass
-
-
 def small_run(folder: Path, **settings) -> Checkpoint:
     """A run before its first update: 100 rows, 4 in an update. Its parts are the checkpoint's."""
     length = dict(train_batch_size=4, max_epochs=1, max_steps=0, stop_after=0)
@@ -57,7 +47,6 @@ def small_run(folder: Path, **settings) -> Checkpoint:
         scheduler,
         Means(accelerator),
         must_match=[types.SimpleNamespace(fingerprints={"data": "d"})],
-        extra=Extra(),
     )
 
 

@@ -27,7 +27,7 @@ def first_updates(name: str, folder: Path) -> dict[str, list[float]]:
     settings = {flag: value for flag, value in demo.items() if not flag.startswith("eval_")}
     for flag in settings:
         if flag.endswith("batch_size"):
-            settings[flag] //= RECIPES[name].demo_batches_divided_by
+            settings[flag] //= 8 if RECIPES[name].generates else 1
 
     rows = first_rows(folder / f"{name}.jsonl", Path(demo["dataset_name"]), ROWS)
     settings |= {"dataset_name": rows, "output_dir": folder / name, "max_steps": 5}

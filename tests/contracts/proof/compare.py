@@ -40,7 +40,6 @@ def same_lines(
     found: list[dict],
     only: set[str] | None = None,
     exact: bool = False,
-    later_loss: float = LATER_LOSS,
 ) -> None:
     """Compares log lines, in their order.
 
@@ -54,14 +53,14 @@ def same_lines(
             where = f"{what}: {tag}, update {line['global_step']}"
             if tag not in line or tag not in other:
                 pytest.fail(f"{where}: logged by one of them only", pytrace=False)
-            bound = 0.0 if exact else bound_of(tag, line, later_loss)
+            bound = 0.0 if exact else bound_of(tag, line)
             if line[tag] != other[tag]:
                 within(where, abs(line[tag] - other[tag]), bound)
     if len(expected) != len(found):
         pytest.fail(f"{what}: {len(found)} log lines, expected {len(expected)}", pytrace=False)
 
 
-def bound_of(tag: str, line: dict, later_loss: float) -> float:
+def bound_of(tag: str, line: dict) -> float:
     """Returns how much a metric may differ between two ways to compute the same update."""
     value = abs(line[tag])
     if tag in EXACT:
@@ -71,7 +70,7 @@ def bound_of(tag: str, line: dict, later_loss: float) -> float:
     if tag == "grad_norm":
         return METRIC * max(value, SMALL_NORM)
     if tag.endswith("loss"):
-        return (LOSS if line["global_step"] < 2 else later_loss) * max(1.0, value)
+        return (LOSS if line["global_step"] < 2 else LATER_LOSS) * max(1.0, value)
     if tag == "sampling/sampling_logp_difference/max":
         return 10 * METRIC  # all rounding: that of the least probable token's log-prob
     if tag.endswith("accuracies") and abs(line[tag.replace("accuracies", "margins")]) < 1e-4:
