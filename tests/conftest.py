@@ -79,19 +79,6 @@ LONGEST_FIRST = [
     "fp16",
     "stopping",
     "lora",
-    "vllm",
-    "configs",
-    "docs",
-    "waits",
-    "image_runs",
-    "untrained",
-    "ppo",
-    "saved_actors",
-    "references",
-    "golden",
-    "refusals",
-    "grpo",
-    "metrics",
 ]
 
 

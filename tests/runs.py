@@ -153,11 +153,6 @@ def start(
         )
 
 
-def workers(process: subprocess.Popen) -> list[int]:
-    """The ids of the processes that a launcher started."""
-    return sorted(child.pid for child in psutil.Process(process.pid).children())
-
-
 def is_alive(process: psutil.Process) -> bool:
     """Whether a process still runs; one that has ended but was not waited for does not."""
     try:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pyarrow
 import pytest
 import torch
@@ -165,7 +166,10 @@ def test_a_signal_ends_the_run_with_a_checkpoint(bench, launcher, number):
     ended = []
 
     def send(process):
-        os.kill(runs.workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
+        target = psutil.Process(process.pid)
+        if number == signal.SIGUSR1:
+            target = target.children()[-1]
+        target.send_signal(number)
         ended.append(process.wait(60))
 
     how = dict(act=send, fresh=launcher == "ddp")

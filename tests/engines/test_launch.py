@@ -63,13 +63,10 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = types.SimpleNamespace(now=lambda: datetime.datetime(2030, 1, 2, 3, 4, 5))
     monkeypatch.setattr(common.launch, "datetime", types.SimpleNamespace(datetime=now))
-    args = argparse.Namespace(output_dir=None, run_name=None, resume="never")
-    folder = tmp_path / "runs/dpo"
     for name in ("20300102-030405", "20300102-030405-2", "20300102-030405-3"):
-        assert common.launch.decide_folder(args, "dpo") == str(folder / name)
-    args.output_dir = "mine"
+        assert decide(None) == str(tmp_path / "runs/dpo" / name)
     for _ in range(2):  # an empty folder that is named may be there
-        assert common.launch.decide_folder(args, "dpo") == str(tmp_path / "mine")
+        assert decide("mine") == str(tmp_path / "mine")
 
 
 # Takes a folder and forks a process that outlives it; says so, and waits to be killed.
@@ -144,14 +141,19 @@ def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
         "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     words = [tmp_path / "unseen.py", runs.recipe("sft"), *flags(inputs, tmp_path / "out")]
-    result = runs.launch(runs.LAUNCHERS["plain"], *words, check=False)
     said = f"{tmp_path / 'out'} is not visible to every process: several nodes"
+    expect_refused([], words, said)
+
+
+def expect_refused(launcher: list[str], words: list, said: str) -> None:
+    result = runs.launch(launcher, *words, check=False)
     assert result.returncode and said in result.stdout
     assert "Traceback" not in result.stdout
 
 
 def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     zero2 = json.loads((runs.CONFIGS / "zero2.json").read_text())
+    words = [runs.recipe("sft"), *flags(inputs, tmp_path / "out")]
     cases = {
         '"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3},
         'has "scheduler": remove it': {"scheduler": {"type": "WarmupLR", "params": {}}},
@@ -160,17 +162,9 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     }
     for message, change in cases.items():
         (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))
-        launcher = runs.deepspeed_launcher(tmp_path / "ds.json", 1)
-        result = runs.launch(
-            launcher, runs.recipe("sft"), *flags(inputs, tmp_path / "out"), check=False
-        )
-        assert result.returncode and message in result.stdout
-        assert "Traceback" not in result.stdout
+        expect_refused(runs.deepspeed_launcher(tmp_path / "ds.json", 1), words, message)
     launcher = [*runs.config_launcher("cpu"), "--mixed_precision", "fp16"]
-    result = runs.launch(
-        launcher, runs.recipe("sft"), *flags(inputs, tmp_path / "out"), check=False
-    )
-    assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout
+    expect_refused(launcher, words, "fp16 without DeepSpeed needs a GPU")
 
 
 @pytest.mark.parametrize("launcher", ["plain", "zero2"])

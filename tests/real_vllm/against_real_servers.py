@@ -88,7 +88,6 @@ class RealServer:
             *("--logprobs-mode", "processed_logprobs"),
             *("--worker-extension-cls", "faulty_worker.Faulty", *flags),
         ]
-        self.log = log
         self.folder = model
         with open(log, "w") as file:
             self.process = subprocess.Popen(

@@ -113,8 +113,6 @@ CELL = "import nbclient, nbformat; from nbformat import v4; cell = v4.new_code_c
 CELL += "nbclient.execute(v4.new_notebook(cells=[cell])); print(cell.outputs[0].text)"
 STARTS = {
     "python": ["python"],
-    "torchrun": ["python", "-m", "torch.distributed.run", "--nproc_per_node", 1],
-    "accelerate": ["python", "-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1],
     "pytest": ["python", "-m", "pytest", "-qs", "-p", "no:cacheprovider"],
     "notebook": ["python", "-c", CELL],
 }

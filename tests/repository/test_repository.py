@@ -121,14 +121,12 @@ def test_each_file_of_a_library_has_a_line_in_its_readme(folder):
 
 
 def test_the_tables_of_tests_have_each_file_once():
-    """Under the name of its folder, and no more than twelve to a folder."""
+    """Under the name of its folder."""
     listed = []
     for section in (REPOSITORY / "tests/README.md").read_text().split("\n## ")[1:]:
         folder = section.splitlines()[0]
         rows = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| ")]
-        names = [f"{folder}/{name}" for row in rows for name in re.findall(r"test_\w+\.py", row)]
-        assert len(names) <= 13, folder
-        listed += names
+        listed += [f"{folder}/{name}" for row in rows for name in re.findall(r"test_\w+\.py", row)]
     found = sorted((REPOSITORY / "tests").glob("*/test_*.py"))
     assert sorted(listed) == [str(path.relative_to(REPOSITORY / "tests")) for path in found]
 

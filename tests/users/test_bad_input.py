@@ -212,41 +212,36 @@ OF_MODEL = {"AutoConfig": "own.Config", **dict.fromkeys(AUTO_CLASSES, "own.Model
 
 @pytest.fixture
 def own(model, tmp_path, monkeypatch):
-    """Folders of a model, a tokenizer and an adapter that bring code along, which would leave a trace."""
-    trace = tmp_path / "trace"
-    folders = {name: tmp_path / f"own {name}" for name in ("model", "tokenizer", "adapter")}
-    copy(model, folders["model"], model_type="own", architectures=["Model"], auto_map=OF_MODEL)
-    copy(model, folders["tokenizer"], model_type="own")
+    """A folder of a model whose code would leave a trace, as would its tokenizer's."""
+    trace, folder = tmp_path / "trace", tmp_path / "own"
+    copy(model, folder, model_type="own", architectures=["Model"], auto_map=OF_MODEL)
+    file = folder / "tokenizer_config.json"
     auto_map = {"AutoTokenizer": ["own.Tokenizer", "own.Tokenizer"]}
-    file = folders["tokenizer"] / "tokenizer_config.json"
     settings = json.loads(file.read_text()) | {"tokenizer_class": "Own", "auto_map": auto_map}
     file.write_text(json.dumps(settings))
-    folders["adapter"].mkdir()
-    for folder in folders.values():
-        (folder / "own.py").write_text(f"open({str(trace)!r}, 'w')\n")
-    base = str(folders["model"])
-    adapter = peft.LoraConfig(base_model_name_or_path=base, task_type="CAUSAL_LM")
-    adapter.save_pretrained(folders["adapter"])
+    (folder / "own.py").write_text(f"open({str(trace)!r}, 'w')\n")
     modules = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     answers = io.StringIO("y\n" * 20)
     monkeypatch.setattr(sys, "stdin", answers)
-    yield {name: str(folder) for name, folder in folders.items()}
+    yield str(folder)
     assert not trace.exists() and answers.tell() == 0
 
 
 def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
     """Not even if a pipe says `y` where transformers would ask."""
     tokenizer = load.load_tokenizer(str(model))
-    for name, call in [
-        ("model", lambda: load.causal_lm(own["model"], tokenizer, DEFAULTS)),
-        ("model", lambda: scores.score_model(own["model"], tokenizer, DEFAULTS)),
-        ("tokenizer", lambda: load.load_tokenizer(own["tokenizer"])),
-        ("model", lambda: export.merge(own["adapter"], tmp_path / "merged")),
-    ]:
-        refuses(repr(own[name]), "cannot be loaded", "custom code", call=call)
+    adapter = tmp_path / "adapter"
+    peft.LoraConfig(base_model_name_or_path=own, task_type="CAUSAL_LM").save_pretrained(adapter)
+    for call in (
+        lambda: load.causal_lm(own, tokenizer, DEFAULTS),
+        lambda: scores.score_model(own, tokenizer, DEFAULTS),
+        lambda: load.load_tokenizer(own),
+        lambda: export.merge(str(adapter), tmp_path / "merged"),
+    ):
+        refuses(repr(own), "cannot be loaded", "custom code", call=call)
     # A reference without a tokenizer that can be read is taken as it is.
-    load.refuse_another_vocabulary(own["tokenizer"], tokenizer)
+    load.refuse_another_vocabulary(own, tokenizer)
 
 
 def test_no_load_may_ask_whether_to_run_code():

@@ -9,12 +9,12 @@ import shutil
 import statistics
 import sys
 
-import pyarrow.parquet
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import values
+from contracts.proof.bench import Finished
 from preference_recipes.tools import rows
 from runs import launch, lines, recipe, refuses, short_run
 from small_run import small_run
@@ -38,9 +38,7 @@ def made(inputs, name: str, **settings):
 def recorded(run, metric: str, source: str = "train") -> dict[int, list[float]]:
     """By row, the values of a metric in the order of the updates."""
     by_row: dict[int, list[float]] = {}
-    parts = [pyarrow.parquet.read_table(part) for part in run.glob("values.parquet/*")]
-    samples = [sample for part in parts for sample in part.to_pylist()]
-    for sample in sorted(samples, key=lambda sample: sample["global_step"]):
+    for sample in Finished(run).values.to_pylist():
         if sample["source"] == source:
             by_row.setdefault(sample["row"], []).append(sample[metric])
     return by_row
