@@ -1,6 +1,8 @@
 """The first losses of each recipe, as they were when golden.json was written: an upgrade that moves a number is seen.
 
-When a number should move, write the file again, by `python tests/users/test_golden.py`, and look at the difference.
+When a number should move, write the file again and look at the difference:
+
+    PYTHONPATH=tests python tests/users/test_golden.py
 
 The settings are those of the demos, in fp32, without evaluation. Those that sample have an eighth of the demo's
 batches: rounding may change which token is drawn. CPUs round differently: by up to 5e-6 of a number's size.
