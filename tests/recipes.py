@@ -36,18 +36,12 @@ class Recipe:
 
     Attributes:
         data: the stem of the embedded data it learns from: conversations, pairs or prompts.
-        scores_responses: whether rewards score the responses that it samples.
-        evaluates_answers: whether an evaluation generates answers of up to `--max_new_tokens`.
-
         demo: for test_learning.py.
         glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
         device_flags: for test_waits.py.
     """
 
     data: Literal["sft", "preferences", "prompts"]
-    scores_responses: bool = False
-    evaluates_answers: bool = False
-
     demo: Demo
     glossary_flags: list = field(default_factory=list)
     device_flags: list = field(default_factory=list)
@@ -71,8 +65,8 @@ class Recipe:
 RECIPES = {
     "sft": Recipe(
         data="sft",
-        evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.45),  # docs/sft.md: 0.496
+        device_flags=["--max_new_tokens", 4],
     ),
     "reward": Recipe(
         data="preferences",
@@ -80,18 +74,16 @@ RECIPES = {
     ),
     "dpo": Recipe(
         data="preferences",
-        evaluates_answers=True,
         demo=Demo("ds_fp16", "eval/exact_match", 0.15),
-        device_flags=["--lora_r", 2],
+        device_flags=["--lora_r", 2, "--max_new_tokens", 4],
     ),
     "kto": Recipe(
         data="preferences",  # a pair is one sample of two answers; rows with a label are in test_labels.py
-        evaluates_answers=True,
         demo=Demo("cpu", "eval/exact_match", 0.15),
+        device_flags=["--max_new_tokens", 4],
     ),
     "ppo": Recipe(
         data="prompts",
-        scores_responses=True,
         demo=Demo("cpu", "eval/exact_match", 0.25),
         device_flags=[
             *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
@@ -101,7 +93,6 @@ RECIPES = {
     ),
     "grpo": Recipe(
         data="prompts",
-        scores_responses=True,
         demo=Demo("cpu", "eval/exact_match", 0.25),
         glossary_flags=["--kl_coef", 0.01],
         device_flags=[

@@ -38,9 +38,7 @@ def flags_of_run(name: str, folder, micro_batch_size: int) -> list:
     settings = dict(train_batch_size=ROWS, micro_train_batch_size=micro_batch_size, max_steps=2)
     settings |= dict(eval_dataset_name=folder / "held_out.jsonl", max_length=64, logging_steps=1)
     settings["values_steps"] = 1
-    if of_recipe.evaluates_answers:
-        settings["max_new_tokens"] = 4
-    if of_recipe.scores_responses:
+    if "--reward_function" in of_recipe.device_flags:  # and by a model
         scorer = tiny_llama(folder / "scorer")  # its tokenizer
         config = LlamaConfig.from_pretrained(scorer, num_labels=1)
         LlamaForSequenceClassification(config).save_pretrained(scorer)

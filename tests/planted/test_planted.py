@@ -20,7 +20,11 @@ def test_a_file_has_each_piece_once_and_its_tests_are_there():
             assert not test or f"\ndef {test.partition('[')[0]}(" in text, test
 
 
-def test_each_promise_of_the_proof_has_a_fault():
-    planted = {test for fault in faults() for test in fault.tests if test.startswith(PROOF)}
-    promises = re.findall(r"^def (test_\w+)", (REPOSITORY / "tests" / PROOF).read_text(), re.M)
-    assert planted == {f"{PROOF}::{promise}" for promise in promises}
+def test_each_promise_of_the_proof_has_a_fault_and_is_explained():
+    text = (REPOSITORY / "tests" / PROOF).read_text(encoding="utf-8")
+    promises = sorted(re.findall(r"^def test_(\w+)", text, re.MULTILINE))
+    tests = {test for fault in faults() for test in fault.tests if test.startswith(PROOF)}
+    assert sorted(tests) == [f"{PROOF}::test_{name}" for name in promises]
+    page = (REPOSITORY / "docs/forking.md").read_text(encoding="utf-8")
+    explained = re.findall(r"^### ([a-z-]+)$", page, re.MULTILINE)
+    assert sorted(explained) == [name.replace("_", "-") for name in promises]

@@ -30,10 +30,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # What DeepSpeed imports inside `initialize`. Its Muon imports PyTorch's compiler, which takes
 # seconds in each process.
 LATE = [
-    "deepspeed.comm.torch",
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.ops.op_builder.builder",
-    "deepspeed.runtime.engine",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "peft",
