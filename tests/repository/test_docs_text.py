@@ -211,6 +211,17 @@ def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(page, tmp_pa
         assert given["--train_batch_size"] == str(8 * questions)
 
 
+def test_ten_lines_of_the_readme_are_a_single_update(tmp_path):
+    """By the defaults: of a model and a data set, without sizes."""
+    (row,) = re.findall(r'^{"prompt".*}$', (REPOSITORY / "README.md").read_text(), re.M)
+    (tmp_path / "pairs.jsonl").write_text(f"{row}\n" * 10)
+    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", "pairs.jsonl"]
+    said = launch([], recipe("dpo"), *flags, "--output_dir", "out", cwd=tmp_path).stdout
+    assert "pairs.jsonl: 10 usable rows" in said
+    (line,) = runs.lines(tmp_path / "out")
+    assert (line["global_step"], line["samples"]) == (1, 10)
+
+
 @pytest.mark.parametrize(
     ("name", "printed"),
     [

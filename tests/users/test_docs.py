@@ -1,4 +1,4 @@
-"""Every logged tag is in its recipe's glossary and no other, and so it is in TensorBoard."""
+"""Every logged tag is in its recipe's glossary and no other, and so it is in TensorBoard; the actor loads."""
 
 import re
 
@@ -7,6 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import recipes
 import runs
+from contracts.test_recipe import check_loads
 from recipes import RECIPES
 
 GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
@@ -65,6 +66,11 @@ def test_the_glossary_is_the_list_of_logged_tags(demo):
     }
     charts = recipes.load(name).CHARTS  # the page of key metrics
     assert {tag for tags in charts.values() for tag in tags} <= documented(name)
+
+
+def test_the_actor_loads(demo):
+    _, output = demo
+    check_loads(output / "actor", runs.ASSETS / "model")
 
 
 def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
