@@ -52,11 +52,6 @@ class Recipe:
         return self.data == "prompts"
 
     @property
-    def train_file(self) -> str:
-        """The embedded training data."""
-        return f"{self.data}_train.jsonl" + (".gz" if self.data == "preferences" else "")
-
-    @property
     def held_out_file(self) -> str:
         """The embedded held-out data."""
         return f"{self.data}_eval.jsonl"

@@ -31,9 +31,13 @@ USABLE = 17
 HELD_OUT = 3  # rows: one process of two has one
 
 
-def run(name: str, output: Path, launcher: str = "plain", **settings) -> str:
-    """Launches a recipe and returns what it printed."""
-    flags = runs.flags_of({"output_dir": output, **settings})
+def run(name: str, output: Path, launcher: str = "plain", inputs=None, **settings) -> str:
+    """Launches a recipe, on the model and the rows of `inputs`, and returns what it printed."""
+    if inputs:
+        held_out = {"eval_dataset_name": inputs / f"{name}_eval.jsonl"}
+        flags = runs.short_run(inputs, name, output, **held_out, **settings)
+    else:
+        flags = runs.flags_of({"output_dir": output, **settings})
     return runs.launch(runs.LAUNCHERS[launcher], runs.recipe(name), *flags).stdout
 
 
@@ -125,16 +129,8 @@ def targets_of(tokenizer, messages: list[dict], loss_on: str) -> tuple[list[int]
 def test_sft_is_the_plain_loop(inputs, loss_on):
     max_length = 45
     settings = SETTINGS | SFT[loss_on]
-    console = run(
-        "sft",
-        inputs / loss_on,
-        model_name_or_path=inputs / "model",
-        dataset_name=inputs / "sft.jsonl",
-        eval_dataset_name=inputs / "sft_eval.jsonl",
-        loss_on=loss_on,
-        max_length=max_length,
-        **settings,
-    )
+    given = settings | dict(loss_on=loss_on, max_length=max_length)
+    console = run("sft", inputs / loss_on, inputs=inputs, **given)
 
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     whole = [targets_of(tokenizer, messages, loss_on) for messages in CONVERSATIONS]
@@ -166,12 +162,9 @@ def test_dropout_is_on_in_sft_and_off_in_its_evaluations(inputs, tmp_path):
     """Two models of the same weights. The first update comes after an evaluation, and so does the last."""
     lines, evaluations = [], []
     for name in ("model", "dropping"):
-        paths = dict(model_name_or_path=inputs / name, dataset_name=inputs / "sft.jsonl")
-        paths |= dict(eval_dataset_name=inputs / "sft_eval.jsonl")
-        sizes = SETTINGS | dict(
-            micro_train_batch_size=4, learning_rate=0, eval_steps=1, max_steps=2
-        )
-        run("sft", tmp_path / name, **paths, **sizes)
+        sizes = dict(micro_train_batch_size=4, learning_rate=0, eval_steps=1, max_steps=2)
+        given = SETTINGS | sizes | {"model_name_or_path": inputs / name}
+        run("sft", tmp_path / name, inputs=inputs, **given)
         lines.append([line["loss"] for line in runs.training_lines(tmp_path / name)])
         evaluations.append([line["eval/loss"] for line in runs.evaluation_lines(tmp_path / name)])
     assert evaluations[0] == evaluations[1] and len(set(evaluations[0])) == 1
@@ -208,18 +201,11 @@ def test_dpo_is_the_plain_loop(inputs):
     settings = SETTINGS | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
     settings |= {"max_epochs": 2, "micro_train_batch_size": 2, "logging_steps": 4}
     output = inputs / "dpo"
-    console = run(
-        "dpo",
-        output,
-        launcher="ddp",
-        model_name_or_path=inputs / "dropping",
-        ref_model_name_or_path=inputs / "reference",
-        dataset_name=inputs / "dpo.jsonl",
-        eval_dataset_name=inputs / "dpo_eval.jsonl",
-        beta=BETA,
-        max_length=max_length,
-        **settings,
+    models = dict(
+        model_name_or_path=inputs / "dropping", ref_model_name_or_path=inputs / "reference"
     )
+    given = settings | models | dict(beta=BETA, max_length=max_length)
+    console = run("dpo", output, launcher="ddp", inputs=inputs, **given)
 
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     model, reference = load(inputs / "model"), load(inputs / "reference")

@@ -31,9 +31,9 @@ def flags_of_run(name: str, folder, micro_batch_size: int) -> list:
     """Those of a run of two updates, evaluated before and after them."""
     folder.mkdir()
     of_recipe = RECIPES[name]
-    files = {name: (of_recipe.train_file, 2 * ROWS), "held_out": (of_recipe.held_out_file, 4)}
-    for target, (file, rows) in files.items():
-        first_rows(folder / f"{target}.jsonl", ASSETS / file, rows)
+    data = ASSETS / of_recipe.held_out_file
+    first_rows(folder / f"{name}.jsonl", data, 2 * ROWS)
+    first_rows(folder / "held_out.jsonl", data, 4)
     tiny_llama(folder / "model")
     settings = dict(train_batch_size=ROWS, micro_train_batch_size=micro_batch_size, max_steps=2)
     settings |= dict(eval_dataset_name=folder / "held_out.jsonl", max_length=64, logging_steps=1)

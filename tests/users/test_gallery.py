@@ -67,7 +67,6 @@ def test_a_fork_fits_its_recipe_line_by_line(name, tmp_path):
 
 def test_the_command_ends_with_what_is_refused(monkeypatch, tmp_path):
     for words, said in (
-        (["copy", "dpo", "x.py", "--fork", "none"], "'none' is no fork; there are adaptive_kl"),
         (["export", "none", "out"], "none is not a whole checkpoint: "),
         (["export", "none", "out", "--merge"], "none is no folder here, and not on the hub: "),
     ):
