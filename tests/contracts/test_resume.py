@@ -23,7 +23,7 @@ import runs
 from common import folders, log
 from common.checkpoint import LOGS
 from common.values import Recorder
-from contracts.proof.bench import Bench, Finished
+from contracts.proof.bench import EVALUATION_ROWS, Bench, Finished
 from preference_recipes.tools import export
 from recipes import ANSWER_REWARD, TIES
 from small_run import small_run
@@ -326,10 +326,14 @@ def test_a_checkpoint_of_another_run_is_refused(bench):
     *rows, last = bench("dpo").data_file("train", RUN["n_rows"]).read_text().splitlines()
     edited = reference.with_name("edited.jsonl")
     edited.write_text("\n".join([*rows, last.replace("=", "?")]))
+    # Of held-out rows the answers of exact match count, too, which no model reads.
+    held_out = bench("dpo").data_file("held_out", EVALUATION_ROWS).read_text()
+    answered = reference.with_name("answered.jsonl")
+    answered.write_text(held_out.replace('"answer": "', '"answer": "0', 1))
     for changes, parts in [
         ({"beta": 0.2, "max_length": 90}, ["beta: 0.1 in the checkpoint, 0.2", "max_length: "]),
         ({"dataset_name": edited}, ["belongs to another run: data: "]),
-        ({"eval_dataset_name": edited}, ["belongs to another run: held-out data: "]),
+        ({"eval_dataset_name": answered}, ["belongs to another run: held-out data: "]),
     ]:
         output = reference.with_name("other")
         said = resume(bench("dpo"), output, check=False, point=point, **changes)
