@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -184,27 +185,24 @@ def test_every_argument_is_documented():
     assert "| at least 0 and below 0.5 | how likely a label is wrong |" in page
 
 
-# Models that the pages name, and what is here in their place.
-HERE = {
-    "Qwen/Qwen2.5-0.5B-Instruct": ASSETS / "model",
-    "Qwen/Qwen2.5-7B-Instruct": ASSETS / "teacher",
-}
-
-
 @pytest.mark.parametrize("page", [*NAMES, "environments"])
 def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(page, tmp_path):
-    """Lines that write a file, and the command: the recipe takes both."""
+    """Lines that write a file, and the command: the recipe takes both. A preview needs no weights and leaves nothing."""
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    model = shutil.copytree(ASSETS / "model", tmp_path / "model", ignore=no_weights)
+    here = {"Qwen/Qwen2.5-0.5B-Instruct": model, "Qwen/Qwen2.5-7B-Instruct": ASSETS / "teacher"}
     text = (REPOSITORY / f"docs/{page}.md").read_text()
     block = re.search(r"^```\n(.*?)^(accelerate .*?)^```", text, re.M | re.S)
     subprocess.run(["bash", "-ec", block[1]], cwd=tmp_path, check=True)
     (tmp_path / "my_environments.py").write_text(runs.code_of_page("docs/environments.md"))
     words = shlex.split(block[2].replace("\\\n", ""))
     name = "grpo" if page == "environments" else page
-    flags = [str(HERE.get(word, word)) for word in words[words.index(f"recipes/{name}.py") + 1 :]]
+    flags = [str(here.get(word, word)) for word in words[words.index(f"recipes/{name}.py") + 1 :]]
     given = dict(zip(flags[::2], flags[1::2]))
     file = given["--dataset_name"]
     said = launch(LAUNCHERS["plain"], recipe(name), *flags, "--preview", 1, cwd=tmp_path).stdout
-    assert f"row 1 of {file}" in said
+    assert f"row 1 of {file}" in said and "output in" not in said
+    assert not (tmp_path / "runs").exists()
     if name == "grpo":  # each update is of one rollout, with eight responses to each question
         questions = len((tmp_path / file).read_text().splitlines())
         assert given["--rollout_batch_size"] == str(questions)

@@ -93,7 +93,6 @@ def test_which_forks_go_together_is_as_the_page_says():
 def test_what_does_not_fit_is_said_in_a_line():
     said = lambda recipe, *names: lambda: forks.patched(recipe, list(names))
     refuses("sapo changes recipes/grpo.py, not recipes/dpo.py", call=said("dpo", "sapo"))
-    refuses("dppo cannot be added to sapo: both change", call=said("grpo", "sapo", "dppo"))
     refuses("'mapo' is no fork; there are adaptive_kl, ", call=said("grpo", "mapo"))
 
 

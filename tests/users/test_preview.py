@@ -1,6 +1,4 @@
-"""`--preview`: what it marks is what a run trains on, and it needs no model."""
-
-import shutil
+"""`--preview`: what it marks is what a run trains on."""
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from preference_recipes.data.formats import preference_row
 from preference_recipes.data.sequences import Sequences
 from preference_recipes.models.packing import Packer
 from preference_recipes.tools import preview
-from runs import ASSETS, launch, recipe, write_jsonl
+from runs import write_jsonl
 from templates import load_rows
 
 SETTINGS = {"max_length": 200, "strings_as_messages": False}
@@ -76,18 +74,3 @@ def test_a_reward_model_is_trained_on_the_last_token_of_each_answer():
     marks = shown(preview.describe_row(row, converter.convert_row(row, 0), converter))
     assert [sum(of_part) for of_part in marks] == [0, 1, 1]
     assert all(of_part[-1] for of_part in marks[1:])
-
-
-def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
-    """One command of a recipe with rewards, with a model's folder that lacks the weights."""
-    model = tmp_path / "model"
-    shutil.copytree(ASSETS / "model", model)
-    (model / "model.safetensors").unlink()
-    flags = ["--model_name_or_path", model, "--dataset_name", ASSETS / "prompts_train.jsonl"]
-    flags += ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
-    flags += ["--max_length", 64, "--max_new_tokens", 8]
-    flags += ["--train_batch_size", 100, "--micro_train_batch_size", 3, "--rollout_batch_size", 4]
-    done = launch([], recipe("grpo"), *flags, "--preview", 2, cwd=tmp_path)
-    assert f"row 1 of {ASSETS / 'prompts_train.jsonl'}" in done.stdout
-    assert done.stdout.count("  as given   ") == 2
-    assert not (tmp_path / "runs").exists() and "output in" not in done.stdout
