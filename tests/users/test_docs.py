@@ -1,6 +1,7 @@
-"""Every logged tag is in its recipe's glossary and no other, and so it is in TensorBoard; the actor loads."""
+"""What demos write: tags of the glossary and no others, the same in TensorBoard, samples, an actor that loads."""
 
 import re
+import statistics
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -10,6 +11,7 @@ import runs
 from contracts.test_recipe import check_loads
 from recipes import RECIPES
 
+ROWS = 20  # held out
 GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 # Tags of settings that no demo has; another test asserts them.
 ELSEWHERE = {
@@ -28,7 +30,7 @@ def demo(request, tmp_path_factory):
     name = request.param
     output = tmp_path_factory.mktemp("docs") / name
     held_out = runs.ASSETS / RECIPES[name].held_out_file
-    few = runs.first_rows(output.with_name(held_out.name), held_out, 20)
+    few = runs.first_rows(output.with_name(held_out.name), held_out, ROWS)
     more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
     more += ["--eval_dataset_name", few, *RECIPES[name].glossary_flags]
     if RECIPES[name].data == "preferences":
@@ -66,6 +68,24 @@ def test_the_glossary_is_the_list_of_logged_tags(demo):
     }
     charts = recipes.load(name).CHARTS  # the page of key metrics
     assert {tag for tags in charts.values() for tag in tags} <= documented(name)
+
+
+def test_samples_are_those_that_the_metrics_count(demo):
+    name, output = demo
+    written = runs.samples(output)
+
+    def expect_mean(line: dict, tag: str, source: str, step: int, value: str) -> None:
+        if tag in line:
+            found = [s for s in written if (s["source"], s["global_step"]) == (source, step)]
+            assert source != "eval" or [s["row"] for s in found] == list(range(1, ROWS + 1))
+            assert line[tag] == pytest.approx(statistics.fmean(s[value] for s in found), rel=1e-6)
+
+    for line in runs.lines(output):
+        step = line["global_step"]
+        if not RECIPES[name].generates:
+            expect_mean(line, "eval/exact_match", "eval", step, "right")
+        expect_mean(line, "eval/scores", "eval", step, "score")
+        expect_mean(line, "objective/scores", "rollout", step - 1, "score")
 
 
 def test_the_actor_loads(demo):
