@@ -59,6 +59,11 @@ def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     assert runs.weights(output).equal(runs.weights(output, "actors/global_step_000003"))
 
 
+def decide(folder, resume="never", run_name=None):
+    args = argparse.Namespace(output_dir=folder and str(folder), run_name=run_name, resume=resume)
+    return common.launch.decide_folder(args, "dpo")
+
+
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = types.SimpleNamespace(now=lambda: datetime.datetime(2030, 1, 2, 3, 4, 5))
@@ -81,11 +86,6 @@ if child:
     print(child, flush=True)
 time.sleep(1000)
 """
-
-
-def decide(folder, resume="never", run_name=None):
-    args = argparse.Namespace(output_dir=folder and str(folder), run_name=run_name, resume=resume)
-    return common.launch.decide_folder(args, "dpo")
 
 
 def test_a_run_has_the_name_that_it_is_given(tmp_path, monkeypatch):
@@ -133,6 +133,12 @@ def test_a_folder_without_a_line_may_be_used_again(tmp_path):
             assert decide(folder) == str(folder)
 
 
+def expect_refused(launcher: list[str], words: list, said: str) -> None:
+    result = runs.launch(launcher, *words, check=False)
+    assert result.returncode and said in result.stdout
+    assert "Traceback" not in result.stdout
+
+
 def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
     """Another node's disk, as the processes tell each other."""
     (tmp_path / "unseen.py").write_text(
@@ -143,12 +149,6 @@ def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
     words = [tmp_path / "unseen.py", runs.recipe("sft"), *flags(inputs, tmp_path / "out")]
     said = f"{tmp_path / 'out'} is not visible to every process: several nodes"
     expect_refused([], words, said)
-
-
-def expect_refused(launcher: list[str], words: list, said: str) -> None:
-    result = runs.launch(launcher, *words, check=False)
-    assert result.returncode and said in result.stdout
-    assert "Traceback" not in result.stdout
 
 
 def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
