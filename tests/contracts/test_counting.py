@@ -90,31 +90,29 @@ def sizes_of(train: int, size: int | None, tokens: int = 0) -> types.SimpleNames
 
 
 @pytest.mark.parametrize(
-    "given, on_gpu, expected",
-    [  # samples and tokens of a micro-batch
-        ((None, 0), False, (4, 0)),
-        ((None, 0), True, (4, 16_384)),
-        ((4, 0), True, (4, 0)),
-        ((1, 0), False, (1, 0)),
-        ((None, 500), True, (4, 500)),
-        ((2, 500), True, (2, 500)),
+    "given, on_gpu, processes, expected",
+    [  # samples of an update, samples and tokens of a micro-batch; these two, and how many there are
+        ((64, None, 0), False, 2, (4, 0, 8)),
+        ((64, None, 0), True, 2, (4, 16_384, 32)),
+        ((64, 4, 0), True, 2, (4, 0, 8)),
+        ((64, 1, 0), False, 2, (1, 0, 32)),
+        ((64, None, 500), True, 2, (4, 500, 32)),
+        ((64, 2, 500), True, 2, (2, 500, 32)),
+        # A size that is not given follows the update.
+        ((64, None, 0), False, 1, (4, 0, 16)),
+        ((2, None, 0), False, 1, (2, 0, 1)),
+        ((2, None, 0), False, 2, (1, 0, 1)),
+        ((6, None, 0), False, 1, (3, 0, 2)),
+        ((5, None, 0), False, 1, (5, 0, 1)),
+        ((7, None, 0), False, 1, (1, 0, 7)),
     ],
 )
-def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(given, on_gpu, expected):
-    args = sizes_of(64, *given)
-    steps = arguments.accumulation_steps(args, on_gpu, 2)
-    assert (args.micro_train_batch_size, args.micro_train_tokens) == expected
-    assert steps == (32 if expected[1] else 32 // expected[0])
-
-
-@pytest.mark.parametrize(
-    "train, processes, size",
-    [(64, 1, 4), (64, 2, 4), (2, 1, 2), (2, 2, 1), (6, 1, 3), (5, 1, 5), (7, 1, 1)],
-)
-def test_a_micro_size_that_is_not_given_follows_the_update(train, processes, size):
-    args = sizes_of(train, None)
-    steps = arguments.accumulation_steps(args, False, processes)
-    assert args.micro_train_batch_size == size and steps == train // size // processes
+def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(
+    given, on_gpu, processes, expected
+):
+    args = sizes_of(*given)
+    steps = arguments.accumulation_steps(args, on_gpu, processes)
+    assert (args.micro_train_batch_size, args.micro_train_tokens, steps) == expected
 
 
 @pytest.mark.parametrize(

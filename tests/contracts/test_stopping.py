@@ -1,4 +1,4 @@
-"""Signals of what a run forks; where a resumed run goes, and what it cannot read or leaves behind."""
+"""Signals of what a run forks; what a resumed run cannot read, and what a killed one leaves behind."""
 
 import math
 import shutil
@@ -10,7 +10,6 @@ from accelerate.utils import DistributedType
 
 from common import arguments, folders, stopping
 from common.checkpoint import Checkpoint
-from common.launch import decide_folder
 from common.progress import Progress
 from runs import LAUNCHERS, launch, refuses
 from small_run import small_run
@@ -132,28 +131,3 @@ def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path
     for run.run.global_step in (4, 4, 5):
         run.save()
     assert written == ["global_step_000004", "global_step_000005"]
-
-
-def test_where_a_resumed_run_goes(tmp_path):
-    """From a path into a folder of its own, or on where it was; never over another run."""
-    old = tmp_path / "old/checkpoints/global_step_000004"
-    loose = tmp_path / "loose/global_step_000004"
-    used = tmp_path / "used"
-    inside = used / "exported/global_step_000004"  # not among the checkpoints of that run
-    for folder in (old, loose, inside):
-        folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text("{}")
-    (used / "actor").mkdir()
-    (used / "actor/config.json").write_text("{}")
-
-    def decide(resume, output_dir=None):
-        folder = output_dir and str(output_dir)
-        args = types.SimpleNamespace(resume=str(resume), output_dir=folder, run_name=None)
-        return decide_folder(args, "sft")
-
-    assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old")
-    assert decide(old, tmp_path / "new") == decide(loose, tmp_path / "new") == str(tmp_path / "new")
-    for checkpoint in (old, inside):
-        refuses("already holds another run", call=lambda point=checkpoint: decide(point, used))
-    refuses(f"--resume {loose}", "give --output_dir", call=lambda: decide(loose))
-    assert decide("auto", used) == str(used)

@@ -60,8 +60,8 @@ def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
 
 
 def decide(folder, resume="never", run_name=None):
-    args = argparse.Namespace(output_dir=folder and str(folder), run_name=run_name, resume=resume)
-    return common.launch.decide_folder(args, "dpo")
+    given = dict(output_dir=folder and str(folder), run_name=run_name, resume=str(resume))
+    return common.launch.decide_folder(argparse.Namespace(**given), "dpo")
 
 
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
@@ -131,6 +131,26 @@ def test_a_folder_without_a_line_may_be_used_again(tmp_path):
             runs.refuses("already holds another run", call=lambda folder=folder: decide(folder))
         else:
             assert decide(folder) == str(folder)
+
+
+def test_where_a_resumed_run_goes(tmp_path):
+    """From a path into a folder of its own, or on where it was; never over another run."""
+    old = tmp_path / "old/checkpoints/global_step_000004"
+    loose = tmp_path / "loose/global_step_000004"
+    used = tmp_path / "used"
+    inside = used / "exported/global_step_000004"  # not among the checkpoints of that run
+    for folder in (old, loose, inside):
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    (used / "actor").mkdir()
+    (used / "actor/config.json").write_text("{}")
+    assert decide(None, old) == decide(tmp_path / "old", old) == str(tmp_path / "old")
+    assert decide(tmp_path / "new", old) == decide(tmp_path / "new", loose) == str(tmp_path / "new")
+    for checkpoint in (old, inside):
+        call = lambda point=checkpoint: decide(used, point)
+        runs.refuses("already holds another run", call=call)
+    runs.refuses(f"--resume {loose}", "give --output_dir", call=lambda: decide(None, loose))
+    assert decide(used, "auto") == str(used)
 
 
 def expect_refused(launcher: list[str], words: list, said: str) -> None:
