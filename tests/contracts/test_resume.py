@@ -230,7 +230,7 @@ def test_what_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, name, wr
 def test_a_recipe_that_holds_something_more_does_not_go_on_without_it(tmp_path):
     small_run(tmp_path).save()
     resumed = small_run(tmp_path)
-    resumed.states["more"] = object()
+    resumed.states["more"] = resumed.means
     with pytest.raises(FileNotFoundError, match="more"):
         resumed.load(resumed.folder / "global_step_000000")
 
