@@ -25,6 +25,8 @@ def tokenizer_of_run(accelerator, args):
     """Loads the tokenizer of the model that is trained. All processes must call it."""
     tokenizer = load_tokenizer(args.model_name_or_path)
     if args.chat_template is not None:
+        if not Path(args.chat_template).is_file():
+            refuse(f"--chat_template {args.chat_template}: no such file (looked in {Path.cwd()})")
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     if args.chat_template_kwargs is not None:
         rendering.set_defaults(tokenizer, args.chat_template_kwargs)

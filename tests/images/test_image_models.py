@@ -2,6 +2,7 @@
 
 import functools
 import io
+import types
 
 import datasets
 import pytest

@@ -66,6 +66,7 @@ TABLE = [
     ("dpo", [*OWN, "--lora_alpha", 4], ["--lora_alpha 4.0: not used", "give --lora_r"]),
     ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], ["'owner/never'", "connect"]),
     ("dpo", ["--model_name_or_path", ".", *OWN[2:]], ["'.' cannot", "without config.json"]),
+    ("dpo", [*OWN, "--chat_template", "none.j"], ["--chat_template none.j: no such file"]),
     ("dpo", [*OWN, "--chat_template_kwargs", "{a"], ["{a: expected a JSON object, such as {"]),
     ("dpo", [*OWN, "--dataset_split", "x"], [": split 'x' is not there; its splits: train"]),
     ("ppo", OWN, ["nothing scores the responses", "--reward_function"]),
