@@ -24,7 +24,9 @@ def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
 
 def backbone_of(model: nn.Module) -> nn.Module:
     """Returns the submodule that computes the hidden states for a model's head."""
-    # Not `model.base_model`, which is the whole model in Llama 4.
+    if model.base_model is not model:
+        return model.base_model
+    # Llama 4's causal language model names a submodule that it does not have.
     backbones = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(backbones) == 1:
         return backbones[0]

@@ -88,7 +88,7 @@ def test_sft_is_that_of_plain_transformers(folder_of, accelerator, family):
     model, tokenizer = loaded(folder_of(family))
     rows = some_rows()
     data = Sequences(converted(rows, tokenizer, SFT.sft_row, loss_on="assistant"))
-    packer = checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
+    packer = checks.make_packer(accelerator, SharedArgs(), [model], tokenizer.processor)
     losses, n_targets = [], 0
     for numbers in ([0, 1], [2, 3], [4]):
         batch = SFT.collate(data[numbers], packer)
@@ -153,7 +153,7 @@ def test_a_batch_without_images_reads_an_example_that_changes_nothing(
     """Where other processes wait for the tower; the gradients of its weights are exactly zero."""
     model, tokenizer = loaded(folder_of("llava"))
     monkeypatch.setattr(accelerator.state, "num_processes", 2)
-    packer = checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
+    packer = checks.make_packer(accelerator, SharedArgs(), [model], tokenizer.processor)
     batch = packer.make_batch([[5, 6], [7]], [[8, 9], [5]])
     alone = Packer(CPU).make_batch([[5, 6], [7]], [[8, 9], [5]])
     assert batch["inputs"]["input_ids"].shape[0] == 3 and "pixel_values" in batch["inputs"]
@@ -173,7 +173,7 @@ def test_models_that_read_images_in_another_way_are_refused(folder_of, accelerat
 
     def make_packer(family):
         model, tokenizer = loaded(folder_of(family))
-        checks.make_packer(accelerator, ARGS, [model], tokenizer.processor)
+        checks.make_packer(accelerator, SharedArgs(), [model], tokenizer.processor)
 
     def expect_refused(family, *parts):
         refuses(folder_of(family), *parts, call=lambda: make_packer(family))

@@ -146,7 +146,7 @@ preference_recipes/models/packing.py models/test_packing.py
     write(answers[index], row, end, len(prompt)) >> write(answers[index], row, end, 0)
     sum(row_length(row, prompts, answers) for row in rows) >> ids.size
 preference_recipes/models/shared_attention.py models/test_packing.py
-    sees_own.tril() >> sees_own
+    longest_answer).tril() >> longest_answer)
     .argsort()[-length:] >> .argsort()[:length]
 preference_recipes/models/reference.py models/test_frozen_models.py::test_precomputed_log_probs_change_no_bit
     is_real = sample_weights.bool() >> is_real = sample_weights > -1
