@@ -30,13 +30,11 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow
 import pyarrow.compute as pc
-import pyarrow.dataset
 import pyarrow.parquet
 import yaml
 
 from common import batches, folders, log, patched
 from common.values import COUNT, VALUES
-from preference_recipes.data import files
 
 WAYS = {"mean": "mean", "last": "last", "spread": "stddev"}  # pyarrow's names
 
@@ -47,19 +45,23 @@ def read(run: Path, source: str | None, metrics: list[str] | None = None) -> pya
     parts = sorted((run / VALUES).glob("*.parquet"))
     if not parts:
         sys.exit(f"{run} has no recorded values: its run needs --values_steps")
-    schemas = map(pyarrow.parquet.read_schema, parts)
-    schema = pyarrow.unify_schemas(list(schemas), promote_options="default")
-    for name in set(metrics or []).difference(schema.names):
-        there_are = ", ".join(name.removesuffix(COUNT) for name in schema.names if COUNT in name)
-        sys.exit(f"--sort {name}: not recorded in {run}; there are {there_are}")
-    names = [name for name in schema.names if name != "source"]
+    names = None
     if metrics:
-        names = ["global_step", "row", "weight", *metrics, metrics[0] + COUNT]
-    field = pc.field("source")
-    is_wanted = field == source if source else ~pc.starts_with(field, "eval")
-    table = pyarrow.dataset.dataset(parts, schema=schema).to_table(names, filter=is_wanted)
+        names = ["global_step", "source", "row", "weight"]
+        names += [f"{name}{suffix}" for name in metrics for suffix in ("", COUNT)]
+    tables = []
+    for part in parts:
+        table = pyarrow.parquet.ParquetFile(part).read(names)  # only columns that the part has
+        of_training = pc.invert(pc.starts_with(table["source"], "eval"))
+        is_wanted = pc.equal(table["source"], source) if source else of_training
+        tables.append(table.filter(is_wanted).drop("source"))
+    table = pyarrow.concat_tables(tables, promote_options="default")
     if not len(table):
         sys.exit(f"{run} has recorded nothing of {source or 'training'}")
+    for name in set(metrics or []).difference(table.column_names):
+        recorded = [name for name in pyarrow.parquet.read_schema(parts[-1]).names if COUNT in name]
+        there_are = ", ".join(name.removesuffix(COUNT) for name in recorded)
+        sys.exit(f"--sort {name}: not recorded in {run}; there are {there_are}")
     return table
 
 
@@ -78,12 +80,18 @@ def by_row(run: Path, source: str | None, metric: str, way: str) -> pyarrow.Tabl
         values = pc.subtract(values, table[other])  # null where one of them is null
     weights = pc.multiply(table["weight"], table[first + COUNT])
     is_counted = pc.and_(pc.is_valid(values), pc.greater(weights, 0))
-    table = table.select(["row", "global_step"]).append_column("weight", weights)
-    table = table.append_column("sum", pc.multiply(values, weights)).filter(is_counted)
-    # With threads, sums would depend on chance, and so would the last value of a row.
-    updates = table.group_by(["row", "global_step"], use_threads=False)
-    table = updates.aggregate([("sum", "sum"), ("weight", "sum")]).sort_by("global_step")
-    table = table.append_column("value", pc.divide(table["sum_sum"], table["weight_sum"]))
+    table = table.select(["row", "global_step"])
+    table = table.append_column("value", values).append_column("samples", weights)
+    table = table.filter(is_counted)
+    names = ("row", "global_step", "value", "samples")
+    rows, steps, values, weights = (table[name].to_numpy() for name in names)
+    order = np.lexsort((steps, rows))
+    changes = np.diff(rows[order], prepend=-1) | np.diff(steps[order], prepend=-1)
+    starts = np.flatnonzero(changes)  # where the values of a row in an update begin
+    sums = np.add.reduceat((values * weights)[order], starts)
+    means = sums / np.add.reduceat(weights[order], starts)
+    table = pyarrow.table({"row": rows[order][starts], "value": means})
+    # With threads, the last row of a group would be arbitrary.
     table = table.group_by("row", use_threads=False).aggregate([("value", WAYS[way])])
     return table.rename_columns(["row", "value"]).sort_by("row")
 
@@ -104,6 +112,8 @@ def settings_of(run: Path) -> SimpleNamespace:
 
 def data_of(settings: SimpleNamespace, source: str | None) -> tuple[str, str]:
     """Returns the name and the split of a source's data."""
+    from preference_recipes.data import files  # slow to import
+
     if not (source or "").startswith("eval"):  # `train` and `rollout` mean the default
         return settings.dataset_name[0], settings.dataset_split
     names = settings.eval_dataset_name
@@ -121,6 +131,8 @@ def identity_of(settings: SimpleNamespace, source: str | None) -> list:
 
 def rows_of(settings: SimpleNamespace, source: str | None) -> Iterator[tuple[int, dict]]:
     """Yields the rows of a source's data with their numbers; exits if the file has changed."""
+    from preference_recipes.data import files  # slow to import
+
     name, split = data_of(settings, source)
     before = settings.start["data_files"].get(name)
     if before is not None and before != folders.describe(Path(name)):
@@ -190,7 +202,8 @@ def recorded_samples(run: Path, source: str | None, step: int) -> list[dict]:
 
 def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: float):
     """Prints the rows of an update, or of an evaluation, as `--preview` does."""
-    from preference_recipes.tools import preview  # slow to import
+    from preference_recipes.data import files  # slow to import
+    from preference_recipes.tools import preview
 
     args, data = as_read(run, settings)
     folder = files.find(*data_of(settings, source)).folder  # paths of images are relative to it
