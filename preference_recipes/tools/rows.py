@@ -35,6 +35,7 @@ import yaml
 
 from common import batches, folders, log, patched
 from common.values import COUNT, VALUES
+from preference_recipes.data import files
 
 WAYS = {"mean": "mean", "last": "last", "spread": "stddev"}  # pyarrow's names
 
@@ -112,8 +113,6 @@ def settings_of(run: Path) -> SimpleNamespace:
 
 def data_of(settings: SimpleNamespace, source: str | None) -> tuple[str, str]:
     """Returns the name and the split of a source's data."""
-    from preference_recipes.data import files  # slow to import
-
     if not (source or "").startswith("eval"):  # `train` and `rollout` mean the default
         return settings.dataset_name[0], settings.dataset_split
     names = settings.eval_dataset_name
@@ -131,8 +130,6 @@ def identity_of(settings: SimpleNamespace, source: str | None) -> list:
 
 def rows_of(settings: SimpleNamespace, source: str | None) -> Iterator[tuple[int, dict]]:
     """Yields the rows of a source's data with their numbers; exits if the file has changed."""
-    from preference_recipes.data import files  # slow to import
-
     name, split = data_of(settings, source)
     before = settings.start["data_files"].get(name)
     if before is not None and before != folders.describe(Path(name)):
@@ -202,8 +199,7 @@ def recorded_samples(run: Path, source: str | None, step: int) -> list[dict]:
 
 def show_step(run: Path, settings: SimpleNamespace, source: str | None, step: int, top: float):
     """Prints the rows of an update, or of an evaluation, as `--preview` does."""
-    from preference_recipes.data import files  # slow to import
-    from preference_recipes.tools import preview
+    from preference_recipes.tools import preview  # slow to import
 
     args, data = as_read(run, settings)
     folder = files.find(*data_of(settings, source)).folder  # paths of images are relative to it
