@@ -276,7 +276,7 @@ class Checkpoint:
             if folders.step_of(folder) > self.run.global_step
         ]
         copies = (path or self.folder) / "logs"  # without a checkpoint there are none
-        logs = {output_dir / name: sorted(copies.glob(f"{name}*")) for name in LOGS}
+        logs = {output_dir / name: folders.log_parts(copies, name) for name in LOGS}
         replaced = []
         for file, parts in logs.items():
             existing = [file] if file.exists() else []

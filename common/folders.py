@@ -152,7 +152,7 @@ def copy_log(log: Path, folder: Path, earlier: Path) -> None:
     n_linked = size = 0
     with open(log, "rb") as source:
         with contextlib.suppress(OSError):
-            for part in sorted(earlier.glob(f"{log.name}*")):
+            for part in log_parts(earlier, log.name):
                 is_same = all(source.read(len(block)) == block for block in blocks(part))
                 if part.stat().st_size < LEAST_PART or not is_same:
                     break
@@ -163,6 +163,11 @@ def copy_log(log: Path, folder: Path, earlier: Path) -> None:
         name = f"{log.name}.{n_linked:04d}" if n_linked else log.name
         with open(folder / name, "xb") as target:
             shutil.copyfileobj(source, target)
+
+
+def log_parts(folder: Path, name: str) -> list[Path]:
+    """Returns the parts of a log in a checkpoint's `logs`, in their order: .9999, .10000."""
+    return sorted(folder.glob(f"{name}*"), key=lambda part: (len(part.name), part.name))
 
 
 def link_or_copy(file: str, target: str) -> None:

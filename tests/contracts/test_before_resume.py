@@ -204,6 +204,13 @@ def test_what_a_log_has_is_written_once(tmp_path, monkeypatch):
     expect_logs(tmp_path / "new", 10)
 
 
+def test_parts_of_a_log_are_in_the_order_of_their_numbers(tmp_path):
+    names = ["samples.jsonl", *(f"samples.jsonl.{n:04d}" for n in (1, 2, 9999, 10000))]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [part.name for part in folders.log_parts(tmp_path, "samples.jsonl")] == names
+
+
 @pytest.mark.parametrize("case", ["no links", "cut", "edited", "gone"])
 def test_a_log_that_shares_no_parts_is_copied_whole(tmp_path, monkeypatch, case):
     """The disk has no links, a user changed the log, or deleted a part of the earlier checkpoint."""
