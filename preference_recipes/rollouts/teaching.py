@@ -83,12 +83,14 @@ class AllTeachers(LocalTeachers):
         Refuses a server with another tokenizer, or whose replies lack what is needed.
         """
         model, *_ = server.send("/v1/models", method="GET")["data"]
+        if (longest := model["max_model_len"]) <= max_length:  # it adds a token
+            refuse(f"--max_length {max_length}: {server.url} has --max-model-len {longest}")
         text = tokenizer.decode(sorted(tokenizer.get_vocab().values()))
         ids = tokenizer.encode(text, add_special_tokens=False)
         request = {"prompt": text, "add_special_tokens": False}
         if server.send("/tokenize", request)["tokens"] != ids:
             refuse(f"{server.url} has another tokenizer: the text of all tokens has other ids")
-        answer = ids[1:max_length]  # a server with a smaller --max-model-len refuses it
+        answer = ids[1:max_length]
         self.ask_server(TeacherQuery("", ids[:1], answer, [True] * len(answer)), server)
         return model["id"], model["root"]
 
@@ -126,6 +128,9 @@ class AllTeachers(LocalTeachers):
         if rollout.top_logps is not None:
             return
         queries = rollout.queries(range(len(rollout.samples)))
+        if not self.servers:
+            rollout.top_logps = [None] * len(queries)
+            return
         accelerator = self.accelerator
         indices = range(accelerator.process_index, len(queries), accelerator.num_processes)
         own_queries = [queries[index] for index in indices]

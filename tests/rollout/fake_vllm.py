@@ -112,7 +112,8 @@ class FakeServer:
         if path == "/v1/completions":
             return self.tell(content) if "prompt_logprobs" in content else self.complete(content)
         if path == "/v1/models":
-            return {"data": [{"id": "M", "root": self.folder.name}]}
+            longest = self.worker.model_runner.model_config.max_model_len
+            return {"data": [{"id": "M", "root": self.folder.name, "max_model_len": longest}]}
         if path == "/tokenize":
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
             return {"tokens": tokenizer(content["prompt"], add_special_tokens=False).input_ids}

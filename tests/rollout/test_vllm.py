@@ -355,6 +355,7 @@ FAULTS = [  # what is asked for, how the answer is changed, and what is said of 
     (ASKED, with_unknown_token, "or of tokens beyond the 264 of the student"),
     (ASKED, as_logits, "tells no log-probs (its --logprobs-mode)"),
     ("/tokenize", lambda answer: answer["tokens"].insert(9, 7), "another tokenizer: the text"),
+    ("/v1/models", lambda answer: answer["data"][0].update(max_model_len=99), "max-model-len 99"),
 ]
 
 
