@@ -166,7 +166,7 @@ def copy_log(log: Path, folder: Path, earlier: Path) -> None:
 
 
 def log_parts(folder: Path, name: str) -> list[Path]:
-    """Returns the parts of a log in a checkpoint's `logs`, in their order: .9999, .10000."""
+    """Returns the parts of a log in a checkpoint's `logs`, by number: .9999 before .10000."""
     return sorted(folder.glob(f"{name}*"), key=lambda part: (len(part.name), part.name))
 
 

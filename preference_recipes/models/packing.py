@@ -36,7 +36,7 @@ import torch
 from common import batches
 from preference_recipes.models import shared_attention
 
-# Most elements of the masks of a `SharedMask`.
+# The masks of a `SharedMask` have at most so many elements together.
 MAX_MASK = 2**26
 
 # A prompt with its answers, given as the answers' indices.
@@ -143,7 +143,7 @@ class Packer:
             for block in shared_attention.split(groups, self.device)
         ]
         # The multiplications of a layer, divided by its width. Attention has products with keys and
-        # with values; without a mask it is causal and skips half of them.
+        # with values. Without a mask it is causal, and skips half of them.
         shared_cost = row_length(shared[0], prompts, answers) * 12 * self.width
         shared_cost += sum(2 * shared_attention.cost(block) for block in blocks)
         longest = int(lengths.sum(1).max())
@@ -164,8 +164,8 @@ def lengths_of(row: list[Group], prompts: Sequence, answers: Sequence) -> list[t
 
 def row_length(row: list[Group], prompts: Sequence, answers: Sequence) -> int:
     """Returns the number of tokens in a row, without its padding."""
-    n_prompt_tokens = sum(len(prompts[group[0]]) for group in row)
-    return n_prompt_tokens + sum(len(answers[index]) for group in row for index in group)
+    lengths = lengths_of(row, prompts, answers)
+    return sum(prompt + sum(answer_lengths) for prompt, answer_lengths in lengths)
 
 
 def place_tokens(rows: list[list[Group]], prompts: Sequence, answers: Sequence) -> tuple:

